@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 
 # A worker calls each server every 2 s; a server that answered within this time is not hung.
 RECENT_SECONDS: Final = 6.0
+# A worker's health request has at least this time: a process without enough CPU time answers late.
+SHORTEST_PATIENCE: Final = 3.0
+MOST_MISSING: Final = 16
 _LONGEST_REPORT: Final = 64 << 10
 
 
@@ -79,6 +82,17 @@ class Round:
     job_seconds: Callable[[], Iterable[float]] = tuple
     workers: Mapping[str, str] = field(default_factory=dict)
     worker: Callable[[int, int], tuple[str, str] | None] = lambda *_: None
+
+    def missing(self, progress: Progress) -> set[tuple[int, int]]:
+        """(rank, incarnation) of the workers without a heartbeat at shard 0, which may be a promoted standby.
+
+        Many of them do not show hung workers: the job starts, or grows.
+        """
+        if 0 not in progress.reached or progress.term is None or progress.done:
+            return set()
+        ranks = ((rank, self.incarnations.get(f"{contract.ROLE_WORKER}-{rank}", 0)) for rank in range(self.world))
+        found = {(rank, newest) for rank, newest in ranks if newest and progress.beating.get(rank) != newest}
+        return found if len(found) <= MOST_MISSING else set()
 
     def request(self, server: Server, recorded: str = "") -> control_pb2.ProgressRequest:
         """The request to one server.
@@ -245,7 +259,8 @@ class Poller:
         draw: returns a random number in [0, 1): where in the period a job's first call is.
         period: seconds between two rounds of a job.
         deadline: seconds that one call may take.
-        patience: seconds that a health request to a server that does not answer may take.
+        patience: seconds that a health request to a pod that does not answer may take. A worker has less time if
+            `stallSeconds` is short.
         parallel: the number of calls, of all jobs, that are in progress at the same time.
     """
 
@@ -362,7 +377,7 @@ class Poller:
         replies = {server.shard: reply for server, reply in answered if server.serves}
         combined = combine(replies, now)
         if combined is not None:
-            await self._check_workers(poll, todo, combined.stalled)
+            await self._check_workers(poll, todo, combined)
             self._on_progress(key, combined)
 
     async def _call(self, poll: Poll, todo: Round, server: Server) -> control_pb2.ProgressReply | None:
@@ -397,20 +412,23 @@ class Poller:
 
     # Workers without heartbeats.
 
-    async def _check_workers(self, poll: Poll, todo: Round, stalled: Sequence[Stalled]) -> None:
+    async def _check_workers(self, poll: Poll, todo: Round, progress: Progress) -> None:
         """Send a health request to each worker whose heartbeats have stopped; drop the results of the others."""
-        silent = (s for s in stalled if s.reason.startswith(contract.NO_HEARTBEAT))
-        found = dict(pod for s in silent if (pod := todo.worker(s.rank, s.incarnation)) is not None)
+        silent = {(s.rank, s.incarnation) for s in progress.stalled if s.reason.startswith(contract.NO_HEARTBEAT)}
+        found = dict(pod for who in silent | todo.missing(progress) if (pod := todo.worker(*who)) is not None)
         for uid in poll.checks.keys() - found.keys():
             await _cancel(poll.checks.pop(uid))
         poll.hung &= found.keys()
         for uid, url in found.items():
             if uid not in poll.hung and (uid not in poll.checks or poll.checks[uid].done()):
-                poll.checks[uid] = asyncio.get_running_loop().create_task(self._check_worker(poll, uid, url))
+                patience = min(self._patience, max(SHORTEST_PATIENCE, todo.stall_seconds / 3))
+                check = self._check_worker(poll, uid, url, patience)
+                poll.checks[uid] = asyncio.get_running_loop().create_task(check)
 
-    async def _check_worker(self, poll: Poll, uid: str, url: str) -> None:
-        if await self._health(url) is False:
+    async def _check_worker(self, poll: Poll, uid: str, url: str, patience: float) -> None:
+        if await self._health(url, patience) is False:
             poll.hung.add(uid)
+            poll.now.set()
 
     # Servers that do not answer.
 
@@ -419,20 +437,20 @@ class Poller:
             line.long_call = asyncio.get_running_loop().create_task(self._long_call(poll, server))
 
     async def _long_call(self, poll: Poll, server: Server) -> None:
-        answered = await self._health(server.health)
+        answered = await self._health(server.health, self._patience)
         if answered:
             poll.calls.long_answered(server.pod_uid)
         elif answered is False:
             poll.calls.long_missed(server.pod_uid)
 
-    async def _health(self, url: str) -> bool | None:
+    async def _health(self, url: str, patience: float) -> bool | None:
         """Whether a pod answers one health request; a refused connection is tried again until the time has passed.
         None: this process was late, so the result is unknown."""
         began = self._clock()
-        while (left := began + self._patience - self._clock()) > 0:
+        while (left := began + patience - self._clock()) > 0:
             if await self._get(f"{url}/healthz", left) is not None:
                 return True
-            await asyncio.sleep(min(0.5, max(0.0, began + self._patience - self._clock())))
+            await asyncio.sleep(min(0.5, max(0.0, began + patience - self._clock())))
         return False if self._attention.awake_since(began) else None
 
     async def _witness(self, url: str) -> str | None:

@@ -315,7 +315,8 @@ EVENTS: Final[tuple[EventDoc, ...]] = (
     EventDoc(
         "Stalled",
         "Warning",
-        f"A pod sent no heartbeat for 10 seconds, or a worker no gradient for `stallSeconds`. {_CHARGED}",
+        "A pod sent no heartbeat and did not answer the operator, or a worker sent no gradient for `stallSeconds`. "
+        f"{_CHARGED}",
         "If the steps are that long, raise `workers.stallSeconds`.",
     ),
     EventDoc(

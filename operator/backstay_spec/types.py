@@ -96,7 +96,8 @@ class Workers(SpecModel):
 
     stall_seconds: int = 300
     """The operator replaces a worker that sends no gradient for this many seconds, or for 20 times its own median step
-    if that is longer. Compiling has another limit."""
+    if that is longer. Compiling has another limit. With less than 40 s, a worker that answers no call is replaced
+    sooner. It has a quarter of this time for a heartbeat, and then a third for an answer, each at least 3 s."""
 
     template: Annotated[Json | None, Shape(PodTemplate)] = None
     """PodTemplateSpec that the operator merges (strategic merge) into the pod that it builds. The name of the training

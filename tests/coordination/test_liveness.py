@@ -68,6 +68,19 @@ def test_silence_and_endless_compiling_are_hung_and_a_replacement_starts_fresh()
     assert live.lost(now + 100) == []
 
 
+@pytest.mark.parametrize(("stall", "limit"), [(1, 3.0), (12, 3.0), (20, 5.0), (300, 10.0)])
+def test_t8_a_short_limit_for_hung_workers_reports_a_silent_one_sooner(stall: float, limit: float) -> None:
+    """Never within one and a half heartbeats. The peer counts as lost after the same time as before."""
+    live = Liveness("Sync")
+    live.joined(0, worker(0))
+    live.beat(0, worker(0), TRAINING, 0)
+    live.moved(0, 1)
+    live.handed_in(0, 0, 0, 1)
+    assert live.stalled(limit - 0.1, stall, 1) == []
+    assert live.stalled(limit, stall, 1)[0].reason.startswith("no heartbeat")
+    assert live.lost(limit) == ([] if limit < TIMES.silent else [worker(0)])
+
+
 def test_the_slow_one_is_a_straggler_with_its_delay() -> None:
     live = Liveness("Sync")
     for rank, seconds in enumerate([0.1, 0.1, 0.1, 0.4]):

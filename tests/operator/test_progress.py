@@ -354,6 +354,51 @@ def test_o5_a_worker_without_heartbeats_gets_a_health_request() -> None:
     asyncio.run(story())
 
 
+def test_t8_workers_that_a_new_coordinator_misses_are_found() -> None:
+    """Only a few: while a job starts, no worker sends heartbeats yet."""
+    todo = replace(
+        round_of(), world=3, incarnations={"worker-0": 2, "worker-1": 1, "worker-2": 1, "parameter-server-0": 4}
+    )
+
+    def seen(**more: object) -> Progress:
+        fields = {"taken": NOW, "reached": frozenset({0}), "term": 1, "beating": {0: 2, 1: 1}} | more
+        return Progress(**fields)  # type: ignore[arg-type]
+
+    assert todo.missing(seen()) == {(2, 1)}
+    assert todo.missing(seen(beating={0: 1, 1: 1, 2: 1})) == {(0, 2)}, "heartbeats of an older incarnation"
+    assert todo.missing(seen(reached=frozenset({1}))) == set(), "the coordinator did not answer"
+    assert todo.missing(seen(term=None)) == set(), "it is loading"
+    assert todo.missing(seen(done=True)) == set(), "workers leave"
+    many = replace(todo, world=17, incarnations={f"worker-{rank}": 1 for rank in range(17)})
+    assert todo.missing(seen(beating={})) == {(0, 2), (1, 1), (2, 1)}
+    assert many.missing(seen(beating={})) == set()
+
+
+@pytest.mark.parametrize(("stall", "patience"), [(300, 8.0), (12, 4.0), (1, 3.0)])
+def test_t8_a_job_with_a_short_limit_gives_a_silent_worker_less_time(stall: int, patience: float) -> None:
+    """And a result is a reason for the next round, which reports it to the planner."""
+
+    async def story() -> None:
+        given: list[float] = []
+
+        class Hasty(Poller):
+            async def _health(self, url: str, patience: float) -> bool | None:
+                given.append(patience)
+                return False
+
+        poll = Poll()
+        it = Hasty(lambda _: None, Received(), Metrics(), now=lambda: NOW, draw=lambda: 0.5, clock=time.monotonic)
+        todo = replace(round_of(), stall_seconds=stall, worker=lambda rank, incarnation: (f"u{rank}", "http://x"))
+        silent = (Stalled(1, 1, "no heartbeat for 4 s"),)
+        await it._check_workers(poll, todo, Progress(taken=NOW, reached=frozenset(), stalled=silent))
+        await asyncio.gather(*poll.checks.values())
+        assert given == [patience]
+        assert poll.hung == {"u1"}
+        assert poll.now.is_set()
+
+    asyncio.run(story())
+
+
 def test_the_history_goes_to_shard_0_alone_and_only_when_something_happened() -> None:
     async def story() -> None:
         zero, one = FakeServer(1, pb.ProgressReply(incarnation=1)), FakeServer(1, pb.ProgressReply(incarnation=1))

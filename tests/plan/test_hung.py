@@ -287,6 +287,23 @@ def test_a_worker_that_the_coordinator_does_not_miss_is_replaced(out_of_touch, b
     assert cluster.named(WORKER, 0) != name
 
 
+@pytest.mark.parametrize("case", ["hangs", "beats", "answers", "earlier", "other"])
+def test_t8_a_worker_that_answers_no_call_after_a_promotion_is_replaced_without_a_wait(out_of_touch, case):
+    """The new coordinator has no heartbeat from it, and it left a health request of the operator unanswered."""
+    cluster, name = out_of_touch
+    uid = cluster.pods[name]["metadata"]["uid"]
+    beating = {0: 1} if case == "beats" else {}
+    cluster.answer(step=7, reached=frozenset({1} if case == "other" else {0, 1}), contributed={0: 1}, beating=beating)
+    if case == "earlier":
+        cluster.run(name)
+        cluster.tick(1)
+        cluster.run(name, ready=False)
+    found = cluster.contact()
+    hung = frozenset() if case == "answers" else frozenset({uid})
+    cluster.contact = lambda: replace(found, taken=cluster.now, hung_workers=hung)
+    assert (DeletePod(name, uid, 1, "Stalled") in cluster.plan().actions) == (case == "hangs")
+
+
 def test_a_worker_whose_script_continues_after_training_is_left_alone(out_of_touch):
     cluster, name = out_of_touch
     for _ in range(10):

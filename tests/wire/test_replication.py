@@ -231,25 +231,63 @@ def test_t8_a_standby_that_is_filled_slowly_is_kept_and_a_stopped_one_is_dropped
     replica = joining(active)
     active.fill(replica, ReplicaState(version=3), snapshot(*[np.zeros(1, np.float32)] * 5), None)
 
-    def wait_for(what: Callable[[], bool], seconds: float | None = None) -> bool:
+    def moves(patience: float) -> bool:
         """In place of the clock: each deadline passes after the standby has taken one more frame, while it may."""
-        if seconds != kit.Timeouts().held:
-            return real(what, seconds)
-        waits.append(seconds)
+        waits.append(patience)
         if len(waits) > 4:
             return False
         stream.may.release()
-        return real(what, 30)
+        return real(30.0)
 
-    real = replica._changed.wait_for
-    monkeypatch.setattr(replica._changed, "wait_for", wait_for)
+    real = replica._moves
+    monkeypatch.setattr(replica, "_moves", moves)
     for _ in range(_replication.BACKLOG):
         number = replica.put(lambda: iter(()))
     assert not replica.wait(number + 1)
-    assert len(waits) == 5, "four frames of the state came, and then none"
+    assert waits == [kit.Timeouts().held] * 5, "four frames of the state came, and then none"
     assert replica.ended_at is not None
     stream.end()
     thread.join()
+
+
+@pytest.mark.parametrize(
+    ("filled", "answers", "patience"),
+    [
+        (0.1, [], 10.0),  # nothing is known yet
+        (0.1, [0.001, 0.002], 1.0),
+        (0.1, [0.3, 0.001], 3.0),  # a loaded machine
+        (0.1, [5.0], 10.0),
+        (7.0, [0.001], 7.0),  # to fill a large shard again takes longer
+        (70.0, [0.001], 10.0),
+    ],
+)
+def test_t8_a_standby_that_is_quickly_filled_again_is_not_waited_for_long(
+    kit: types.SimpleNamespace, filled: float, answers: list[float], patience: float
+) -> None:
+    replica = Replica(2, kit.Timeouts())
+    assert replica.patience() == 10.0
+    replica.in_sync, replica._filled = True, filled
+    replica._answers.extend(answers)
+    assert replica.patience() == patience
+
+
+def test_t8_a_server_that_was_paused_does_not_blame_its_standby(
+    kit: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers of the standby may wait in the socket of the server."""
+    replica, now = Replica(2, kit.Timeouts()), [0.0]
+    gaps = iter([100.0, *[_replication.GLANCE] * 100])
+    looks: list[float] = []
+
+    def wait_for(what: Callable[[], bool], seconds: float) -> bool:
+        looks.append(seconds)
+        now[0] += next(gaps)
+        return what()
+
+    monkeypatch.setattr(_replication, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(replica._changed, "wait_for", wait_for)
+    assert not replica._moves(1.0)
+    assert looks == [_replication.GLANCE] * 3, "the pause counts for two of four looks"
 
 
 def test_t6_a_standby_that_was_replaced_is_refused() -> None:

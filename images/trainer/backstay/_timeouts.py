@@ -39,7 +39,8 @@ class Timeouts:
         peer_check: how often a stream that waits for a version checks whether its peer is still connected. A stream
             that waits for memory also checks whether others still send.
         replica_beat: the interval of messages to a standby when there is nothing else to send.
-        held: how long a standby may need for one message before its server disconnects it.
+        held, held_least: the longest and the shortest time that a standby may need for one message before its server
+            disconnects it. See `Replica.patience`.
         compiling: how long a pod waits for another one on its machine that compiles the same program.
         compile: a worker that starts or compiles for longer than this, and than `stallSeconds`, is stalled.
         paused_after: a server without a tick for this time was paused, and the silence of its peers does not count.
@@ -79,6 +80,7 @@ class Timeouts:
     peer_check: float = 1.0
     replica_beat: float = 2.0
     held: float = 10.0
+    held_least: float = 1.0
     compiling: float = 10.0
     compile: float = 1800.0
     paused_after: float = 4.0

@@ -122,6 +122,14 @@ def judge_worker(facts: Facts, record: Record, pod: PodView) -> Liveness:
         if ready is None:
             return Alive()  # the worker waits for this server
         since = max(since, ready)
+    if (
+        progress is not None
+        and 0 in progress.reached
+        and progress.taken >= since
+        and progress.beating.get(pod.slot.index) != pod.incarnation
+        and pod.uid in facts.contact.hung_workers
+    ):
+        return Hung(_verdict(pod, f"{NO_HEARTBEAT} for {(facts.now - unready).total_seconds():.0f} s"))
     patience, what = max(timedelta(seconds=facts.spec.workers.stall_seconds), SHORTEST_STALL), LOST
     if (
         progress is not None

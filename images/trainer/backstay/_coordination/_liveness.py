@@ -165,8 +165,12 @@ class Liveness:
             member.joined, member.handed_in, member.handed_version, self._version, self._version_since
         )
 
+    def _silent_after(self, stall_seconds: float) -> float:
+        """A job with a short `stallSeconds` wants a hung worker to be found soon. The operator verifies each report."""
+        return min(self._times.silent, max(1.5 * self._times.heartbeat, stall_seconds / 4))
+
     def _why_stalled(self, now: float, member: _Member, stall_seconds: float) -> str:
-        if now - member.beat >= self._times.silent:
+        if now - member.beat >= self._silent_after(stall_seconds):
             return f"{contract.NO_HEARTBEAT} for {now - member.beat:.0f} s"
         if member.activity in _PREPARING:
             limit, since, what = max(stall_seconds, self._times.compile), member.activity_since, "starting or compiling"

@@ -39,6 +39,9 @@ _LOG = logging.getLogger(__name__)
 BACKLOG: Final = 8
 """How many items a standby may be behind while it is filled; then training waits for it."""
 
+GLANCE: Final = 0.25
+"""Seconds after which a wait for a standby looks at the clock. A longer gap is a pause of this process."""
+
 HELD: Final = Frame(replica=ReplicaFrame(held=True))
 _ALIVE: Final = Frame(replica=ReplicaFrame(alive=True))
 
@@ -58,6 +61,9 @@ class Replica:
         self._changed = threading.Condition()
         self.ended_at: float | None = None
         self.closed_by_peer = False
+        self._began = time.monotonic()
+        self._filled = 0.0  # seconds that it took to fill it
+        self._answers: deque[float] = deque(maxlen=64)  # seconds until it held each of the newest items
 
     def put(self, item: Item) -> int:
         """Queue an item; returns the number to wait for."""
@@ -74,16 +80,33 @@ class Replica:
                 due = number if self.in_sync else number - BACKLOG
                 if self.ended_at is not None or self._held >= due:
                     return self.ended_at is None
-                before = self._held, self._sent
-                # A state may take long to send. While bytes are sent, the standby is alive.
-                if not self._changed.wait_for(
-                    lambda: self.ended_at is not None or (self._held, self._sent) != before,  # noqa: B023
-                    self._times.held,
-                ):
-                    _LOG.warning(
-                        "the standby (incarnation %d) did not answer for %.0f s", self.incarnation, self._times.held
-                    )
+                patience = self.patience()
+                if not self._moves(patience):
+                    _LOG.warning("the standby (incarnation %d) did not answer for %.1f s", self.incarnation, patience)
                     self.end()
+
+    def patience(self) -> float:
+        """How long a standby may need for one message.
+
+        A standby that is in sync is given up as soon as a longer wait costs more than to fill it again (0073).
+        """
+        if not self.in_sync:
+            return self._times.held
+        slowest = max(self._answers, default=self._times.held)
+        return min(self._times.held, max(self._times.held_least, self._filled, 10 * slowest))
+
+    def _moves(self, patience: float) -> bool:
+        """Whether the standby holds another item, was sent another frame, or is lost, within this time."""
+        before = self._held, self._sent
+        while patience > 0:
+            began = time.monotonic()
+            # A state may take long to send. While bytes are sent, the standby is alive.
+            if self._changed.wait_for(
+                lambda: self.ended_at is not None or (self._held, self._sent) != before, min(GLANCE, patience)
+            ):
+                return True
+            patience -= min(time.monotonic() - began, 2 * GLANCE)
+        return False
 
     def _over(self) -> bool:
         return self.ended_at is not None
@@ -118,12 +141,15 @@ class Replica:
                                 self._sent += 1
                                 self._changed.notify_all()
                 item, sent = None, item is not None  # it holds the mean
+                asked = time.monotonic()
                 if not self._answered(stream):
                     return
                 with self._changed:
                     self._held += sent
+                    if self.in_sync:
+                        self._answers.append(time.monotonic() - asked)
                     if not self._queue and self._held == self._put and self._put > 0 and not self.in_sync:
-                        self.in_sync = True
+                        self.in_sync, self._filled = True, time.monotonic() - self._began
                         _instrument.report("in_sync", incarnation=self.incarnation)
                         _LOG.info("the standby (incarnation %d) holds the same state", self.incarnation)
                     self._changed.notify_all()
