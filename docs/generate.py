@@ -19,6 +19,7 @@ from backstay._roles._metrics import Metrics as PodMetrics
 from backstay_cli.main import app
 from backstay_operator.metrics import Metrics as OperatorMetrics
 from backstay_spec.crd_schema import openapi_schema
+from backstay_spec.end_of_job import WAITS
 from backstay_spec.reasons import CONDITIONS, EVENTS, FAILURES
 
 INT32_MAX = 2**31 - 1
@@ -289,12 +290,27 @@ def decisions() -> str:
     )
 
 
+def end_of_job() -> str:
+    """The waits at the end of a job."""
+    rows = ((wait.who, wait.what, f"{wait.seconds:.0f} s", wait.late) for wait in WAITS)
+    return f"""{NOTE}# The end of a job
+
+After the last update, the coordinator stores the last version, waits for its evaluation, and sends
+`Done`. Every pod that has received `Done` writes it into its termination message, and leaves. The
+first of these messages sets the condition Trained ([decision
+0061](../decisions/0061-the-end-is-certain.md)). Then the operator waits only for the script of
+worker 0, for `spec.runPolicy.afterTrainingSeconds`.
+
+{table(("waits", "until", "at most", "afterwards"), iter(rows))}"""
+
+
 # Path from `docs` -> its text.
 PAGES = {
     "reference/trainingjob.md": trainingjob,
     "reference/command.md": commands,
     "reference/metrics.md": metrics,
     "reference/conditions.md": conditions,
+    "internals/end-of-a-job.md": end_of_job,
     "decisions/index.md": decisions,
 }
 

@@ -9,6 +9,8 @@ from backstay_cli.pods import obstacle as obstacle_of
 from backstay_cli.words import count, duration, on_one_line
 from backstay_spec import contract
 
+# Seconds after the last update after which the end of the job is described.
+_ENDING = 3.0
 _NAMES = {contract.ROLE_SERVER: "server", contract.ROLE_WORKER: "worker", contract.ROLE_EVALUATOR: "evaluator"}
 
 
@@ -45,7 +47,10 @@ def waiting_for(view: JobView) -> str:
 
 
 def no_update(view: JobView) -> str:
-    """The rank or server that the next update waits for, after a long wait."""
+    """The rank or server that the next update waits for, after a long wait; after the last one, the end of the job."""
+    if view.waits.get("over"):
+        shown = not view.ended and float(view.waits.get("seconds") or 0.0) >= _ENDING
+        return str(view.waits.get("text", "")) if shown else ""
     seconds = float(view.waits.get("seconds") or 0.0)
     return f"no update for {duration(seconds)}: {view.waits.get('text', '')}" if seconds >= LONG_WAIT else ""
 

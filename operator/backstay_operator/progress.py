@@ -152,6 +152,7 @@ def combine(
             "updates_per_second": coordinator.updates_per_second or None,
             "waited_for": tuple(_waited_for(entry) for entry in coordinator.waited_for),
             "waits": coordinator.waits,
+            "ending": coordinator.ending,
             "world": coordinator.world or None,
             "metrics": dict(coordinator.metrics),
             "train_metrics": dict(coordinator.train_metrics),

@@ -702,7 +702,7 @@ class TermStart(_message.Message):
     def __init__(self, term: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint: _Optional[str] = ..., redone: _Optional[int] = ..., changes: _Optional[_Iterable[str]] = ..., taken_over: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ProgressReply(_message.Message):
-    __slots__ = ("incarnation", "term", "step", "loss", "has_loss", "examples_per_second", "world", "stalled", "stragglers", "lost", "checkpoint", "done", "failed", "contributed", "metrics", "steps_redone", "train_metrics", "live_workers", "standby", "beating", "term_start", "evaluation_step", "untrained_leaves", "evaluation_error", "goal_steps", "updates_per_second", "waited_for", "local_steps", "waits", "worker_seconds", "recorded", "reports")
+    __slots__ = ("incarnation", "term", "step", "loss", "has_loss", "examples_per_second", "world", "stalled", "stragglers", "lost", "checkpoint", "done", "failed", "contributed", "metrics", "steps_redone", "train_metrics", "live_workers", "standby", "beating", "term_start", "evaluation_step", "untrained_leaves", "evaluation_error", "goal_steps", "updates_per_second", "waited_for", "local_steps", "waits", "ending", "worker_seconds", "recorded", "reports")
     class ContributedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -760,6 +760,7 @@ class ProgressReply(_message.Message):
     WAITED_FOR_FIELD_NUMBER: _ClassVar[int]
     LOCAL_STEPS_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
+    ENDING_FIELD_NUMBER: _ClassVar[int]
     WORKER_SECONDS_FIELD_NUMBER: _ClassVar[int]
     RECORDED_FIELD_NUMBER: _ClassVar[int]
     REPORTS_FIELD_NUMBER: _ClassVar[int]
@@ -792,10 +793,11 @@ class ProgressReply(_message.Message):
     waited_for: _containers.RepeatedCompositeFieldContainer[WaitedFor]
     local_steps: int
     waits: str
+    ending: str
     worker_seconds: _containers.RepeatedCompositeFieldContainer[WorkerSeconds]
     recorded: str
     reports: _containers.RepeatedCompositeFieldContainer[StoredReport]
-    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., step: _Optional[int] = ..., loss: _Optional[float] = ..., has_loss: bool = ..., examples_per_second: _Optional[float] = ..., world: _Optional[int] = ..., stalled: _Optional[_Iterable[_Union[Stalled, _Mapping]]] = ..., stragglers: _Optional[_Iterable[_Union[Straggler, _Mapping]]] = ..., lost: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ..., done: bool = ..., failed: _Optional[str] = ..., contributed: _Optional[_Mapping[int, int]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., steps_redone: _Optional[int] = ..., train_metrics: _Optional[_Mapping[str, float]] = ..., live_workers: _Optional[int] = ..., standby: _Optional[int] = ..., beating: _Optional[_Mapping[int, int]] = ..., term_start: _Optional[_Union[TermStart, _Mapping]] = ..., evaluation_step: _Optional[int] = ..., untrained_leaves: _Optional[_Iterable[str]] = ..., evaluation_error: _Optional[str] = ..., goal_steps: _Optional[int] = ..., updates_per_second: _Optional[float] = ..., waited_for: _Optional[_Iterable[_Union[WaitedFor, _Mapping]]] = ..., local_steps: _Optional[int] = ..., waits: _Optional[str] = ..., worker_seconds: _Optional[_Iterable[_Union[WorkerSeconds, _Mapping]]] = ..., recorded: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[StoredReport, _Mapping]]] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., step: _Optional[int] = ..., loss: _Optional[float] = ..., has_loss: bool = ..., examples_per_second: _Optional[float] = ..., world: _Optional[int] = ..., stalled: _Optional[_Iterable[_Union[Stalled, _Mapping]]] = ..., stragglers: _Optional[_Iterable[_Union[Straggler, _Mapping]]] = ..., lost: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ..., done: bool = ..., failed: _Optional[str] = ..., contributed: _Optional[_Mapping[int, int]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., steps_redone: _Optional[int] = ..., train_metrics: _Optional[_Mapping[str, float]] = ..., live_workers: _Optional[int] = ..., standby: _Optional[int] = ..., beating: _Optional[_Mapping[int, int]] = ..., term_start: _Optional[_Union[TermStart, _Mapping]] = ..., evaluation_step: _Optional[int] = ..., untrained_leaves: _Optional[_Iterable[str]] = ..., evaluation_error: _Optional[str] = ..., goal_steps: _Optional[int] = ..., updates_per_second: _Optional[float] = ..., waited_for: _Optional[_Iterable[_Union[WaitedFor, _Mapping]]] = ..., local_steps: _Optional[int] = ..., waits: _Optional[str] = ..., ending: _Optional[str] = ..., worker_seconds: _Optional[_Iterable[_Union[WorkerSeconds, _Mapping]]] = ..., recorded: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[StoredReport, _Mapping]]] = ...) -> None: ...
 
 class StoredReport(_message.Message):
     __slots__ = ("slot", "incarnation", "uri")

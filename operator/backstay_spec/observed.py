@@ -100,6 +100,7 @@ class Progress:
         updates_per_second: the recent rate; None: not known yet.
         waited_for: the ranks that the updates of the last minutes waited for, the longest first.
         waits: what the next update waits for, where it has waited for long.
+        ending: after the last update, what the end of the job waits for; empty: there will be updates.
         train_metrics: what `loss` returned beside the loss, mean of the newest update.
         evaluated_step: the version that `metrics` or `evaluation_error` belongs to; None: there was no evaluation.
         evaluation_error: why the newest evaluation returned no metrics; empty when it did.
@@ -132,6 +133,7 @@ class Progress:
     updates_per_second: float | None = None
     waited_for: tuple[WaitedFor, ...] = ()
     waits: str = ""
+    ending: str = ""
     world: int | None = None
     stalled: tuple[Stalled, ...] = ()
     contributed: Mapping[int, int] = field(default_factory=dict)

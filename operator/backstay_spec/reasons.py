@@ -131,6 +131,7 @@ CONDITIONS: Final[tuple[ConditionDoc, ...]] = (
             "ServersNotReady": "A server is not ready.",
             "WorkersNotReady": "No worker is ready.",
             "NoUpdate": "All pods are ready, but no update was applied for 30 seconds or for five usual updates.",
+            "Ending": "The last update is made. The job stores and evaluates its result.",
             "Trained": "Training is complete.",
             "Suspended": "The job is suspended.",
             "Finished": "The job has ended.",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from backstay_cli import report
 from backstay_cli.follow import JobView, RoleView, view_of
 from backstay_cli.view import LineDisplay
-from backstay_cli.waiting import waiting_for
+from backstay_cli.waiting import no_update, waiting_for
 from backstay_cli.words import number, on_one_line, plain, printable, shortened, without_folder
 from backstay_spec import contract
 
@@ -167,6 +167,13 @@ def test_a_long_wait_is_a_line_once_a_minute() -> None:
         f"no update for 1 min 26 s: {said}",
         f"no update for 21 s: {said}",
     ]
+
+
+def test_o10_after_the_last_update_the_line_describes_the_end() -> None:
+    waits = {"seconds": 18.0, "text": "trained to step 20; worker 0 evaluates, for 18 s", "over": True}
+    assert no_update(JobView("a", "default", phase="Running", step=20, waits=waits)) == waits["text"]
+    assert no_update(JobView("a", "default", phase="Running", step=20, waits={**waits, "seconds": 1.0})) == ""
+    assert no_update(JobView("a", "default", phase="Succeeded", step=20, waits=waits)) == ""
 
 
 def test_a_message_of_several_lines_stays_one_entry() -> None:

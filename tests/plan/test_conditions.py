@@ -172,3 +172,34 @@ def test_a_standby_that_ends_with_its_server_has_an_event(running):
     cluster.settle()
     assert standby not in cluster.living()
     assert any(standby in message for _, message in cluster.events), cluster.events
+
+
+def test_o10_after_the_last_update_nothing_is_interrupted(running):
+    """An evaluation may take minutes, and the servers leave before their pods are observed to end."""
+    cluster = running(TRAINING_SPEC)
+    train(cluster, 19, coordinator=1)
+    for seconds in (10, 20, 70):
+        cluster.tick(20)
+        text = f"trained to step 20; worker 0 evaluates, for {seconds} s"
+        train(cluster, 20, coordinator=1, ending=text)
+        said = cluster.condition("Training")
+        assert (said["status"], said["reason"]) == ("False", "Ending")
+        assert said["message"] == "trained to step 20; worker 0 evaluates"
+    cluster.progress = None
+    cluster.run(cluster.named(SERVER, 1), ready=False)
+    cluster.tick(20)
+    cluster.settle()
+    assert (cluster.status["phase"], cluster.condition("Training")["reason"]) == ("Running", "Ending")
+    assert "TrainingInterrupted" not in {reason for reason, _ in cluster.events}
+
+
+def test_o10_a_lost_server_after_the_last_update_is_an_interruption(running):
+    """The last update may be lost with it."""
+    cluster = running(TRAINING_SPEC)
+    train(cluster, 20, coordinator=1, ending="trained to step 20; worker 0 evaluates, for 1 s")
+    cluster.end(cluster.named(SERVER, 0), 137)
+    cluster.progress = None
+    cluster.settle()
+    cluster.tick(20)
+    cluster.settle()
+    assert cluster.condition("Training")["reason"] == "ServersNotReady"

@@ -524,5 +524,9 @@ def test_t7_a_shard_that_stops_waits_until_it_has_stored_its_part(
         stopping.join(1.0)
         assert stopping.is_alive()
         coordinator.report(Written(term=1, version=5, error="the disk is full"))
+        until(lambda: end.sent[-1].WhichOneof("kind") is None)
+        assert end.sent[-2].written.version == 5
+        assert stopping.is_alive(), "the coordinator may not have processed the report yet"
+        end.say()
         stopping.join(SECONDS)
         assert not stopping.is_alive()

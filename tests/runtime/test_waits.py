@@ -83,3 +83,24 @@ def test_asynchronous_jobs_name_the_rank_that_is_slower_and_no_update_that_waits
     waits.fill(40.0, reply)
     assert [(one.rank, one.part) for one in reply.waited_for] == [(1, "data")]
     assert reply.waits.endswith("(1 of these 4 contributions are needed)")
+
+
+def test_o10_after_the_last_update_the_end_of_the_job_is_described() -> None:
+    """No rank is missing then: the job stores and evaluates its result."""
+    waits = Waits(1, lambda world: world, Metrics("job", "ParameterServer", 0), lambda: 0.0, ends_at=lambda state: 20)
+    waits.restarted(0.0, CoordinatorState(term=1, version=19, world=4))
+    last = commit(19, range(4))
+    last.final = True
+    waits.updated(10.0, last)
+    waits.beat(27.0, beat(0, doing=Doing(point="evaluate", step=20, has_step=True, seconds=17.0)))
+    waits.beat(27.0, beat(1))
+    reply = ProgressReply()
+    waits.fill(40.0, reply)
+    assert (reply.waits, reply.ending) == ("", "trained to step 20; worker 0 evaluates, for 30 s")
+    assert waits.status(40.0)["waits"] == {"seconds": 30.0, "text": reply.ending, "over": True}
+    waits.beat(41.0, beat(0))
+    assert "the servers store the last checkpoint" in waits.status(41.0)["waits"]["text"]
+    waits.restarted(50.0, CoordinatorState(term=2, version=10, world=4))
+    assert "over" not in waits.status(50.0)["waits"], "a rollback: there are updates again"
+    waits.restarted(60.0, CoordinatorState(term=2, version=20, world=4))
+    assert "over" in waits.status(60.0)["waits"], "a server that took over after the last update"

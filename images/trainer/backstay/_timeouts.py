@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from backstay_spec import end_of_job
+
 __all__ = ["Timeouts", "current", "use"]
 
 
@@ -66,14 +68,14 @@ class Timeouts:
     link_pauses: tuple[float, ...] = (0.02, 0.05, 0.1, 0.25)
     message: float = 10.0
     second_look: float = 0.1
-    shutdown: float = 15.0
-    result: float = 120.0
-    confirm: float = 20.0
-    newcomer: float = 3.0
+    shutdown: float = end_of_job.SHUTDOWN
+    result: float = end_of_job.RESULT
+    confirm: float = end_of_job.CONFIRM
+    newcomer: float = end_of_job.NEWCOMER
     standby_closed: float = 10.0
     standby_silent: float = 30.0
-    gone: float = 2.0
-    last_save: float = 50.0
+    gone: float = end_of_job.GONE
+    last_save: float = end_of_job.LAST_SAVE
     stop: float = 3.0
     reconnect_pause: float = 0.1
     evaluator_check: float = 1.0
@@ -86,9 +88,9 @@ class Timeouts:
     paused_after: float = 4.0
     restoring: float = 600.0
     restore_again: float = 1.0
-    evaluation: float = 600.0
-    succession: float = 30.0
-    storing: float = 600.0
+    evaluation: float = end_of_job.EVALUATION
+    succession: float = end_of_job.SUCCESSION
+    storing: float = end_of_job.STORING
     store_again: float = 30.0
     unproven: float = 10.0
     refused: float = 1.0
@@ -96,7 +98,7 @@ class Timeouts:
     @property
     def end(self) -> float:
         """How long a worker that has the last version waits for the job to be done."""
-        return self.evaluation + self.storing + 60.0
+        return self.evaluation + self.storing + end_of_job.MARGIN
 
 
 _current = Timeouts()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any, Final, TypeAlias
 
-from backstay_spec import runtime, status
+from backstay_spec import end_of_job, runtime, status
 from backstay_spec.causes import (
     AFTER_TRAINING_FAILED,
     ALREADY_COMPLETE,
@@ -43,10 +43,10 @@ from backstay_spec.types_status import CheckpointStatus
 __all__ = ["LEADER", "Ended", "Trained", "Verdict", "interrupted", "judge", "restored_from", "statements", "trained"]
 
 # Worker 0 may end before shard 0's server, whose final message has the loss and the metrics.
-LAST_MESSAGE: Final = timedelta(seconds=20)
-# Shard 0's server leaves within these times (`Timeouts.shutdown`, `result`): without a checkpoint, rank 0 needs it.
-STAYS_STORED: Final = timedelta(seconds=40)
-STAYS: Final = timedelta(seconds=160)
+LAST_MESSAGE: Final = timedelta(seconds=end_of_job.LAST_MESSAGE)
+# Shard 0's server leaves within these times: without a checkpoint, rank 0 needs it.
+STAYS_STORED: Final = timedelta(seconds=end_of_job.STAYS_STORED)
+STAYS: Final = timedelta(seconds=end_of_job.STAYS)
 
 
 @dataclass(frozen=True, slots=True)

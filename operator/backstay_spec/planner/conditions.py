@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -16,7 +17,8 @@ from backstay_spec.planner import budgets
 from backstay_spec.planner.effects import Effects, Failure, Obstructed, earliest
 from backstay_spec.planner.end import Success
 from backstay_spec.planner.facts import Facts
-from backstay_spec.planner.pods import PodView
+from backstay_spec.planner.last_messages import SHARD_0
+from backstay_spec.planner.pods import PodView, has_worked
 from backstay_spec.planner.record import Record, standby_key
 from backstay_spec.types_status import Condition, format_time
 
@@ -46,6 +48,7 @@ _UPDATES: Final = 5
 # Together shorter than a condition's message may be, so that neither cuts the other one.
 _MAX_SUMMARY: Final = 600
 _MAX_DETAIL: Final = 1300
+_LASTS: Final = re.compile(r", for \d+ s$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +247,8 @@ def training(facts: Facts, record: Record, slots: Sequence[Slot]) -> Training:
     if not facts.trained:
         first = Statement(status.TRAINING, False, "NotStarted", "no update has been applied yet")
         return Training((first, *_running(facts, record, slots, "", began)))
+    if (over := _ending(facts, record)) is not None:
+        return Training((over, *_running(facts, record, slots, "", began)))
     patience = INTERRUPTED if stopped else max(NO_UPDATE, _UPDATES * timedelta(seconds=_seconds(updates)))
     if updates is not None and facts.now < updates.at + patience:
         text = f"updates are applied; the newest step is {updates.step}"
@@ -265,6 +270,23 @@ def training(facts: Facts, record: Record, slots: Sequence[Slot]) -> Training:
     # Servers, then workers, then only updates may be missing: one interruption is one event.
     halted = Statement(status.TRAINING, False, reason, text, warning("TrainingInterrupted", text) if is_new else None)
     return Training((halted, *_running(facts, record, slots, stopped, began)), interrupted=True)
+
+
+def _ending(facts: Facts, record: Record) -> Statement | None:
+    """The condition Training after the last update, until a pod reports the end; None: there will be updates.
+
+    The servers end before their pods are observed to end. Without an answer, the last report counts while the pod of
+    shard 0's server that may have sent it lives.
+    """
+    known, progress = facts.conditions.get(status.TRAINING), facts.progress
+    if progress is not None and progress.coordinator:
+        # The text must not change the status with each second.
+        text = _LASTS.sub("", progress.ending)
+        return Statement(status.TRAINING, False, "Ending", text) if text else None
+    server = facts.pod(SHARD_0, record.current(SHARD_0))
+    if known is None or known.reason != "Ending" or server is None or not (server.alive and has_worked(server, None)):
+        return None
+    return Statement(status.TRAINING, False, "Ending", known.message)
 
 
 def _seconds(updates: Updates | None) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Final
 
-from backstay_spec import contract, names, status
+from backstay_spec import contract, end_of_job, names, status
 from backstay_spec.actions import Action, DeleteJob, DeleteNetworkPolicy, DeletePod, DeleteSecret, DeleteService
 from backstay_spec.causes import Blocked, outcome_of
 from backstay_spec.planner.effects import Effects, Failure, Obstructed
@@ -18,7 +18,7 @@ from backstay_spec.planner.record import Record
 __all__ = ["Success", "active_deadline", "clean_up", "failure", "has_ended", "pending_deadline", "suspended"]
 
 # When the last step is stored, the pods leave by themselves; deleting them immediately would lose their last log lines.
-LEAVING: Final = timedelta(seconds=10)
+LEAVING: Final = timedelta(seconds=end_of_job.LEAVING)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Final
 
-from backstay_spec import contract
+from backstay_spec import contract, end_of_job
 from backstay_spec.causes import AFTER_TRAINING_FAILED, TRAINED, outcome_of, terminated_state
 from backstay_spec.names import Slot
 from backstay_spec.planner.facts import Facts
@@ -15,7 +15,7 @@ from backstay_spec.planner.pods import PodView, ended_at
 __all__ = ["Leaving", "judge"]
 
 # A worker with exit code 0 may be the first sign that the job is complete; the servers must confirm it in this time.
-EXIT_VERDICT: Final = timedelta(seconds=10)
+EXIT_VERDICT: Final = timedelta(seconds=end_of_job.EXIT_VERDICT)
 
 
 @dataclass(frozen=True, slots=True)

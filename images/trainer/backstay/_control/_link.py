@@ -106,6 +106,7 @@ class Link:
         self._cancel: Callable[[], object] = lambda: None  # ends the attempt to link, or the link
         self._closed = threading.Event()
         self._unanswered, self._ping_at = 0, 0.0
+        self._pings, self._answers = 0, 0  # of this link
         self.error: Exception | None = None
         """Why no further link is opened: a refusal that each would get, or a defect. None: links are opened."""
         self.up = False
@@ -185,7 +186,7 @@ class Link:
                 self._unanswered += 1
                 cancel, lost = self._cancel, self._unanswered * interval > self._timeouts.silent
                 if not lost:
-                    self._put(ShardMessage())
+                    self._ping()
         self.expect(successor)
         if lost:
             _LOG.warning("the coordinator does not answer: its link is opened again")
@@ -196,6 +197,18 @@ class Link:
         """Whether the shard has not reported the newest version that it was requested to store."""
         with self._lock:
             return self._saves > max((written.version for written in self._written), default=0)
+
+    def flush(self) -> Callable[[], bool]:
+        """Request an answer to all reports until now; the returned function is whether the coordinator has sent it.
+
+        A link that is opened later begins with the reports that the coordinator has not processed: then call it again.
+        """
+        with self._lock:
+            if self._stream is None or not self.up:
+                return lambda: False
+            self._ping()
+            link, number = self._opened, self._pings
+        return lambda: self._opened == link and self._answers >= number
 
     def send_spans(self, take: Callable[[int], Spans | None]) -> None:
         """Send what `take` returns, if the link is up; its argument is another one for each link. See `Outbox`."""
@@ -210,6 +223,11 @@ class Link:
             self._put(wrap_report(Applied(version=version)))
 
     # ---- The stream ----
+
+    def _ping(self) -> None:
+        """Send a message without content; the coordinator answers it after all messages before it."""
+        self._pings += 1
+        self._put(ShardMessage())
 
     def _put(self, message: ShardMessage) -> None:
         """Send a message if there is a link. The next link begins with what the coordinator did not get."""
@@ -301,6 +319,7 @@ class Link:
         with at_most(self._timeouts.link_answer, lambda: stream.cancel("the coordinator did not answer")):
             with self._lock:
                 self._opened += 1
+                self._pings = self._answers = 0
                 self._unanswered = 0
                 position = Position(
                     term=self._term,
@@ -340,6 +359,7 @@ class Link:
     def _receive(self, frame: Frame, sink: ShardSink) -> None:
         message = message_in(frame.to_shard)
         if message is None:
+            self._answers += 1
             return
         with self._lock:
             match message:

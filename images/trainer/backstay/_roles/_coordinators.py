@@ -283,7 +283,16 @@ class RemoteCoordinator:
         wait_until(lambda: self._saved.is_set() or self._link.storing, linked, 10.0, gone=times.gone)
         left = times.last_save - (time.monotonic() - began)
         wait_until(lambda: not self._link.storing, linked, left, gone=times.gone)
-        time.sleep(0.5)  # the link sends the end to the coordinator
+        self._flush(times.gone)
+
+    def _flush(self, seconds: float) -> None:
+        """Wait until the coordinator has processed the reports, for at most `seconds`."""
+        deadline = time.monotonic() + seconds
+        while self._link.error is None and time.monotonic() < deadline:
+            answered = self._link.flush()
+            wait_until(answered, lambda: self._link.up, deadline - time.monotonic(), gone=0.1)
+            if answered():
+                return
 
     def outcome(self, done: Done, term: int) -> dict[str, Any]:
         return outcome(done, term, self._steps)

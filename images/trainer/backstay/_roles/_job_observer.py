@@ -94,7 +94,9 @@ class JobObserver:
 
     def watch_waits(self, shards: int, quorum: Callable[[int], int], *, sync: bool) -> None:
         """Record the waits of updates from now on; call it before `start`. See `Waits`."""
-        self._waits = Waits(shards, quorum, self._metrics, sync=sync)
+        self._waits = Waits(
+            shards, quorum, self._metrics, sync=sync, ends_at=lambda s: min(s.last or self._steps, self._steps)
+        )
 
     # ---- Observer ----
 

@@ -35,6 +35,7 @@ _DOES: Final = {
     "batch_wait": "waits for its input batch",
     "compute": "computes",
     "compile": "compiles",
+    "evaluate": "evaluates",
     "exchange": "sends its contribution, or waits for the servers",
     "join": "tries to join the servers",
     "first_pull": "receives the parameters",
@@ -48,6 +49,7 @@ class Waits:
         shards: how many servers a contribution goes to.
         quorum: ``quorum(world)`` returns how many contributions an update needs.
         sync: whether updates are synchronous.
+        ends_at: ``ends_at(state)`` returns the last version of training; 0: not known.
         metrics: shard 0's metrics.
     """
 
@@ -59,21 +61,26 @@ class Waits:
         clock: Callable[[], float] = time.monotonic,
         *,
         sync: bool = True,
+        ends_at: Callable[[CoordinatorState], int] = lambda state: 0,
     ) -> None:
         self._lock = threading.Lock()
         self._sync = sync
         self._blame = (Blame if sync else AsyncBlame)(shards, now=clock())
         self._quorum, self._metrics = quorum, metrics
         self._term, self._version, self._world = 0, 0, 0
+        self._ends_at, self._over = ends_at, False
         self._beats: dict[int, tuple[float, Doing | None]] = {}  # by rank
+        self._evaluator: tuple[float, Doing | None] | None = None  # its newest heartbeat
         self._logged_at = -_AGAIN
 
     def beat(self, now: float, request: HeartbeatRequest) -> None:
         """A heartbeat."""
-        if request.peer.role != "worker":
+        found = now, request.doing if request.HasField("doing") else None
+        if request.peer.role != contract.ROLE_WORKER:
+            self._evaluator = found
             return
         with self._lock:
-            self._beats[request.peer.index] = now, request.doing if request.HasField("doing") else None
+            self._beats[request.peer.index] = found
             self._blame.parts(request.peer.index, request.parts)
 
     def staged(self, now: float, shard: int, staged: Staged) -> None:
@@ -87,6 +94,7 @@ class Waits:
         """An update was decided."""
         ranks = [contribution.id.rank for contribution in commit.contributions]
         with self._lock:
+            self._over = commit.final
             charge = self._blame.updated(now, commit.term, commit.version, ranks)
             self._term, self._version, self._world = commit.term, commit.version + 1, commit.world
         if charge is None or (self._sync and len(ranks) < 2):  # a rank that trains alone delays no other one
@@ -100,6 +108,7 @@ class Waits:
     def restarted(self, now: float, state: CoordinatorState) -> None:
         """Begin again: earlier reports do not count."""
         with self._lock:
+            self._over = 0 < self._ends_at(state) <= state.version
             self._blame.restarted(now)
             self._term, self._version, self._world = state.term, state.version, state.world
 
@@ -108,6 +117,7 @@ class Waits:
         with self._lock:
             worst = self._blame.worst(now)
             seconds, text = self._waiting(now)
+            over = self._over
         return {
             "blame": [
                 {
@@ -122,7 +132,7 @@ class Waits:
                 for one in worst
                 if one.seconds > 0
             ],
-            "waits": {"seconds": round(seconds, 1), "text": text},
+            "waits": {"seconds": round(seconds, 1), "text": text} | ({"over": True} if over else {}),
         }
 
     def fill(self, now: float, reply: ProgressReply) -> None:
@@ -130,14 +140,20 @@ class Waits:
         with self._lock:
             worst = self._blame.worst(now)
             seconds, text = self._waiting(now)
+            over = self._over
             report = seconds >= LONG and now - self._logged_at >= _AGAIN
             if report:
                 self._logged_at = now
             elif seconds < LONG:
                 self._logged_at = -_AGAIN
         if report:
-            _LOG.warning("no update for %.0f s: %s", seconds, text)
-        if seconds >= LONG:
+            if over:
+                _LOG.info("%s", text)
+            else:
+                _LOG.warning("no update for %.0f s: %s", seconds, text)
+        if over:
+            reply.ending = text
+        elif seconds >= LONG:
             reply.waits = text
         for one in worst:
             if one.seconds > 0:
@@ -149,6 +165,9 @@ class Waits:
     def _waiting(self, now: float) -> tuple[float, str]:
         if not self._world:
             return 0.0, ""
+        if self._over:
+            seconds = self._blame.waiting(now, self._term, self._version, self._world, 0).seconds
+            return seconds, f"trained to step {self._version}; {self._at_the_end(now)}"
         waiting = self._blame.waiting(now, self._term, self._version, self._world, self._quorum(self._world))
         named = [self._does(now, rank, waiting.shards.get(rank, ())) for rank in waiting.missing[:_NAMED]]
         more = len(waiting.missing) - len(named)
@@ -158,6 +177,14 @@ class Waits:
         if waiting.needed < len(waiting.missing):
             text += f" ({waiting.needed} of these {len(waiting.missing)} contributions are needed)"
         return waiting.seconds, text
+
+    def _at_the_end(self, now: float) -> str:
+        """The activity after the last update: an evaluation, or else the checkpoint or the end of the job."""
+        named = [("the evaluator", self._evaluator), *((f"worker {rank}", at) for rank, at in self._beats.items())]
+        for name, found in named:
+            if found is not None and found[1] is not None and found[1].point == "evaluate":
+                return f"{name} evaluates, for {found[1].seconds + now - found[0]:.0f} s"
+        return "the servers store the last checkpoint, or wait for its evaluation"
 
     def _does(self, now: float, rank: int, shards: tuple[int, ...]) -> str:
         """The activity of a rank without a contribution, by its newest heartbeat."""

@@ -88,7 +88,8 @@ class WorkerEnd:
         at = (term, step)
         try:
             if self._evaluation is None or self._evaluation[0] != at:
-                found = evaluation_of(self._script.evaluate, params, state, has_state=self._script.has_state)
+                with _instrument.span("evaluate", step):
+                    found = evaluation_of(self._script.evaluate, params, state, has_state=self._script.has_state)
                 self._evaluation = at, found
             metrics = self._evaluation[1]
         except Exception as failure:  # noqa: BLE001  # an error of the script
