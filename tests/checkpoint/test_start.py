@@ -140,6 +140,24 @@ def with_state(start: StartFrom | str) -> Any:
     return result.params, result.state
 
 
+def test_a_head_of_another_size_begins_as_init_returns_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = f"{tmp_path}/model.safetensors"
+    safetensors.numpy.save_file({**NAMED, "out.0": np.full(10, 7, np.float32)}, place)
+    with pytest.raises(CheckpointError, match=r"out.0 is \[10\] in the file and \[2\] in init(.|\n)*shapes='init'"):
+        started(StartFrom(place, missing="init", unexpected="ignore"))
+    found = started(StartFrom(place, shapes="init"))
+    equal(found, {**TREE, "out": [np.full(2, -1, np.float32), TREE["out"][1]]})
+    said = capsys.readouterr().err
+    assert "start_from: 3 of 4 parameters come from " in said
+    assert "of another shape, which begin as init returns them (1): out.0 is [10] in the file and [2] in init" in said
+    # Another kind of numbers is never replaced silently.
+    safetensors.numpy.save_file({**NAMED, "out.0": np.zeros(2, np.int32)}, place)
+    with pytest.raises(CheckpointError, match=r"out\.0 is int32 in the file"):
+        started(StartFrom(place, shapes="init"))
+    with pytest.raises(ConfigurationError, match="shapes is 'ignore': must be error or init"):
+        StartFrom(place, shapes="ignore")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("out", "kind"), [("x.npz", "safetensors"), ("s3://b/x.PT", "safetensors"), ("x.safetensors", "orbax")]
 )

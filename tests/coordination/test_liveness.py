@@ -113,6 +113,18 @@ def test_a_burst_at_the_start_is_not_a_rate() -> None:
     assert rate.per_second(1.5) == pytest.approx(80 / 1.5)
 
 
+def test_a_job_of_less_than_a_second_has_a_rate_at_its_end() -> None:
+    """The result of such a job had ``"examplesPerSecond": null``."""
+    rate = Rate()
+    assert rate.measured is None
+    for number in range(9):
+        rate.add(0.01 * number, 20)
+        assert rate.measured is None
+    rate.add(0.09, 20)
+    assert rate.measured == pytest.approx(20 / 0.01)
+    assert rate.per_second(0.09) is None
+
+
 def test_a_paused_server_does_not_count_its_pause_as_silence() -> None:
     """A server that was paused, or had no processor, received no heartbeats: no worker is replaced for that."""
     live = Liveness("Sync")

@@ -146,6 +146,22 @@ def test_t4_a_stream_skips_ahead_for_a_replacement_and_goes_back_when_asked() ->
         from_iterator(range(3))  # type: ignore[arg-type]
 
 
+def test_from_iterator_names_the_arguments_of_make() -> None:
+    """A generator without arguments ended with a bare TypeError in the middle of the start."""
+
+    def stream():
+        yield 1
+
+    with pytest.raises(ConfigurationError, match=r"called as make\(rank, world\).*make\(\)\..*pass shared=True"):
+        from_iterator(stream)
+    assert from_iterator(stream, shared=True)(BatchKey(0, 0, 1)) == 1
+    with pytest.raises(ConfigurationError, match=r"called as make\(\).*leave out shared=True"):
+        from_iterator(lambda rank, world: iter([1]), shared=True)
+    with pytest.raises(ConfigurationError, match=r"defined as make\(one\)$"):
+        from_iterator(lambda one: iter([1]))
+    assert from_iterator(lambda *of, **more: iter([of]))(BatchKey(0, 1, 2)) == (1, 2)
+
+
 def test_t4_a_stream_that_raised_is_made_again_and_keeps_its_place() -> None:
     broken = True
 

@@ -46,12 +46,15 @@ class StartFrom:
         missing: the treatment of a parameter without a value: an ``error``, or the value that `init` returns
             (``init``). A model state without any value begins as `init` returns it.
         unexpected: the treatment of an array that no parameter uses: an ``error``, or ``ignore``.
+        shapes: the treatment of an array whose shape differs from that of its parameter, such as a head for another
+            number of classes: an ``error``, or the value that `init` returns (``init``). The log lists them.
     """
 
     uri: str
     mapping: Callable[[str, Mapping[str, _Array]], Mapped] | None = None
     missing: Literal["error", "init"] = "error"
     unexpected: Literal["error", "ignore"] = "error"
+    shapes: Literal["error", "init"] = "error"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "uri", str(self.uri))
@@ -61,7 +64,8 @@ class StartFrom:
             raise ConfigurationError(
                 f"start_from: mapping is {type(self.mapping).__name__}: must be a function of a name and arrays"
             )
-        for name, valid in (("missing", ("error", "init")), ("unexpected", ("error", "ignore"))):
+        treatments = (("missing", "init"), ("unexpected", "ignore"), ("shapes", "init"))
+        for name, valid in ((name, ("error", other)) for name, other in treatments):
             if getattr(self, name) not in valid:
                 raise ConfigurationError(f"start_from: {name} is {getattr(self, name)!r}: must be {' or '.join(valid)}")
 
@@ -74,6 +78,7 @@ class _Report:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     misfits: list[str] = field(default_factory=list)
+    resized: list[str] = field(default_factory=list)
     converted: list[str] = field(default_factory=list)
     stateless: list[str] = field(default_factory=list)
 
@@ -83,6 +88,7 @@ class _Report:
             "missing": self.missing,
             "unexpected": self.unexpected,
             "of another shape or kind": self.misfits,
+            "of another shape, which begin as init returns them": self.resized,
             "converted": self.converted,
             "of the model state, which begins as init returns it": self.stateless,
         }
@@ -109,7 +115,7 @@ def read_start(start: StartFrom, fixed: str, leaves: Sequence[LeafSpec]) -> list
                 (report.missing if leaf.trained else report.stateless).append(found)
                 values.append(None)
                 continue
-            values.append(_fitted(found, leaf, report))
+            values.append(_fitted(found, leaf, report, start.shapes))
         of_model = (begin, *_STATES) if any(not leaf.trained for leaf in leaves) else (begin,)
         report.unexpected = sorted(
             name for name in arrays if name not in arrays.read_names and name.startswith(of_model)
@@ -127,10 +133,11 @@ def read_start(start: StartFrom, fixed: str, leaves: Sequence[LeafSpec]) -> list
     if refused:
         raise CheckpointError(
             f"start_from: {where} does not fit what init returns:{report.text()}\n"
-            "Use StartFrom(uri, mapping=...) to translate names and shapes, missing='init' to keep the initial values "
-            "of missing parameters, unexpected='ignore' to leave out arrays that have no parameter."
+            "Use StartFrom(uri, mapping=...) to translate names and shapes. missing='init' keeps the initial values "
+            "of missing parameters, and shapes='init' those of parameters whose shape differs. unexpected='ignore' "
+            "leaves out arrays that have no parameter."
         )
-    log = _LOG.warning if report.missing or report.unexpected else _LOG.info
+    log = _LOG.warning if report.missing or report.unexpected or report.resized else _LOG.info
     log("start_from: %d of %d parameters come from %s%s", report.taken, len(leaves), where, report.text())
     return values
 
@@ -165,9 +172,10 @@ def _mapped(mapping: Callable[[str, Mapping[str, _Array]], Mapped], arrays: Arra
     return leaf.name if found is None else np.asarray(found)
 
 
-def _fitted(array: _Array, leaf: LeafSpec, report: _Report) -> _Array | None:
+def _fitted(array: _Array, leaf: LeafSpec, report: _Report, shapes: str) -> _Array | None:
     if tuple(array.shape) != tuple(leaf.shape):
-        report.misfits.append(f"{leaf.name} is {list(array.shape)} in the file and {list(leaf.shape)} in init")
+        found = report.resized if shapes == "init" else report.misfits
+        found.append(f"{leaf.name} is {list(array.shape)} in the file and {list(leaf.shape)} in init")
         return None
     if array.dtype == leaf.dtype:
         return array

@@ -9,6 +9,9 @@ __all__ = ["Rate"]
 _LEAST_SECONDS = 1.0
 """A shorter time gives the rate of a burst: gradients that wait when training begins are applied together."""
 
+_LEAST_AMOUNTS = 10
+"""Fewer could all be such a burst."""
+
 
 class Rate:
     """Amounts over the last `window` seconds; since the first amount while there are fewer."""
@@ -37,3 +40,12 @@ class Rate:
         # A standstill lowers the rate, but not right after an amount.
         seconds = max(ended, now - self._window / 2) - began
         return (self._sum - first) / seconds
+
+    @property
+    def measured(self) -> float | None:
+        """The rate from the first amount of the window to the last one, even if that time is short; None with few
+        amounts. For the end of training, where no longer time follows."""
+        if len(self._amounts) < _LEAST_AMOUNTS:
+            return None
+        (began, first), (ended, _) = self._amounts[0], self._amounts[-1]
+        return (self._sum - first) / (ended - began) if ended > began else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -87,10 +88,38 @@ def from_iterator(make: Callable[..., Iterator[Any]], *, shared: bool = False) -
             never, and the log states when this happens.
 
     Raises:
-        ConfigurationError: (when called) the iterator is empty.
+        ConfigurationError: `make` does not accept these arguments; or, in a call of `batches`, the iterator is empty.
     """
     if not callable(make):
         raise ConfigurationError(
             f"from_iterator: make is {type(make).__name__}: must be a function that returns an iterator"
         )
+    _check_arguments(make, shared=shared)
     return Streamed(make, shared)
+
+
+def _check_arguments(make: Callable[..., Any], *, shared: bool) -> None:
+    """
+    Raises:
+        ConfigurationError: `make` does not accept the arguments that it will get.
+    """
+    try:
+        signature = inspect.signature(make)
+    except ValueError:  # a function in C may have none
+        return
+
+    def accepts(count: int) -> bool:
+        try:
+            signature.bind(*range(count))
+        except TypeError:
+            return False
+        return True
+
+    if accepts(0 if shared else 2):
+        return
+    called, other = ("make()", "make(rank, world)") if shared else ("make(rank, world)", "make()")
+    advice = ""
+    if accepts(2 if shared else 0):
+        remedy = "leave out shared=True" if shared else "pass shared=True"
+        advice = f". For a function that is called as {other}, {remedy}"
+    raise ConfigurationError(f"from_iterator: make is called as {called}, but it is defined as make{signature}{advice}")

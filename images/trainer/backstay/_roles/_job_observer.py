@@ -357,7 +357,7 @@ class JobObserver:
     def last(self) -> dict[str, float]:
         """Loss and rate of the last updates, as far as they exist. They cover the time between the operator's calls."""
         with self._lock:
-            known = {"loss": self._loss, "examplesPerSecond": self._per_second}
+            known = {"loss": self._loss, "examplesPerSecond": self._per_second or self._rate.measured}
         return {name: value for name, value in known.items() if value is not None and math.isfinite(value)}
 
     def measured(self) -> dict[str, Any]:
