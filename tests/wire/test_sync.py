@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from backstay._wire.client import Push, ShardedClient
-from backstay._wire.seam import Bytes, PartPush, Pulled
+from backstay._wire.seam import Bytes, PartPush, Pulled, PullKind
 from backstay.errors import PeerLost
 from backstay_rpc.control_pb2 import GradientInfo, RejectReason
 
@@ -117,7 +117,7 @@ class Scripted:
         return False
 
     def exchange(
-        self, push: PartPush | None, min_version: int, into: Sequence[Bytes], *, exact: bool = False
+        self, push: PartPush | None, min_version: int, into: Sequence[Bytes], kind: PullKind = "parameters"
     ) -> Pulled:
         self.asked.append((push is not None, min_version))
         version = self.versions.pop(0)
