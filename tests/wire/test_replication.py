@@ -221,15 +221,18 @@ def test_a_standby_refuses_a_commit_whose_mean_it_does_not_hold() -> None:
     assert not answers
 
 
-def test_t8_a_standby_that_is_filled_slowly_is_kept_and_a_stopped_one_is_dropped(
-    kit: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("in_sync", [False, True])
+def test_t8_a_standby_that_receives_slowly_is_kept_and_a_stopped_one_is_dropped(
+    kit: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, in_sync: bool
 ) -> None:
-    """A state may take any time while bytes move; a standby that receives nothing is lost."""
+    """A state, or a mean, may take any time while bytes move; a standby that receives nothing is lost."""
     waits: list[float] = []
     active, stream = replication(), Standby()
     thread = dial(active, stream)
     replica = joining(active)
     active.fill(replica, ReplicaState(version=3), snapshot(*[np.zeros(1, np.float32)] * 5), None)
+
+    replica.in_sync = in_sync
 
     def moves(patience: float) -> bool:
         """In place of the clock: each deadline passes after the standby has taken one more frame, while it may."""

@@ -100,7 +100,7 @@ class Replica:
         before = self._held, self._sent
         while patience > 0:
             began = time.monotonic()
-            # A state may take long to send. While bytes are sent, the standby is alive.
+            # A state, or the mean of a large shard, may take long to send. While bytes are sent, the standby is alive.
             if self._changed.wait_for(
                 lambda: self.ended_at is not None or (self._held, self._sent) != before, min(GLANCE, patience)
             ):
@@ -136,10 +136,9 @@ class Replica:
                         if self._over():
                             return  # what it sends may be used again by now, so the end of it must not follow
                         stream.write(frame, *body)
-                        if not self.in_sync:
-                            with self._changed:
-                                self._sent += 1
-                                self._changed.notify_all()
+                        with self._changed:
+                            self._sent += 1
+                            self._changed.notify_all()
                 item, sent = None, item is not None  # it holds the mean
                 asked = time.monotonic()
                 if not self._answered(stream):
