@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from . import errors
     from ._checkpoint import Checkpoint, StartFrom, StoreTo, export, load
     from ._data import BatchKey, TokenFile, from_dataset, from_iterator
-    from ._result import Result
+    from ._result import History, Result
     from ._train import train
     from ._update import LocalSteps, Wire
     from .errors import BackstayError
@@ -30,6 +30,7 @@ __all__ = [
     "BackstayError",
     "BatchKey",
     "Checkpoint",
+    "History",
     "LocalSteps",
     "Result",
     "StartFrom",
@@ -49,6 +50,7 @@ _HOMES: Final = {
     "BatchKey": "._data",
     "Checkpoint": "._checkpoint",
     "LocalSteps": "._update",
+    "History": "._result",
     "Result": "._result",
     "StartFrom": "._checkpoint",
     "StoreTo": "._checkpoint",

@@ -3,11 +3,62 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
-__all__ = ["Result"]
+__all__ = ["History", "Result"]
+
+POINTS: Final = 1000
+"""The most points of a history."""
+
+
+@dataclass
+class History:
+    """Loss and metrics of the gradients that this process computed, for a curve. Its memory is bounded.
+
+    A history has at most 1,000 points. When there are more, it keeps every second one, then every fourth, and so on. So
+    the same steps are kept in one process and in a job.
+
+    Attributes:
+        steps: the number of the update that each gradient was computed for, from 1. In Async mode, the number of the
+            gradient.
+        loss: the loss at each of `steps`, of this rank's batch.
+        metrics: the metrics that `loss` returned, by name; as long as `steps`.
+        every: the number of steps from one point to the next.
+    """
+
+    steps: list[int] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    every: int = 1
+
+    def add(self, step: int, read: Callable[[], tuple[float, Mapping[str, float]]]) -> None:
+        """Add a point, if this step is kept. Points of this step and later ones, which a rollback repeats, are dropped.
+
+        Args:
+            read: returns loss and metrics. It is called only for a step that is kept.
+        """
+        if self.steps and self.steps[-1] >= step:
+            self._keep(range(bisect_left(self.steps, step)))
+        if step % self.every:
+            return
+        loss, metrics = read()
+        self.steps.append(step)
+        self.loss.append(loss)
+        for name, value in metrics.items():
+            self.metrics.setdefault(name, [math.nan] * (len(self.steps) - 1)).append(value)
+        for values in self.metrics.values():
+            values.extend([math.nan] * (len(self.steps) - len(values)))
+        while len(self.steps) > POINTS:
+            self.every *= 2
+            self._keep([place for place, at in enumerate(self.steps) if at % self.every == 0])
+
+    def _keep(self, places: Sequence[int]) -> None:
+        self.steps = [self.steps[place] for place in places]
+        self.loss = [self.loss[place] for place in places]
+        self.metrics = {name: [values[place] for place in places] for name, values in self.metrics.items()}
 
 
 @dataclass(frozen=True)
@@ -25,6 +76,8 @@ class Result:
         checkpoint: the URI of the last checkpoint; None if there is none.
         train_metrics: the metrics that `loss` returned for the newest gradient of this process.
         rank: the rank of this worker; 0 in a single process.
+        history: loss and metrics of the gradients of this process, over the steps. A worker that is replaced, and a
+            process that continues from a checkpoint, begin a new one.
         average: the moving average of the parameters, of the same structure and dtypes as `params`; None without
             ``train(average=...)``.
     """
@@ -38,6 +91,7 @@ class Result:
     rank: int = 0
     state: Any = field(default=None, repr=False)
     average: Any = field(default=None, repr=False)
+    history: History = field(default_factory=History, repr=False)
 
     @property
     def is_leader(self) -> bool:

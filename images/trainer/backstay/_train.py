@@ -39,7 +39,7 @@ from ._process import (
 )
 from ._result import Result
 from ._roles import Script
-from ._update import LocalSteps, default_outer
+from ._update import LocalSteps, OwnGradients, default_outer
 from .errors import BackstayError, CheckpointError, ConfigurationError, JobFailed, Refused, StorageError
 
 if TYPE_CHECKING:
@@ -60,7 +60,8 @@ _NOTICE: Final = "backstay: training stores a checkpoint after this update, and 
 def train(
     *,
     init: Callable[[Any], Any],
-    loss: Callable[..., Any],
+    loss: Callable[..., Any] | None = None,
+    gradients: Callable[..., Any] | None = None,
     batches: Callable[[BatchKey], Any],
     optimizer: optax.GradientTransformation | None = None,
     steps: int,
@@ -88,6 +89,9 @@ def train(
         loss: ``loss(params, batch)`` returns a floating-point scalar, or ``(scalar, {name: scalar})``; with `has_state`
             ``loss(params, state, batch)`` returns ``(scalar, new_state)``, or ``(scalar, new_state, {name: scalar})``;
             with `has_rng` a key is its last argument.
+        gradients: instead of `loss`, a function with the same arguments that returns ``(result, gradients)``, such as
+            ``jax.value_and_grad(loss)``. `result` is what `loss` would return, and `gradients` has the tree, shapes and
+            dtypes of the parameters. For gradients that are not those of one loss, such as in a GAN.
         batches: ``batches(key)`` returns the batch of a `BatchKey`, any pytree of arrays. It must be a pure function.
             Another thread calls it before the batch is needed.
         optimizer: any optax optimizer that shards can compute exactly. With `local`, this is the outer optimizer, and
@@ -153,7 +157,7 @@ def train(
         outer = default_outer(momentum=not late) if optimizer is None and local is not None else optimizer
         script = Script(
             init=init,
-            loss=loss,
+            loss=_loss_or(gradients, loss),
             batches=batches,
             optimizer=_averaged(outer, average),
             steps=steps,
@@ -211,6 +215,20 @@ def _once() -> None:
             "of them may start from what backstay.load returns for the previous job."
         )
     _CALLED.append(os.getpid())
+
+
+def _loss_or(gradients: Any, loss: Any) -> Any:
+    """
+    Raises:
+        ConfigurationError: not exactly one of both is given, or `gradients` is not a function.
+    """
+    if (gradients is None) == (loss is None):
+        raise ConfigurationError("train needs either loss or gradients: give one of them")
+    if gradients is None:
+        return loss
+    if not callable(gradients):
+        raise ConfigurationError(f"gradients is {type(gradients).__name__}: must be a function")
+    return OwnGradients(gradients)
 
 
 def _averaged(optimizer: Any, decay: float | None) -> Any:

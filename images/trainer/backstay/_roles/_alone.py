@@ -24,7 +24,7 @@ import optax
 from .._compute import AHEAD, LocalProgram, LocalTraining, Placement, examples_of
 from .._coordination import CoordinatorState, EpochEnded, advance, begin_alone
 from .._data import BatchKey, Prefetcher
-from .._result import Result
+from .._result import History, Result
 from .._update import (
     UPDATES,
     Objective,
@@ -148,11 +148,13 @@ def train_alone(
     fetching = _fetching(script, placement)
     judge, lead = _Judge(tree, max_non_finite, state.non_finite_run), Lead()
     waiting: deque[Report] = deque()
+    history = History()
     newest: Report | None = None
 
     def settle() -> bool:
         report = waiting.popleft()
         judge.examine(report)
+        history.add(report.step, lambda: (report.loss, report.metrics))
         report.ended = advance(state, applied=report.applied)
         lead.settled()
         return on_update is not None and on_update(report)
@@ -208,6 +210,7 @@ def train_alone(
         checkpoint=None if storage is None else storage.newest,
         train_metrics={} if newest is None else newest.metrics,
         average=average,
+        history=history,
     )
 
 

@@ -36,7 +36,7 @@ from .._control import ControlClient, Heartbeats
 from .._coordination import MODES, OUTCOME_OF, Outcome, Rate
 from .._data import BatchKey, Prefetcher
 from .._process import ALREADY_COMPLETE, SIGTERM_EXIT, Environment, Reporter, Stop, end_process, one_compiles
-from .._result import Result
+from .._result import History, Result
 from .._update import ZeroLeaves, parts_of_leaves
 from .._wire import Arrangement, ParamBuffers, Pulled, PullKind, Push, ShardedClient, connect, record_exchange
 from ..errors import PeerLost, Refused, WaitedTooLong
@@ -128,6 +128,7 @@ class Worker:
         self._version = 0  # of the newest parameters of this term
         self._encoder = Encoder(plan.wires, script.seed, error_feedback=bool(plan.wire.error_feedback))
         self._last: Summary | None = None  # of the newest contribution
+        self._history = History()
         self._compiled = False
         self._prepared: tuple[BatchKey, Any] | None = None  # the batch that the computation needs next
         self._moved = False  # a joined server was lost
@@ -269,6 +270,7 @@ class Worker:
     def _info(self, contribution: Contribution) -> GradientInfo:
         """The summary for the end mark of a contribution; waits until it is computed."""
         self._last = summary = contribution.summary
+        self._history.add(contribution.key.step + 1, lambda: (summary.loss, dict(summary.metrics)))
         info = GradientInfo(
             finite=summary.finite, examples=summary.examples, loss=summary.loss, metrics=summary.metrics
         )
@@ -507,6 +509,7 @@ class Worker:
             train_metrics=train_metrics,
             rank=self._rank,
             average=average,
+            history=self._history,
         )
 
     def _model(self, leaves: Sequence[Any]) -> tuple[Any, Any]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ._fragments import Turns, fragments_of
     from ._kernels import Mean, enable_x64, mean, state_mean
     from ._local_steps import LocalSteps, default_outer, local_settings
-    from ._objective import Objective, all_finite
+    from ._objective import Objective, OwnGradients, all_finite
     from ._partition import Partition, Piece, partition, parts_of_leaves
     from ._rules import Rule, analyse, called
     from ._snapshot import Entry, Snapshot
@@ -54,6 +54,7 @@ __all__ = [
     "LocalSteps",
     "Mean",
     "Objective",
+    "OwnGradients",
     "Partition",
     "Piece",
     "Rounding",
@@ -107,6 +108,7 @@ _HOMES: Final = {
     "LocalSteps": "._local_steps",
     "Mean": "._kernels",
     "Objective": "._objective",
+    "OwnGradients": "._objective",
     "Partition": "._partition",
     "Piece": "._partition",
     "Rounding": "._codecs",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,23 @@ from ..errors import ConfigurationError
 from ._tree import LeafSpec, TreeSpec, leaf_names
 
 _ADDED_TOGETHER = 64
+NEW_STATE = "loss returned a new state"
+GRADIENTS = "gradients returned gradients"
+
+
+@dataclass(frozen=True)
+class OwnGradients:
+    """``train(gradients=...)``: a user's function in the place of ``loss``, which also computes the gradient.
+
+    Attributes:
+        function: gets what ``loss`` gets, and returns ``(result, gradients)``, as ``jax.value_and_grad`` makes it.
+            `result` is what ``loss`` would return, and `gradients` has the tree of the parameters.
+    """
+
+    function: Callable[..., Any]
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.function(*arguments)
 
 
 @dataclass(frozen=True)
@@ -54,6 +71,7 @@ class Objective:
             wanted = ", ".join(["params", *["state"] * tree.has_state, "batch", *["key"] * has_rng])
             raise ConfigurationError(f"loss is {type(loss).__name__}: must be a function of ({wanted})")
         self._loss = loss
+        self._what = "gradients returned, as its result," if isinstance(loss, OwnGradients) else "loss returned"
         self._tree = tree
         self._has_rng = has_rng
         self._seed = seed
@@ -73,27 +91,43 @@ class Objective:
         key = key_at(self._seed, at[0], at[1]) if self._has_rng else None
 
         def objective(trained: list[Any]) -> Any:
-            return self._checked(self._tree.unflatten([*trained, *untrained]), batch, key)
+            return self._checked(self._called(self._tree.unflatten([*trained, *untrained]), batch, key))
 
-        (loss, (metrics, state)), gradients = jax.value_and_grad(objective, has_aux=True)(trained)
+        if isinstance(self._loss, OwnGradients):
+            result, own = self._pair(self._called(self._tree.unflatten(list(leaves)), batch, key))
+            (loss, (metrics, state)), gradients = (
+                self._checked(result),
+                _matching(self._tree.parameters, own, GRADIENTS),
+            )
+        else:
+            (loss, (metrics, state)), gradients = jax.value_and_grad(objective, has_aux=True)(trained)
         finite = all_finite(gradients)
         if state:
             finite = finite & _stays_finite(state, untrained)
         return Outcome([*gradients, *state], loss, metrics, finite)
 
-    def _checked(self, model: Any, batch: Any, key: Any) -> Any:
-        """Runs while tracing only, so a wrong `loss` is refused with its first batch."""
+    def _called(self, model: Any, batch: Any, key: Any) -> Any:
         arguments = [*(model if self._tree.has_state else [model]), batch, *([key] if self._has_rng else [])]
-        result = self._loss(*arguments)
+        return self._loss(*arguments)
+
+    def _pair(self, made: Any) -> tuple[Any, Any]:
+        if isinstance(made, tuple) and len(made) == 2:
+            return made[0], made[1]
+        raise ConfigurationError(
+            f"gradients returned {_kind(made)}: must be (result, gradients), as jax.value_and_grad returns them"
+        )
+
+    def _checked(self, result: Any) -> Any:
+        """Runs while tracing only, so a wrong `loss` is refused with its first batch."""
         scalar, state, metrics = self._parts(result)
         if not _is_scalar(scalar, jnp.floating):
             raise ConfigurationError(
-                f"loss returned {_kind(scalar)}: must be a floating-point scalar, such as the mean over the batch, or "
+                f"{self._what} {_kind(scalar)}: must be a floating-point scalar, such as the mean over the batch, or "
                 f"{self._wanted()}"
             )
         for name, value in metrics.items():
             if not isinstance(name, str) or not (_is_scalar(value, jnp.number) or _is_scalar(value, jnp.bool_)):
-                raise ConfigurationError(f"loss returned the metric {name!r}: {_kind(value)}: must be a real scalar")
+                raise ConfigurationError(f"{self._what} the metric {name!r}: {_kind(value)}: must be a real scalar")
         new = [] if self._tree.state is None else _matching(self._tree.state, state)
         return scalar, ({name: jnp.asarray(value) for name, value in metrics.items()}, new)
 
@@ -105,13 +139,11 @@ class Objective:
             if isinstance(result, tuple) and len(result) == 3 and isinstance(result[2], Mapping):
                 return result[0], result[1], result[2]
             what = f"a tuple of {_kinds(result)}" if isinstance(result, tuple) else _kind(result)
-            raise ConfigurationError(f"loss returned {what}: with has_state=True it must be {self._wanted()}")
+            raise ConfigurationError(f"{self._what} {what}: with has_state=True it must be {self._wanted()}")
         if isinstance(result, tuple):
             if len(result) == 2 and isinstance(result[1], Mapping):
                 return result[0], None, result[1]
-            raise ConfigurationError(
-                f"loss returned a tuple of {_kinds(result)}: must be a scalar, or {self._wanted()}"
-            )
+            raise ConfigurationError(f"{self._what} a tuple of {_kinds(result)}: must be a scalar, or {self._wanted()}")
         return result, None, {}
 
     def _wanted(self) -> str:
@@ -125,12 +157,11 @@ def key_at(seed: int, step: Any, rank: Any) -> Any:
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), rank)
 
 
-def _matching(spec: TreeSpec, state: Any) -> list[Any]:
-    """The leaves of the new model state.
+def _matching(spec: TreeSpec, state: Any, what: str = NEW_STATE) -> list[Any]:
+    """The leaves of the new model state, or of the gradients.
 
     Raises:
-        ConfigurationError: the new state has another structure than the state that `init` returned, or other shapes or
-            dtypes.
+        ConfigurationError: `state` has another structure than `init` returned, or other shapes or dtypes.
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(state)
     if treedef != spec.treedef:
@@ -139,11 +170,11 @@ def _matching(spec: TreeSpec, state: Any) -> list[Any]:
             (name for name in names if name not in own), None
         )
         why = f"the leaf {other} is only in one of them" if other else f"{treedef} is not {spec.treedef}"
-        raise ConfigurationError(f"loss returned a new state of another structure than init's: {why}")
-    return [_as_leaf(leaf, value) for leaf, (_, value) in zip(spec.leaves, flat, strict=True)]
+        raise ConfigurationError(f"{what} of another structure than init's: {why}")
+    return [_as_leaf(leaf, value, what) for leaf, (_, value) in zip(spec.leaves, flat, strict=True)]
 
 
-def _as_leaf(leaf: LeafSpec, value: Any) -> Any:
+def _as_leaf(leaf: LeafSpec, value: Any, what: str) -> Any:
     if isinstance(value, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
         array = jnp.asarray(value)
         if array.shape == leaf.shape and array.dtype == leaf.dtype:
@@ -153,8 +184,7 @@ def _as_leaf(leaf: LeafSpec, value: Any) -> Any:
         if weak and jnp.result_type(value, jnp.zeros((), leaf.dtype)) == leaf.dtype:
             return array.astype(leaf.dtype)
     raise ConfigurationError(
-        f"loss returned {_kind(value)} as the new state of {leaf.path}: must be {leaf.dtype.name}"
-        f"{list(leaf.shape)}, as init returned it"
+        f"{what} with {_kind(value)} at {leaf.path}: must be {leaf.dtype.name}{list(leaf.shape)}, as init returned it"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from .._checkpoint import describe_structure, rebuild
-from .._result import Result
+from .._result import History, Result
 from ..errors import CheckpointError
 
 __all__ = ["read_result", "write_result"]
@@ -26,6 +26,7 @@ def write_result(file: Path, result: Result) -> None:
     """Write a result; a reader finds it whole or not at all."""
     arrays: dict[str, NDArray[Any]] = {}
     fields = {name: value for name, value in vars(result).items() if name not in _TREES}
+    fields["history"] = asdict(result.history)
     for name in _TREES:
         tree = jax.device_get(getattr(result, name))
         leaves = jax.tree_util.tree_leaves_with_path(tree)
@@ -45,6 +46,7 @@ def read_result(file: Path) -> Result | None:
     with safetensors.safe_open(file, framework="numpy") as opened:
         fields = json.loads(opened.metadata()["result"])
         trees = {name: _tree(opened, name, fields.pop(name), fields.pop(f"{name}_paths")) for name in _TREES}
+    fields["history"] = History(**fields["history"])
     return replace(Result(params=None, step=0), **fields, **trees)
 
 
