@@ -78,17 +78,22 @@ class RealServer:
         data_dir: the folder for their data, keys and logs; created.
         service_cidr: the block of the Services' addresses.
         token: the bearer token of an administrator.
+        service_accounts: whether pods need a ServiceAccount, and get its token in a volume. Without a controller
+            manager, the caller must create the ServiceAccount `default` in each namespace.
 
     Attributes:
         url: the URL of the API server, https.
         certificate: PEM file of the server's certificate.
     """
 
-    def __init__(self, folder: Path, data_dir: Path, service_cidr: str, token: str) -> None:
+    def __init__(
+        self, folder: Path, data_dir: Path, service_cidr: str, token: str, *, service_accounts: bool = False
+    ) -> None:
         self._folder = folder
         self._dir = data_dir
         self._cidr = service_cidr
         self._token = token
+        self._service_accounts = service_accounts
         self._runtime = ProcessRuntime()
         self._processes: list[Process] = []
         self.url = ""
@@ -142,7 +147,7 @@ class RealServer:
             f"--token-auth-file={tokens}",
             "--authorization-mode=AlwaysAllow",
             "--anonymous-auth=false",
-            "--disable-admission-plugins=ServiceAccount",
+            *([] if self._service_accounts else ["--disable-admission-plugins=ServiceAccount"]),
             "--endpoint-reconciler-type=none",
             f"--service-cluster-ip-range={self._cidr}",
             "--service-account-issuer=https://kubernetes.default.svc",

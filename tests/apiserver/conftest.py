@@ -1,7 +1,8 @@
 """A server to test, and a client for it.
 
-Without anything in the environment it is the embedded one, fresh for each module. With BACKSTAY_TEST_KUBECONFIG set,
-tests that take `api` run against that cluster; those that take `embedded` need what only the embedded one has.
+Tests that take `api` run twice: against the embedded server, fresh for each module, and against a real kube-apiserver.
+With BACKSTAY_TEST_KUBECONFIG set, that cluster is the real one. Tests that take `embedded` need what only the
+embedded server has.
 """
 
 import asyncio
@@ -11,7 +12,6 @@ import http.client
 import itertools
 import json
 import os
-import shutil
 import ssl
 import threading
 import urllib.parse
@@ -21,6 +21,9 @@ import pytest
 import yaml
 
 from backstay_cluster.apiserver import ApiServer, cel
+from backstay_cluster.gc import GarbageCollector
+from backstay_cluster.kubelet.api import ApiClient
+from backstay_cluster.realserver import RealServer
 
 # cel-python raises the recursion limit when it is first used, which must not be in the middle of a property test.
 cel.compile_error("true")
@@ -85,8 +88,10 @@ class Client:
     def delete(self, path, body=None, **options):
         return self.call("DELETE", path, body, **options)
 
-    def watch(self, path, *, accept="", opened=None, most=None):
-        """At most `most` events, until the server ends the watch; `opened` is called when it has begun."""
+    def watch(self, path, *, accept="", opened=None, most=None, last=None):
+        """At most `most` events, until the server ends the watch or the object named `last` has an event; `opened` is
+        called when it has begun.
+        """
         connection = self._open(60)
         try:
             response = self._send(connection, "GET", path, None, "", accept)
@@ -94,16 +99,21 @@ class Client:
                 opened()
             if response.status != 200:
                 return Answer(response.status, response.headers, response.read())
-            return [json.loads(line) for line in itertools.islice(response, most)]
+            found = []
+            for line in itertools.islice(response, most):
+                found.append(json.loads(line))
+                if last is not None and found[-1]["object"]["metadata"].get("name") == last:
+                    break
+            return found
         finally:
             connection.close()
 
 
-class Embedded(Client):
-    """An embedded server in a separate thread, and a client for it."""
+class Threaded(Client):
+    """A server in a separate thread, and a client for it."""
 
-    def __init__(self, **options):
-        self.server = ApiServer(token=TOKEN, **options)
+    def __init__(self, server):
+        self.server = server
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
@@ -112,10 +122,9 @@ class Embedded(Client):
         except BaseException:
             self._end()
             raise
-        super().__init__(self.server.url, TOKEN, self.server.client_context())
 
     def run(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(120)
 
     def within(self, function, *arguments):
         """Call a function in the server's loop."""
@@ -135,6 +144,48 @@ class Embedded(Client):
             self.run(self.server.stop())
         finally:
             self._end()
+
+
+class Embedded(Threaded):
+    """An embedded server."""
+
+    def __init__(self, **options):
+        super().__init__(ApiServer(token=TOKEN, **options))
+        Client.__init__(self, self.server.url, TOKEN, self.server.client_context())
+
+
+class Real(Threaded):
+    """A real etcd and kube-apiserver, with what a controller manager adds: ServiceAccounts, garbage collection."""
+
+    def __init__(self, programs, folder):
+        super().__init__(RealServer(programs, folder, "127.96.0.0/16", TOKEN, service_accounts=True))
+        Client.__init__(self, self.server.url, TOKEN, self.server.client_tls())
+        self.add_accounts("default")
+        self._api = ApiClient(self.server.url, TOKEN, ssl=self.server.client_tls())
+        self._collector = self.run(self._collect())
+
+    async def _collect(self):
+        return asyncio.create_task(GarbageCollector(self._api).run())
+
+    def add_accounts(self, namespace):
+        """Create what the controller manager creates in a namespace."""
+        account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default"}}
+        assert super().call("POST", f"/api/v1/namespaces/{namespace}/serviceaccounts", account).status == 201
+
+    def call(self, method, path, body=None, **options):
+        answer = super().call(method, path, body, **options)
+        if (method, path, answer.status) == ("POST", "/api/v1/namespaces", 201):
+            self.add_accounts(answer.json["metadata"]["name"])
+        return answer
+
+    def stop(self):
+        self.run(self._end_collector())
+        super().stop()
+
+    async def _end_collector(self):
+        self._collector.cancel()
+        await asyncio.gather(self._collector, return_exceptions=True)
+        await self._api.close()
 
 
 def from_kubeconfig(path):
@@ -173,14 +224,20 @@ def start():
         server.stop()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
+def real(tool, tmp_path_factory):
+    """One for all modules of a test process, because it takes seconds to start."""
+    server = Real(Path(tool("kube-apiserver")).parent, tmp_path_factory.mktemp("real"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture(
+    scope="module", params=["embedded", pytest.param("real", marks=pytest.mark.tool("etcd", "kube-apiserver"))]
+)
 def api(request):
+    """Either server; with BACKSTAY_TEST_KUBECONFIG, that cluster as the real one."""
     outside = os.environ.get("BACKSTAY_TEST_KUBECONFIG")
-    return from_kubeconfig(outside) if outside else request.getfixturevalue("embedded")
-
-
-@pytest.fixture(autouse=True)
-def _tools(request):
-    for mark in request.node.iter_markers("tool"):
-        if shutil.which(mark.args[0]) is None:
-            pytest.skip(f"{mark.args[0]} is not installed")
+    if outside and request.param == "real":
+        return from_kubeconfig(outside)
+    return request.getfixturevalue(request.param)

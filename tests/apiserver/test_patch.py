@@ -137,7 +137,7 @@ def containers(*items):
         ),
         (
             {"name": "c"},
-            [{"name": "a", "image": "1", "env": [{"name": "E", "value": "1"}]}, {"name": "b"}, {"name": "c"}],
+            [{"name": "c"}, {"name": "a", "image": "1", "env": [{"name": "E", "value": "1"}]}, {"name": "b"}],
         ),
         ({"name": "a", "$patch": "delete"}, [{"name": "b"}]),
         (
@@ -155,13 +155,13 @@ def test_strategic_merge_replaces_other_lists_and_keeps_sets():
     pod = {"metadata": {"finalizers": ["a/b"]}, "spec": {"tolerations": [{"key": "a"}]}}
     patch = {"metadata": {"finalizers": ["c/d"]}, "spec": {"tolerations": [{"key": "b"}]}}
     assert strategic_merge("V1Pod", pod, patch) == {
-        "metadata": {"finalizers": ["a/b", "c/d"]},
+        "metadata": {"finalizers": ["c/d", "a/b"]},
         "spec": {"tolerations": [{"key": "b"}]},
     }
 
 
 def test_strategic_merge_directives():
-    pod = {"metadata": {"finalizers": ["a/b", "c/d"]}, "spec": {"volumes": [{"name": "v", "emptyDir": {}}]}}
+    pod = {"metadata": {"finalizers": ["c/d", "a/b"]}, "spec": {"volumes": [{"name": "v", "emptyDir": {}}]}}
     patch = {
         "metadata": {"$deleteFromPrimitiveList/finalizers": ["a/b"]},
         "spec": {

@@ -34,6 +34,8 @@ MUTATED = {
 # These take effect after a moment, not immediately.
 EVENTUAL = {"the owned pod afterwards", "crd get: established", "crd discovery", "crd group discovery", "list after it"}
 
+# Of another build of the real server.
+BUILD = {"gitVersion", "goVersion"}
 UID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 ADDRESS = re.compile(r"\d+\.\d+\.\d+\.\d+(:\d+)?")
@@ -60,7 +62,9 @@ def comparable(value, key=""):
     if isinstance(value, list):
         return [comparable(v) for v in value]
     if isinstance(value, dict):
-        found = {k: comparable(v, k) for k, v in value.items() if k not in {"managedFields", "storageVersionHash"}}
+        found = {
+            k: comparable(v, k) for k, v in value.items() if k not in {"managedFields", "storageVersionHash"} | BUILD
+        }
         if key == "labels":
             found.pop("ssa", None)  # set by the server-side apply that is refused
         if key == "status" and found.get("conditions") == []:
@@ -197,8 +201,11 @@ def replayed(api):
 
 
 @pytest.mark.parametrize("name", [entry["name"] for entry in TRANSCRIPT])
-def test_it_answers_as_a_real_server_did(replayed, name):
+def test_it_answers_as_a_real_server_did(replayed, request, name):
     expected, found = replayed[name]
+    if request.node.callspec.params["api"] == "real" and name == "watch: bookmarks asked for":
+        # A real server sends bookmarks by its timer, which depends on when the watch began.
+        expected, found = ([e for e in answer[2] if e["type"] != "BOOKMARK"] for answer in (expected, found))
     if name in REFUSED and found[0] == REFUSED[name]:
         assert found[2]["reason"] == "UnsupportedMediaType"
         return

@@ -136,9 +136,22 @@ def test_a_watch_from_a_version_that_is_gone_gets_410_inside_the_stream(embedded
     assert (event["object"]["code"], event["object"]["reason"]) == (410, "Expired")
 
 
-def test_a_watch_from_a_future_version_gets_a_retryable_error(api):
-    answer = api.watch(f"{MAPS}?watch=1&timeoutSeconds=5&resourceVersion=999999999")
+def test_a_list_at_a_future_version_gets_a_retryable_error(api):
+    answer = api.get(f"{MAPS}?resourceVersion=999999999")
     assert (answer.status, answer.json["reason"]) == (504, "Timeout")
+
+
+def test_a_watch_from_a_future_version_has_only_what_comes_after_it(api):
+    version = int(api.get(MAPS).json["metadata"]["resourceVersion"])
+
+    def create():
+        for at in range(4):
+            assert api.post(MAPS, config_map(f"future{at}", future="1")).status == 201
+
+    path = f"{MAPS}?watch=1&timeoutSeconds=60&labelSelector=future&resourceVersion={version + 2}"
+    found = api.watch(path, opened=create, most=2)
+    assert [event["object"]["metadata"]["name"] for event in found] == ["future2", "future3"]
+    assert api.delete(f"{MAPS}?labelSelector=future").status == 200
 
 
 def test_a_client_that_leaves_ends_its_watch(embedded):
@@ -166,5 +179,8 @@ def test_a_list_in_pages_is_of_one_version(api):
         names += [o["metadata"]["name"] for o in page["items"]]
     assert names == [f"page{at}" for at in range(5)]
     assert api.delete(f"{MAPS}?labelSelector=page").status == 200
-    gone = api.get(f"{path}&continue=eyJ2IjoibWV0YS5rOHMuaW8vdjEiLCJydiI6MSwic3RhcnQiOiJ4XHUwMDAwIn0")
+
+
+def test_a_page_of_a_version_that_is_gone_gets_410(embedded):
+    gone = embedded.get(f"{MAPS}?limit=2&continue=eyJ2IjoibWV0YS5rOHMuaW8vdjEiLCJydiI6MSwic3RhcnQiOiJ4XHUwMDAwIn0")
     assert (gone.status, gone.json["reason"]) == (410, "Expired")

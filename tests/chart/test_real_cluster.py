@@ -1,7 +1,7 @@
 """The chart on a real Kubernetes API server with RBAC: strict validation of every object, and O6 from both sides.
 
 An operator runs under the chart's ServiceAccount and its token. It must be able to do all its work, and it is refused
-what it must not do. Run with ``KUBEBUILDER_ASSETS`` naming a folder with `etcd` and `kube-apiserver`.
+what it must not do.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ import yaml
 
 from backstay_cluster.realserver import make_certificate
 
-ASSETS = os.environ.get("KUBEBUILDER_ASSETS")
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.tool("helm"),
     pytest.mark.tool("kubectl"),
-    pytest.mark.skipif(not ASSETS, reason="KUBEBUILDER_ASSETS names no real kube-apiserver"),
+    pytest.mark.tool("etcd", "kube-apiserver"),
 ]
 DEADLINE = 60.0
 
@@ -50,9 +49,10 @@ def until(ask: Callable[[], Any], what: str) -> Any:
 class Cluster:
     """A real etcd and kube-apiserver with RBAC; no node."""
 
-    def __init__(self, kubectl: str, folder: Path) -> None:
+    def __init__(self, tool: Callable[[str], str], folder: Path) -> None:
         self.folder = folder
-        self._kubectl = kubectl
+        self._tool = tool
+        self._kubectl = tool("kubectl")
         self._processes: list[subprocess.Popen[bytes]] = []
         self.token = secrets.token_hex(16)
         self.url = ""
@@ -111,9 +111,7 @@ class Cluster:
     def _run(self, name: str, *arguments: str) -> None:
         with (self.folder / f"{name}.log").open("wb") as log:
             self._processes.append(
-                subprocess.Popen(
-                    [str(Path(str(ASSETS)) / name), *arguments], stdout=log, stderr=log, stdin=subprocess.DEVNULL
-                )
+                subprocess.Popen([self._tool(name), *arguments], stdout=log, stderr=log, stdin=subprocess.DEVNULL)
             )
 
     def stop(self) -> None:
@@ -166,7 +164,7 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster(tool: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    made = Cluster(tool("kubectl"), tmp_path_factory.mktemp("cluster"))
+    made = Cluster(tool, tmp_path_factory.mktemp("cluster"))
     try:
         made.start()
         yield made

@@ -10,7 +10,7 @@ import math
 from typing import Any, Final
 
 from backstay_cluster.apiserver import types
-from backstay_cluster.apiserver.errors import ApiError, bad_request, unsupported_media_type
+from backstay_cluster.apiserver.errors import ApiError, WrongTypeError, bad_request, unsupported_media_type
 from backstay_cluster.apiserver.objects import Obj, encode
 from backstay_cluster.apiserver.protobuf import PROTOBUF, decode_protobuf
 from backstay_cluster.apiserver.resources import Resource
@@ -129,7 +129,7 @@ def decode_builtin(
     try:
         clean, unknown = types.decode(type_name or resource.type_name, obj)
     except types.TypeMismatch as error:
-        raise bad_request(f'{kind} in version "{short}" cannot be handled as a {kind}: {error}') from None
+        raise WrongTypeError(f'{kind} in version "{short}" cannot be handled as a {kind}: {error}', error) from None
     clean.pop("apiVersion", None)
     clean.pop("kind", None)
     return clean, unknown

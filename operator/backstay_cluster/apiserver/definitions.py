@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from backstay_cluster.apiserver import cel
 from backstay_cluster.apiserver.custom import CustomStrategy, CustomType
-from backstay_cluster.apiserver.errors import Cause, invalid_value, not_supported, required
+from backstay_cluster.apiserver.errors import Cause, forbidden_field, invalid_value, not_supported, required
 from backstay_cluster.apiserver.objects import Obj, dig, now
 from backstay_cluster.apiserver.resources import Resource
 from backstay_cluster.apiserver.strategy import Strategy
@@ -18,6 +18,16 @@ if TYPE_CHECKING:
 
 STORAGE: Final = ("apiextensions.k8s.io", "customresourcedefinitions")
 CLEANUP: Final = "customresourcecleanup.apiextensions.k8s.io"
+_JUNCTORS: Final = ("allOf", "anyOf", "oneOf")
+_INT_OR_STRING: Final = [{"type": "integer"}, {"type": "string"}]
+_NOT_IN_JUNCTORS: Final = {
+    "default": "undefined",
+    "description": "empty",
+    "nullable": "false",
+    "title": "empty",
+    "type": "empty",
+    "x-kubernetes-preserve-unknown-fields": "false",
+}
 _TYPES: Final = ("array", "boolean", "integer", "number", "object", "string")
 
 
@@ -53,18 +63,18 @@ class DefinitionStrategy(Strategy):
         if spec.get("scope") and spec["scope"] not in {"Namespaced", "Cluster"}:
             causes.append(not_supported("spec.scope", spec["scope"], ["Cluster", "Namespaced"]))
         versions = spec.get("versions") or []
-        if not versions:
-            causes.append(required("spec.versions"))
         if sum(bool(v.get("storage")) for v in versions) != 1:
             text = "must have exactly one version marked as storage version"
-            causes.append(invalid_value("spec.versions", [v.get("name") for v in versions], text))
-        for at, version in enumerate(versions):
+            causes.append(invalid_value("spec.versions", [v.get("name") for v in versions] or spec["versions"], text))
+        schemas = [dig(version, "schema", "openAPIV3Schema") for version in versions]
+        for at, schema in enumerate(schemas):
             path = f"spec.versions[{at}].schema.openAPIV3Schema"
-            schema = dig(version, "schema", "openAPIV3Schema")
             if not isinstance(schema, dict):
-                causes.append(required(path, "schemas are required"))
-            else:
+                causes.append(required(path))
+            elif schemas.count(schema) < len(schemas):
                 _structural(schema, path, causes, root=True)
+            elif at == 0:  # one schema for all versions is moved out of them before it is checked
+                _structural(schema, "spec.validation.openAPIV3Schema", causes, root=True)
         if old is not None:
             causes += [
                 invalid_value(f"spec.{path}", dig(spec, *path.split(".")), "field is immutable")
@@ -129,6 +139,44 @@ def _structural(schema: Any, path: str, causes: list[Cause], *, root: bool = Fal
     for name in ("items", "additionalProperties"):
         if isinstance(schema.get(name), dict):
             _structural(schema[name], f"{path}.{name}", causes)
+    _value_validations(_without_int_or_string(schema), path, causes)
+
+
+def _without_int_or_string(schema: Obj) -> Obj:
+    """The schema without the alternative of types that only an integer or a string may have."""
+    if schema.get("x-kubernetes-int-or-string"):
+        if schema.get("anyOf") == _INT_OR_STRING:
+            return {**schema, "anyOf": []}
+        if (schema.get("allOf") or [None])[0] == {"anyOf": _INT_OR_STRING}:
+            return {**schema, "allOf": [{}, *schema["allOf"][1:]]}
+    return schema
+
+
+def _value_validations(schema: Obj, path: str, causes: list[Cause]) -> None:
+    """Schemas in allOf, anyOf, oneOf and not only restrict values: they do not declare types or defaults.
+
+    https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/
+    """
+    parts = [(f"{path}.{name}[{at}]", part) for name in _JUNCTORS for at, part in enumerate(schema.get(name) or ())]
+    if "not" in schema:
+        parts.append((f"{path}.not", schema["not"]))
+    for here, part in parts:
+        if isinstance(part, dict):
+            _only_restricts(part, here, causes)
+
+
+def _only_restricts(part: Obj, path: str, causes: list[Cause]) -> None:
+    causes += [
+        forbidden_field(f"{path}.{name}", f"must be {wanted} to be structural")
+        for name, wanted in _NOT_IN_JUNCTORS.items()
+        if part.get(name)
+    ]
+    for name, inner in (part.get("properties") or {}).items():
+        if isinstance(inner, dict):
+            _only_restricts(inner, f"{path}.properties[{name}]", causes)
+    if isinstance(part.get("items"), dict):
+        _only_restricts(part["items"], f"{path}.items", causes)
+    _value_validations(part, path, causes)
 
 
 class Definitions:

@@ -123,6 +123,18 @@ def invalid(group: str, kind: str, name: str, causes: list[Cause]) -> ApiError:
     return ApiError(422, "Invalid", text, details=_details(group, kind, name, causes=[c.json() for c in causes]))
 
 
+class WrongTypeError(ApiError):
+    """400: a field of a built-in type has another type in the object. In a patch, the real server answers with 422.
+
+    Attributes:
+        cause: names the field and both types.
+    """
+
+    def __init__(self, message: str, cause: Exception) -> None:
+        super().__init__(400, "BadRequest", message)
+        self.cause = cause
+
+
 def bad_request(message: str) -> ApiError:
     """The error with status 400."""
     return ApiError(400, "BadRequest", message)

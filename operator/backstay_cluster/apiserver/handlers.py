@@ -10,7 +10,10 @@ from backstay_cluster.apiserver import codec, request, selectors
 from backstay_cluster.apiserver.custom import CustomType
 from backstay_cluster.apiserver.errors import (
     ApiError,
+    WrongTypeError,
     bad_request,
+    invalid,
+    invalid_value,
     method_not_allowed,
     too_large_resource_version,
     unsupported_media_type,
@@ -173,7 +176,10 @@ class Handlers:
         current = self.api.get(resource, key)
         before = codec.full(resource, current.obj)
         patched = self.apply(resource, before, change, call.content_type)
-        clean, warnings = self._decode(resource, patched, call)
+        try:
+            clean, warnings = self._decode(resource, patched, call)
+        except WrongTypeError as error:
+            raise invalid("", "", "", [invalid_value("patch", change, str(error.cause))]) from None
         stored = self.api.update(resource, key, clean, part=_part(target), dry_run=request.dry_run(call.query))
         return Answer(self._written(resource, stored, call), 200, warnings)
 

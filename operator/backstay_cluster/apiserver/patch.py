@@ -147,7 +147,8 @@ def strategic_merge(type_name: str, target: Any, patch: Any) -> Any:
         if key.startswith("$setElementOrder/"):
             name = key.split("/", 1)[1]
             if isinstance(result.get(name), list):
-                result[name] = _ordered(result[name], order, MERGE_KEYS.get((type_name, name)))
+                before = target.get(name) if isinstance(target, dict) else None
+                result[name] = _ordered(result[name], order, before or [], MERGE_KEYS.get((type_name, name)))
     return result
 
 
@@ -161,11 +162,12 @@ def _field(owner: str, key: str, kind: str, target: Any, patch: Any) -> Any:
     if any(isinstance(e, dict) and e.get("$patch") == "replace" for e in patch):
         return [e for e in patch if not (isinstance(e, dict) and "$patch" in e)]
     if merge_key == "":
-        return current + [v for v in patch if v not in current]
-    return _list(kind.lstrip("["), merge_key, list(current), patch)
+        return _ordered(current + [v for v in patch if v not in current], patch, current, None)
+    return _list(kind.lstrip("["), merge_key, current, patch)
 
 
-def _list(kind: str, merge_key: str, result: list[Any], patch: list[Any]) -> list[Any]:
+def _list(kind: str, merge_key: str, current: list[Any], patch: list[Any]) -> list[Any]:
+    result = list(current)
     for element in patch:
         if not isinstance(element, dict) or merge_key not in element:
             raise bad_request(f"map: {element} does not contain declared merge key: {merge_key}")
@@ -179,16 +181,23 @@ def _list(kind: str, merge_key: str, result: list[Any], patch: list[Any]) -> lis
             result.append(strategic_merge(kind, {}, element))
         else:
             result[at] = strategic_merge(kind, result[at], element)
-    return result
+    return _ordered(result, patch, current, merge_key)
 
 
-def _ordered(items: list[Any], order: Any, merge_key: str | None) -> list[Any]:
+def _ordered(items: list[Any], order: Any, before: list[Any], merge_key: str | None) -> list[Any]:
+    """Elements of `order` keep its order. Another element is before the first of them that it preceded `before`."""
     if not isinstance(order, list):
         return items
-    wanted = [e.get(merge_key) if merge_key and isinstance(e, dict) else e for e in order]
 
     def identity(item: Any) -> Any:
         return item.get(merge_key) if merge_key and isinstance(item, dict) else item
 
+    wanted, places = [identity(e) for e in order], [identity(e) for e in before]
     listed = sorted((i for i in items if identity(i) in wanted), key=lambda i: wanted.index(identity(i)))
-    return listed + [i for i in items if identity(i) not in wanted]
+    others = [i for i in items if identity(i) not in wanted]
+    found = []
+    while others and listed:
+        one, other = identity(others[0]), identity(listed[0])
+        precedes = one in places and other in places and places.index(one) < places.index(other)
+        found.append((others if precedes else listed).pop(0))
+    return found + listed + others

@@ -112,9 +112,9 @@ class PodStrategy(Strategy):
 
     def validate(self, obj: Obj, old: Obj | None) -> list[Cause]:
         causes = check_spec(obj.get("spec") or {}, "spec")
-        if old is None or causes:
+        if old is None:
             return causes
-        return self._immutable(obj["spec"], old["spec"])
+        return causes + self._immutable(obj["spec"], old["spec"])
 
     @staticmethod
     def _immutable(spec: Obj, old: Obj) -> list[Cause]:

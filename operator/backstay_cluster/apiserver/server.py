@@ -276,7 +276,7 @@ class ApiServer:
         start = request.version_option(query)
         initial = self._initial(query, start)
         matches = self._handlers.matcher(target, query)
-        watch = Watch(matches, self._handlers.render_event(resource, form, query))
+        watch = Watch(matches, self._handlers.render_event(resource, form, query), start or 0)
         store = self.api.store
         head: Obj = {"kind": resource.kind, "apiVersion": resource.group_version}
         extra: Obj = {"spec": {"containers": None}, "status": {}} if resource.storage == ("", "pods") else {}

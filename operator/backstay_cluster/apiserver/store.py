@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from backstay_cluster.apiserver.errors import expired, too_large_resource_version
+from backstay_cluster.apiserver.errors import expired
 from backstay_cluster.apiserver.objects import Obj, encode, meta
 
 Key = tuple[str, str]  # namespace (empty for cluster-scoped objects) and name
@@ -150,11 +150,9 @@ class Store:
         """The changes after `version`, oldest first.
 
         Raises:
-            ApiError: 410 when some of them are no longer kept, 504 when `version` is in the future.
+            ApiError: 410 when some of them are no longer kept.
         """
         storage = self.storage(name)
-        if version > self.version:
-            raise too_large_resource_version(version, self.version)
         if version < storage.forgotten:
             raise expired(f"too old resource version: {version} ({storage.forgotten})")
         newer: list[Change] = []

@@ -6,9 +6,11 @@ being checked.
 
 from __future__ import annotations
 
+import collections
 import datetime
 import functools
 import ipaddress
+import itertools
 import re
 from typing import Any, Final
 
@@ -117,6 +119,10 @@ def _fits(expected: str, value: Any) -> bool:
     return found == expected
 
 
+_FORMATS = {"date-time", "date", "ipv4", "ip", "ipv6", "cidr", "uuid", "duration"}
+_GO_TYPES = {"integer": "int64", "number": "float64", "boolean": "bool"}  # in messages about formats
+
+
 class Validator:
     """Collects the errors of a value. `name` is the path in messages, `path` the path in causes."""
 
@@ -128,17 +134,14 @@ class Validator:
         name = path if name is None else name
         if value is None and schema.get("nullable"):
             return
-        if not self._type(schema, value, path, name):
-            return
-        if isinstance(value, str):
-            self._string(schema, value, path, name)
-        elif isinstance(value, bool):
-            pass
-        elif isinstance(value, int | float):
+        fits = self._type(schema, value, path, name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
             self._number(schema, value, path, name)
-        elif isinstance(value, list):
+        elif fits and isinstance(value, str):
+            self._string(schema, value, path, name)
+        elif fits and isinstance(value, list):
             self._array(schema, value, path, name)
-        elif isinstance(value, dict):
+        elif fits and isinstance(value, dict):
             self._object(schema, value, path, name)
         if "enum" in schema and not any(same(value, choice) for choice in schema["enum"]):
             self.causes.append(not_supported(path, value, [c for c in schema["enum"] if c is not None]))
@@ -154,6 +157,8 @@ class Validator:
         if any(_fits(e, value) for e in expected):
             return True
         found = _type_of(value)
+        if expected == ["string"] and schema.get("format") in _FORMATS:
+            expected, found = [schema["format"]], _GO_TYPES.get(found, found)
         text = f'{name} in body must be of type {",".join(expected)}: "{found}"'
         self.causes.append(Cause(path, "FieldValueTypeInvalid", f'Invalid value: "{found}": {text}'))
         return False
@@ -170,7 +175,8 @@ class Validator:
         elif schema.get("pattern") and not _regex(schema["pattern"]).search(value):
             self._invalid(path, value, f"{name} in body should match '{schema['pattern']}'")
         elif schema.get("format") and not _formatted(schema["format"], value):
-            self._invalid(path, value, f'{name} in body must be of type {schema["format"]}: "{value}"')
+            text = f'{name} in body must be of type {schema["format"]}: "{value}"'
+            self.causes.append(Cause(path, "FieldValueTypeInvalid", f"Invalid value: {show(value)}: {text}"))
 
     def _number(self, schema: Obj, value: float, path: str, name: str) -> None:
         top, bottom, step = schema.get("maximum"), schema.get("minimum"), schema.get("multipleOf")
@@ -188,7 +194,8 @@ class Validator:
                 self._invalid(path, value, f"{name} in body should be greater than or equal to {show(bottom)}")
         bits = {"int32": 31, "int64": 63}.get(schema.get("format", ""))
         if bits and not -(2**bits) <= value < 2**bits:
-            self._invalid(path, value, f"{name} in body must be of type {schema['format']}")
+            text = f"Checked value must be of type {schema['type']} with format {schema['format']} in {name}"
+            self._whole(text)
 
     def _array(self, schema: Obj, value: list[Any], path: str, name: str) -> None:
         most, least = schema.get("maxItems"), schema.get("minItems", 0)
@@ -207,17 +214,18 @@ class Validator:
         kind, keys = schema.get("x-kubernetes-list-type"), schema.get("x-kubernetes-list-map-keys") or []
         if kind not in {"set", "map"}:
             return
-        seen: set[str] = set()
+        seen: collections.Counter[str] = collections.Counter()
         for at, element in enumerate(value):
             identity = element
             if kind == "map":
                 if not isinstance(element, dict):
+                    self._invalid(f"{path}[{at}]", element, "must be an object for an array of list-type map")
                     continue
                 identity = {k: element[k] for k in keys if k in element}
             text = show(identity)
-            if text in seen:
+            seen[text] += 1
+            if seen[text] == 2:
                 self.causes.append(Cause(f"{path}[{at}]", "FieldValueDuplicate", f"Duplicate value: {text}"))
-            seen.add(text)
 
     def _object(self, schema: Obj, value: Obj, path: str, name: str) -> None:
         most, least = schema.get("maxProperties"), schema.get("minProperties", 0)
@@ -239,28 +247,40 @@ class Validator:
                 self.check(additional, item, *here)
 
     def _combined(self, schema: Obj, value: Any, path: str, name: str) -> None:
-        for part in schema.get("allOf") or ():
-            self.check(part, value, path, name)
-        every, some = schema.get("oneOf"), schema.get("anyOf")
-        if some and not any(valid(part, value) for part in some):
-            text = f'"{name}" must validate at least one schema (anyOf)'
-            self.causes.append(Cause(path, "FieldValueInvalid", f'Invalid value: "": {text}'))
-        if every:
-            count = sum(valid(part, value) for part in every)
+        some, one, every = (schema.get(kind) or () for kind in ("anyOf", "oneOf", "allOf"))
+        if some:
+            found = [_causes(part, value, path, name) for part in some]
+            if all(found):
+                self._whole(f'"{name}" must validate at least one schema (anyOf)')
+                self.causes += found[0]
+        if one:
+            found = [_causes(part, value, path, name) for part in one]
+            count = sum(not causes for causes in found)
             if count != 1:
-                found = "Found none valid" if not count else f"Found {count} valid alternatives"
-                text = f'"{name}" must validate one and only one schema (oneOf). {found}'
-                self.causes.append(Cause(path, "FieldValueInvalid", f'Invalid value: "": {text}'))
+                what = "Found none valid" if not count else f"Found {count} valid alternatives"
+                self._whole(f'"{name}" must validate one and only one schema (oneOf). {what}')
+                self.causes += [] if count else found[0]
+        failed = [causes for part in every if (causes := _causes(part, value, path, name))]
+        if failed:
+            self.causes += itertools.chain(*failed)
+            self._whole(f'"{name}" must validate all the schemas (allOf)')
         if isinstance(schema.get("not"), dict) and valid(schema["not"], value):
-            text = f'"{name}" must not validate the schema (not)'
-            self.causes.append(Cause(path, "FieldValueInvalid", f'Invalid value: "": {text}'))
+            self._whole(f'"{name}" must not validate the schema (not)')
+
+    def _whole(self, text: str) -> None:
+        """Add an error for which the real server names no field."""
+        self.causes.append(Cause("<nil>", "FieldValueInvalid", f'Invalid value: "": {text}'))
+
+
+def _causes(schema: Obj, value: Any, path: str, name: str) -> list[Cause]:
+    validator = Validator()
+    validator.check(schema, value, path, name)
+    return validator.causes
 
 
 def valid(schema: Obj, value: Any) -> bool:
     """Whether a value matches a schema."""
-    validator = Validator()
-    validator.check(schema, value, "")
-    return not validator.causes
+    return not _causes(schema, value, "", "")
 
 
 def _formatted(name: str, value: str) -> bool:

@@ -27,11 +27,18 @@ def event(kind: str, body: bytes) -> bytes:
 
 
 class Watch:
-    """The events of one watch, as lines of JSON, in order."""
+    """The events of one watch, as lines of JSON, in order.
 
-    def __init__(self, matches: Matcher | None, render: Render) -> None:
+    Args:
+        matches: the watch's selector; None selects all objects.
+        render: writes the object of an event.
+        after: the version after which the watch begins. It may be in the future.
+    """
+
+    def __init__(self, matches: Matcher | None, render: Render, after: int = 0) -> None:
         self._matches = matches
         self._render = render
+        self._after = after
         self._lines: deque[bytes] = deque()
         self._wake = asyncio.Event()
         self.overrun = False
@@ -48,6 +55,8 @@ class Watch:
 
     def change(self, change: Change) -> None:
         """Add one change of the storage."""
+        if change.version <= self._after:
+            return
         if self._matches is None:
             self._lines.append(self._line(change.type, change.after))
         else:
