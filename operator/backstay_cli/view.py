@@ -23,6 +23,9 @@ SCRIPT = "worker 0"
 _NO_UPDATE_SECONDS = 60.0
 """Seconds between two lines about the same wait."""
 
+_COMPILES_SECONDS = 20.0
+"""The same before the first update: JAX may compile for minutes."""
+
 
 def shown_events(events: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
     """The events to show: the results of evaluations are shown as numbers."""
@@ -121,7 +124,8 @@ class LineDisplay:
             self._write_line(waiting)
         self._waiting = waiting
         text = no_update(view)
-        if text and not view.ended and now - self._no_update_at >= _NO_UPDATE_SECONDS:
+        pause = _NO_UPDATE_SECONDS if view.step else _COMPILES_SECONDS
+        if text and not view.ended and now - self._no_update_at >= pause:
             self._no_update_at = now
             self._write_line(text)
         elif not text:

@@ -88,6 +88,26 @@ def test_what_the_user_changed_between_two_runs_is_a_warning(running: Any) -> No
     ]
 
 
+def test_a_run_that_continues_is_reported_before_its_first_update(running: Any) -> None:
+    """The first update completes the changes, which are then reported once; nothing is interrupted before it."""
+    job = running()
+    start = TermStart(4, 105, URI)
+    for waits in ("", "worker 0 compiles, for 21 s", "worker 0 compiles, for 65 s"):
+        job.answer(term=4, step=105, last=(4, 105), term_start=start, waits=waits)
+        job.settle()
+        assert sent_events(job, "Continued", "SettingsChanged", "TrainingInterrupted") == [
+            ("Continued", f"training continues from the checkpoint of step 105: {URI}")
+        ]
+        job.tick(40)
+    said = job.condition("Training")
+    assert (said["reason"], said["message"]) == ("NotStarted", "no update has been applied yet: worker 0 compiles")
+    for step in (106, 107, 108):
+        job.answer(term=4, step=step, last=(4, step), term_start=TermStart(4, 105, URI, changes=("b",)))
+        job.settle()
+    assert job.condition("Training")["status"] == "True"
+    assert [reason for reason, _ in sent_events(job, "SettingsChanged")] == ["SettingsChanged"]
+
+
 def test_a_lease_that_was_taken_over_is_named_once(running: Any) -> None:
     """T8: also in a folder without a checkpoint."""
     job = running()

@@ -48,7 +48,7 @@ _UPDATES: Final = 5
 # Together shorter than a condition's message may be, so that neither cuts the other one.
 _MAX_SUMMARY: Final = 600
 _MAX_DETAIL: Final = 1300
-_LASTS: Final = re.compile(r", for \d+ s$")
+_LASTS: Final = re.compile(r", for \d+ s\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +244,8 @@ def training(facts: Facts, record: Record, slots: Sequence[Slot]) -> Training:
     no_worker = not any(slot.role == contract.ROLE_WORKER for slot in ready)
     stopped = status.REASON_SERVERS if servers else status.REASON_WORKERS if no_worker else ""
     updates, began = facts.observed.updates, status.holds(facts.conditions, status.RUNNING)
-    if not facts.trained:
-        first = Statement(status.TRAINING, False, "NotStarted", "no update has been applied yet")
+    if not facts.trained or _continues(facts):
+        first = Statement(status.TRAINING, False, "NotStarted", _not_started(facts))
         return Training((first, *_running(facts, record, slots, "", began)))
     if (over := _ending(facts, record)) is not None:
         return Training((over, *_running(facts, record, slots, "", began)))
@@ -270,6 +270,21 @@ def training(facts: Facts, record: Record, slots: Sequence[Slot]) -> Training:
     # Servers, then workers, then only updates may be missing: one interruption is one event.
     halted = Statement(status.TRAINING, False, reason, text, warning("TrainingInterrupted", text) if is_new else None)
     return Training((halted, *_running(facts, record, slots, stopped, began)), interrupted=True)
+
+
+def _continues(facts: Facts) -> bool:
+    """Whether this run continues a checkpoint, and has made no update yet: then nothing is interrupted."""
+    known, progress = facts.conditions.get(status.TRAINING), facts.progress
+    if known is not None and known.reason not in ("NotStarted", "Suspended"):
+        return False
+    start = None if progress is None else progress.term_start
+    return start is not None and bool(start.checkpoint) and progress is not None and progress.step == start.step
+
+
+def _not_started(facts: Facts) -> str:
+    text = "no update has been applied yet"
+    waits = facts.progress.waits if facts.progress is not None else ""
+    return f"{text}: {_LASTS.sub('', waits)}" if waits else text
 
 
 def _ending(facts: Facts, record: Record) -> Statement | None:

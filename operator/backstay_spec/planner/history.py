@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from backstay_spec.causes import finite
 from backstay_spec.events import Event, normal, warning
-from backstay_spec.observed import Progress
+from backstay_spec.observed import Progress, TermStart
 from backstay_spec.planner.facts import Facts
 
 __all__ = ["Changes", "judge"]
@@ -49,8 +49,10 @@ def judge(facts: Facts) -> Changes:
 
 def _term(facts: Facts, progress: Progress) -> Changes:
     start, known = progress.term_start, facts.old.term
-    if start is None or progress.term != start.term or (known is not None and start.term <= known):
+    if start is None or progress.term != start.term:
         return Changes()
+    if known is not None and start.term <= known:
+        return _changed(start) if start.term == known and _owes_changes(facts) else Changes()
     fields = {"term": start.term, "step": progress.step}
     place = f"the checkpoint of step {start.step}" if start.checkpoint else f"step {start.step}, the initial parameters"
     reached = max(step or 0 for step in (facts.old.step, progress.step_before_term))
@@ -62,10 +64,21 @@ def _term(facts: Facts, progress: Progress) -> Changes:
     events = [warning("LeaseTakenOver", f"{text}: this run writes the checkpoints now") for text in start.taken_over]
     if start.checkpoint:
         events.append(normal("Continued", f"training continues from {place}: {start.checkpoint}"))
-        if start.changes:
-            changed = "; ".join(start.changes)
-            events.append(warning("SettingsChanged", f"changed since the checkpoint of step {start.step}: {changed}"))
+        events += _changed(start).events
     return Changes(tuple(events), fields)
+
+
+def _changed(start: TermStart) -> Changes:
+    if not start.changes:
+        return Changes()
+    text = f"changed since the checkpoint of step {start.step}: {'; '.join(start.changes)}"
+    return Changes((warning("SettingsChanged", text),))
+
+
+def _owes_changes(facts: Facts) -> bool:
+    """Whether the run continued a checkpoint, and its changes are not reported: the first update completes them."""
+    ours = ("Continued", "SettingsChanged")
+    return next((entry.reason for entry in reversed(facts.old.history) if entry.reason in ours), "") == "Continued"
 
 
 def _evaluation(facts: Facts, progress: Progress) -> Changes:

@@ -391,9 +391,9 @@ class JobObserver:
         """The job's part of a `Progress` reply; `start` is where the term of `state` began."""
         checkpoint = self.checkpoint
         with self._lock:
-            # Only the first update shows whether the batch size changed: the report waits for it.
-            changes = self._changes if self._examples_before is None else None
-        if start is not None and changes is not None:
+            # Only the first update shows whether the batch size changed: the changes are reported after it.
+            changes = self._changes if self._examples_before is None else []
+        if start is not None:
             began = TermStart(
                 term=start.term,
                 step=start.version,
