@@ -3,8 +3,9 @@
 One task for each job, so a slow job does not delay the others. Their starts are spread at random, and the number of
 calls is bounded. A channel belongs to one pod (by uid): a replacement at the same address gets a new channel.
 
-A server that does not answer also gets a health request with a long deadline. A process without enough CPU time
-answers it. Reports of workers show whether the server answers them. `contact` counts the calls that prove something.
+A server that does not answer also gets a call and a health request with a long deadline. A process without enough CPU
+time answers one of them. Reports of workers show whether the server answers them. `contact` counts the calls that
+prove something.
 """
 
 from __future__ import annotations
@@ -405,7 +406,7 @@ class Poller:
             self._metrics.progress_calls.labels("OK").inc()
         if reply is None or reply.incarnation not in (0, server.incarnation):
             poll.calls.missed(server.pod_uid, self._now(), proves=self._attention.awake_since(began))
-            self._call_longer(poll, line, server)
+            self._call_longer(poll, line, server, todo.token)
             return None
         poll.calls.answered(server.pod_uid, self._now())
         line.recorded = reply.recorded
@@ -433,16 +434,44 @@ class Poller:
 
     # Servers that do not answer.
 
-    def _call_longer(self, poll: Poll, line: _Line, server: Server) -> None:
+    def _call_longer(self, poll: Poll, line: _Line, server: Server, token: str) -> None:
         if server.health and (line.long_call is None or line.long_call.done()):
-            line.long_call = asyncio.get_running_loop().create_task(self._long_call(poll, server))
+            line.long_call = asyncio.get_running_loop().create_task(self._long_call(poll, line, server, token))
 
-    async def _long_call(self, poll: Poll, server: Server) -> None:
-        answered = await self._health(server.health, self._patience)
-        if answered:
+    async def _long_call(self, poll: Poll, line: _Line, server: Server, token: str) -> None:
+        """Two requests with a long deadline, of which one answer is enough.
+
+        Strangers may fill the health port, but not a connection that has carried the token (docs/decisions/0068).
+        """
+        found = [
+            asyncio.create_task(self._pinged(line, token)),
+            asyncio.create_task(self._health(server.health, self._patience)),
+        ]
+        results: list[bool | None] = []
+        try:
+            for each in asyncio.as_completed(found):
+                results.append(await each)
+                if results[-1]:
+                    break
+        finally:
+            await asyncio.gather(*(_cancel(task) for task in found))
+        if results[-1]:
             poll.calls.long_answered(server.pod_uid)
-        elif answered is False:
+        elif None not in results:
             poll.calls.long_missed(server.pod_uid)
+
+    async def _pinged(self, line: _Line, token: str) -> bool | None:
+        """Whether a server answers a call without content on its control connection. None: as in `_health`."""
+        began = self._clock()
+        try:
+            await line.stub.Ping(
+                control_pb2.PingRequest(), metadata=bearer(token), timeout=self._patience, wait_for_ready=True
+            )
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # a trainer of an earlier version
+                return True
+            return False if self._attention.awake_since(began) else None
+        return True
 
     async def _health(self, url: str, patience: float) -> bool | None:
         """Whether a pod answers one health request; a refused connection is tried again until the time has passed.
@@ -474,7 +503,7 @@ class Poller:
         await line.channel.close(None)
 
 
-async def _cancel(task: asyncio.Task[None]) -> None:
+async def _cancel(task: asyncio.Task[Any]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 

@@ -45,6 +45,14 @@ ABANDONED: RejectReason
 OUT_OF_ORDER: RejectReason
 SKIPPED: RejectReason
 
+class PingRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PingReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class Peer(_message.Message):
     __slots__ = ("role", "index", "incarnation", "pod")
     ROLE_FIELD_NUMBER: _ClassVar[int]

@@ -54,6 +54,11 @@ class ControlStub(object):
                 request_serializer=backstay__rpc_dot_control__pb2.ProgressRequest.SerializeToString,
                 response_deserializer=backstay__rpc_dot_control__pb2.ProgressReply.FromString,
                 _registered_method=True)
+        self.Ping = channel.unary_unary(
+                '/backstay.v1.Control/Ping',
+                request_serializer=backstay__rpc_dot_control__pb2.PingRequest.SerializeToString,
+                response_deserializer=backstay__rpc_dot_control__pb2.PingReply.FromString,
+                _registered_method=True)
         self.Evaluated = channel.unary_unary(
                 '/backstay.v1.Control/Evaluated',
                 request_serializer=backstay__rpc_dot_control__pb2.EvaluatedRequest.SerializeToString,
@@ -99,6 +104,14 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Ping(self, request, context):
+        """From the operator to a server that left a progress call unanswered: whether the process answers at all. The call has
+        a long deadline and no content. A trainer of an earlier version answers UNIMPLEMENTED, which is an answer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Evaluated(self, request, context):
         """From the evaluator (or worker 0) to shard 0: what `evaluate` returned.
         """
@@ -135,6 +148,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Progress,
                     request_deserializer=backstay__rpc_dot_control__pb2.ProgressRequest.FromString,
                     response_serializer=backstay__rpc_dot_control__pb2.ProgressReply.SerializeToString,
+            ),
+            'Ping': grpc.unary_unary_rpc_method_handler(
+                    servicer.Ping,
+                    request_deserializer=backstay__rpc_dot_control__pb2.PingRequest.FromString,
+                    response_serializer=backstay__rpc_dot_control__pb2.PingReply.SerializeToString,
             ),
             'Evaluated': grpc.unary_unary_rpc_method_handler(
                     servicer.Evaluated,
@@ -255,6 +273,33 @@ class Control(object):
             '/backstay.v1.Control/Progress',
             backstay__rpc_dot_control__pb2.ProgressRequest.SerializeToString,
             backstay__rpc_dot_control__pb2.ProgressReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Ping(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/backstay.v1.Control/Ping',
+            backstay__rpc_dot_control__pb2.PingRequest.SerializeToString,
+            backstay__rpc_dot_control__pb2.PingReply.FromString,
             options,
             channel_credentials,
             insecure,

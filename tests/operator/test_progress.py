@@ -37,6 +37,14 @@ class FakeServer(control_pb2_grpc.ControlServicer):
         self.asked: list[pb.ProgressRequest] = []
         self.free = asyncio.Event()
         self.free.set()
+        self.pings: grpc.StatusCode | None = grpc.StatusCode.OK  # None: no answer
+
+    async def Ping(self, _: pb.PingRequest, context: Any) -> pb.PingReply:  # noqa: N802
+        if self.pings is None:
+            await asyncio.Event().wait()
+        elif self.pings is not grpc.StatusCode.OK:
+            await context.abort(self.pings, "no")
+        return pb.PingReply()
 
     async def Progress(self, request: pb.ProgressRequest, context: Any) -> pb.ProgressReply:  # noqa: N802
         if dict(context.invocation_metadata()).get("authorization") != f"Bearer {TOKEN}":
@@ -309,6 +317,47 @@ def test_where_a_term_began_and_evaluations_are_the_coordinators() -> None:
     silent = combine({0: pb.ProgressReply(term=2, step=106)}, NOW)
     assert silent is not None
     assert (silent.term_start, silent.evaluated_step, silent.untrained_leaves) == (None, None, ())
+
+
+@pytest.mark.parametrize(
+    ("pings", "hung"),
+    [(grpc.StatusCode.OK, False), (grpc.StatusCode.UNIMPLEMENTED, False), (None, True)],
+    ids=["answers", "an earlier trainer", "hangs"],
+)
+def test_o7_strangers_on_the_health_port_are_not_the_silence_of_a_server(
+    pings: grpc.StatusCode | None, hung: bool
+) -> None:
+    """A server that answers a call without content, on the connection with the token, is not hung."""
+
+    async def story() -> None:
+        async def full(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(asyncio.CancelledError):
+                await reader.read(-1)
+            writer.close()
+
+        shard = FakeServer(1, pb.ProgressReply(incarnation=1))
+        shard.pings = pings
+        shard.free.clear()  # progress calls take too long
+        contacts: list[Contact] = []
+        health = await asyncio.start_server(full, "127.0.0.1", 0)
+        async with serving(shard) as address:
+            url = f"http://127.0.0.1:{health.sockets[0].getsockname()[1]}"
+            it = poller(
+                lambda _: round_of(Server(0, 1, "u0", address, health=url)),
+                Received(),
+                Metrics(),
+                on_contact=lambda _, contact: contacts.append(contact),
+                clock=time.monotonic,
+                deadline=0.05,
+                patience=0.3,
+            )
+            it.follow(KEY)
+            await until(lambda: contacts and contacts[-1].silent["u0"].calls > 20)
+            await until(lambda: (contacts[-1].silent["u0"].long_calls > 0) is hung)
+            await it.close()
+        health.close()
+
+    asyncio.run(story())
 
 
 def test_o5_a_worker_without_heartbeats_gets_a_health_request() -> None:

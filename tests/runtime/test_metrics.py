@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 import struct
 import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import get_args
 
 import pytest
 
-from backstay._roles._metrics import HttpPort, Metrics, metric_names
+from backstay._process import Bounds
+from backstay._roles._http import MAX_HEAD_BYTES, HttpPort
+from backstay._roles._metrics import Metrics, metric_names
 from backstay_spec.types_status import Role
 
 
@@ -61,10 +66,8 @@ def test_of_many_stragglers_the_slowest_are_exported() -> None:
 def test_a_probe_that_went_away_leaves_nothing_in_the_log(capfd: pytest.CaptureFixture[str]) -> None:
     """A probe of a stopped process times out. When the process continues, this is not an error of the process."""
     asked, gone = threading.Event(), threading.Event()
-    handlers: list[threading.Thread] = []
 
     def ready() -> bool:
-        handlers.append(threading.current_thread())
         asked.set()
         return gone.wait(60)
 
@@ -76,8 +79,10 @@ def test_a_probe_that_went_away_leaves_nothing_in_the_log(capfd: pytest.CaptureF
             # Closed with a reset, so that the first byte of the answer fails.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         gone.set()
-        handlers[0].join(60)
-        assert not handlers[0].is_alive()
+        # The next probe has its answer after the first one.
+        with socket.create_connection(("127.0.0.1", port.port)) as probe:
+            probe.sendall(b"GET /readyz HTTP/1.0\r\n\r\n")
+            assert b" 200 " in probe.recv(100)
     finally:
         port.close()
     assert capfd.readouterr().err == ""
@@ -98,3 +103,157 @@ def test_a_probe_by_ipv6_is_answered_by_a_pod_that_binds_all_addresses() -> None
                 assert b" 200 " in probe.recv(100)
     finally:
         port.close()
+
+
+# ---- Callers that break the rules (O7, T8)
+
+REQUEST = b"GET /readyz HTTP/1.1\r\nhost: probe\r\n\r\n"
+
+
+@pytest.fixture
+def ports() -> Iterator[Callable[..., HttpPort]]:
+    made: list[HttpPort] = []
+
+    def make(**bounds: float) -> HttpPort:
+        made.append(
+            HttpPort(
+                Metrics("job", "ParameterServer", 0),
+                lambda: True,
+                bind="127.0.0.1",
+                port=0,
+                bounds=Bounds(**{"in_all": 64, "of_host": 16, "seconds": 3600.0, **bounds}),  # type: ignore[arg-type]
+            )
+        )
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def strangers() -> Iterator[Callable[[HttpPort, int, int], list[socket.socket]]]:
+    made: list[socket.socket] = []
+
+    def connect(port: HttpPort, count: int, hosts: int) -> list[socket.socket]:
+        for number in range(count):
+            source = f"127.8.{number % hosts // 250}.{1 + number % hosts % 250}", 0
+            made.append(socket.create_connection(("127.0.0.1", port.port), 30, source_address=source))
+            with contextlib.suppress(OSError):
+                made[-1].sendall(REQUEST[: 1 + number % (len(REQUEST) - 1)])
+        return made[-count:]
+
+    yield connect
+    for each in made:
+        each.close()
+
+
+def probed(port: HttpPort) -> bytes:
+    """The answer to a whole request."""
+    with socket.create_connection(("127.0.0.1", port.port), 60) as probe:
+        probe.sendall(REQUEST)
+        answer = b""
+        while data := probe.recv(1000):
+            answer += data
+    return answer
+
+
+def closed(stranger: socket.socket) -> bool:
+    """Whether the port has closed this connection. Waits for it."""
+    try:
+        return stranger.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+@pytest.mark.parametrize("hosts", [1, 400])
+def test_o7_slow_strangers_hold_no_thread_and_keep_no_probe_out(
+    ports: Callable[..., HttpPort], strangers: Callable[..., list[socket.socket]], hosts: int
+) -> None:
+    """T8: the oldest of the callers that never end their request is closed, even when each has its own address."""
+    port = ports()
+    before = threading.active_count()
+    found = strangers(port, 400, hosts)
+    assert b" 200 OK" in probed(port)
+    assert threading.active_count() < before + 10  # and not 400
+    assert len(port.callers) <= (16 if hosts == 1 else 64) + 1
+    assert all(closed(stranger) for stranger in found[:300])
+    assert b" 200 OK" in probed(port)
+
+
+def test_t8_a_request_that_never_ends_is_closed(
+    ports: Callable[..., HttpPort], strangers: Callable[..., list[socket.socket]]
+) -> None:
+    """O7: its time is bounded, however often it sends a byte."""
+    port = ports(seconds=0.3)
+    (slow,) = strangers(port, 1, 1)
+    with contextlib.suppress(OSError):  # a reset or a broken pipe ends it
+        while True:
+            slow.sendall(b"x")
+            time.sleep(0.01)
+    assert b" 200 OK" in probed(port)
+
+
+def test_o7_a_request_with_a_long_head_is_refused(ports: Callable[..., HttpPort]) -> None:
+    port = ports()
+    with socket.create_connection(("127.0.0.1", port.port), 60) as stranger:
+        stranger.sendall(b"GET /metrics HTTP/1.1\r\n" + b"a" * (MAX_HEAD_BYTES + 1000))
+        assert b" 431 " in stranger.recv(100)
+    assert b" 200 OK" in probed(port)
+
+
+@pytest.mark.parametrize("request_line", [b"POST /metrics HTTP/1.1", b"GET", b"\xff\xfe / HTTP/1.1", b"GET / SMTP"])
+def test_o7_other_requests_are_refused(ports: Callable[..., HttpPort], request_line: bytes) -> None:
+    port = ports()
+    with socket.create_connection(("127.0.0.1", port.port), 60) as stranger:
+        stranger.sendall(request_line + b"\r\n\r\n")
+        assert b" 400 " in stranger.recv(100)
+    assert b" 200 OK" in probed(port)
+
+
+def test_o7_a_caller_that_does_not_read_a_long_page_is_closed(
+    ports: Callable[..., HttpPort], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T8: the next caller gets the page."""
+    monkeypatch.setattr("backstay._process._callers.SLOWEST_BYTES", 1 << 40)
+    port = ports(seconds=1.0)
+    port.trace = lambda: bytes(16 << 20)
+    stranger = socket.socket()
+    stranger.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    with stranger:
+        stranger.connect(("127.0.0.1", port.port))
+        stranger.sendall(b"GET /trace HTTP/1.1\r\n\r\n")
+        stranger.recv(1)
+        with socket.create_connection(("127.0.0.1", port.port), 60) as reader:
+            reader.sendall(b"GET /trace HTTP/1.1\r\n\r\n")
+            size = 0
+            while data := reader.recv(1 << 20):
+                size += len(data)
+            assert size > 16 << 20
+
+
+def test_t8_health_is_answered_while_a_page_is_made(ports: Callable[..., HttpPort]) -> None:
+    """O7: strangers that read large pages do not delay a probe."""
+    port, entered, leave = ports(), threading.Event(), threading.Event()
+
+    def slow() -> dict[str, int]:
+        entered.set()
+        leave.wait(60)
+        return {}
+
+    port.status = slow
+    try:
+        with socket.create_connection(("127.0.0.1", port.port), 60) as stranger:
+            stranger.sendall(b"GET /status HTTP/1.1\r\n\r\n")
+            assert entered.wait(60)
+            assert b" 200 OK" in probed(port)
+    finally:
+        leave.set()
+
+
+def test_t8_a_client_that_sends_nothing_more_gets_its_answer(ports: Callable[..., HttpPort]) -> None:
+    port = ports()
+    with socket.create_connection(("127.0.0.1", port.port), 60) as client:
+        client.sendall(b"GET /metrics HTTP/1.0\n\n")
+        client.shutdown(socket.SHUT_WR)
+        assert b" 200 OK" in client.recv(1000)

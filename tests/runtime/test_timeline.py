@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import select
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -17,8 +19,10 @@ from backstay import _instrument
 from backstay._checkpoint import CheckpointStore
 from backstay._control import Outbox
 from backstay._control._spans import Kept, columns
+from backstay._process import Caller
 from backstay._process._environment import Environment
-from backstay._roles._metrics import HttpPort, Metrics, Turns
+from backstay._roles._http import MAX_TRACE_READERS, TRACE_REST, HttpPort, Pages
+from backstay._roles._metrics import Metrics
 from backstay._roles._timeline import Collector, Tracing
 from backstay_cli.timeline import read
 from backstay_rpc.control_pb2 import Peer, Spans, Timeline
@@ -267,8 +271,7 @@ def test_one_client_at_a_time_reads_the_page() -> None:
         assert leave.wait(30)
         return b"timeline"
 
-    turns = Turns(rest=0.0, patience=0.2)
-    port = HttpPort(Metrics("j", "ParameterServer", 0), lambda: True, bind="127.0.0.1", port=0, turns=turns)
+    port = HttpPort(Metrics("j", "ParameterServer", 0), lambda: True, bind="127.0.0.1", port=0)
     url = f"http://127.0.0.1:{port.port}/trace"
     try:
         assert page(url) == b""
@@ -277,8 +280,15 @@ def test_one_client_at_a_time_reads_the_page() -> None:
         reader = threading.Thread(target=lambda: found.append(page(url)))
         reader.start()
         assert entered.wait(30)
-        with pytest.raises(urllib.error.HTTPError, match="503"):
-            urllib.request.urlopen(url, timeout=30)
+        waiting = [socket.create_connection(("127.0.0.1", port.port), 30) for _ in range(MAX_TRACE_READERS + 1)]
+        answers = []
+        for each in waiting:
+            each.sendall(b"GET /trace HTTP/1.1\r\n\r\n")
+        readable, _, _ = select.select(waiting, [], [], 30)  # one of them is refused, and the others wait
+        answers = [each.recv(100) for each in readable]
+        assert [answer.partition(b"\r\n")[0] for answer in answers] == [b"HTTP/1.1 503 Service Unavailable"]
+        for each in waiting:
+            each.close()
         leave.set()
         reader.join(30)
         assert found == [b"timeline"]
@@ -289,20 +299,20 @@ def test_one_client_at_a_time_reads_the_page() -> None:
 
 
 def test_a_client_that_reads_without_a_pause_gets_a_page_every_two_seconds() -> None:
-    now = 0.0
-
-    def sleep(seconds: float) -> None:
-        nonlocal now
-        now += seconds
-
-    turns = Turns(rest=2.0, clock=lambda: now, sleep=sleep)
-    began = []
-    for _ in range(4):
-        with turns.turn() as own:
-            assert own
+    reading: set[Caller] = set()
+    pages = Pages(lambda _: b"", lambda *_: None, reading.__contains__)
+    ends = socket.socketpair()
+    with ends[0], ends[1]:
+        now, began = 0.0, []
+        for _ in range(4):
+            caller = Caller(ends[0], ("10.0.0.7", 1))
+            reading.add(caller)
+            pages.add(caller, "/trace")
+            while pages.choose(now) is None:
+                now += 0.25
             began.append(now)
-            now += 0.5  # the page takes a while
-    assert began == [0.0, 2.5, 5.0, 7.5]
-    now += 60.0
-    with turns.turn():
-        assert now == 68.0, "the first reader after a pause does not wait"
+            now += 0.5  # the client reads the page
+            assert pages.choose(now) is None
+            reading.remove(caller)
+            assert pages.choose(now) is None
+        assert began == [0.0, 0.5 + TRACE_REST, 1.0 + 2 * TRACE_REST, 1.5 + 3 * TRACE_REST]

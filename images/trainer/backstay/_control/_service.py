@@ -32,6 +32,8 @@ from backstay_rpc.control_pb2 import (
     LeaveReply,
     LeaveRequest,
     Peer,
+    PingReply,
+    PingRequest,
     ProgressReply,
     ProgressRequest,
 )
@@ -125,6 +127,7 @@ class ControlService(grpc.GenericRpcHandler):
             "Leave": (LeaveRequest, self._leave),
             "Progress": (ProgressRequest, self._progress),
             "Coordinate": (CoordinateRequest, self._coordinate),
+            "Ping": (PingRequest, self._ping),
         }
         # All are stream methods: only then a handler of ours reads the message, and can bound how long that takes.
         self._handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
@@ -284,6 +287,9 @@ class ControlService(grpc.GenericRpcHandler):
             # cancellation ends this coroutine here.
             await asyncio.sleep(self._timeouts.second_look)
         return await self._do(self._reported_progress, request)
+
+    async def _ping(self, _: PingRequest, __: Any) -> PingReply:
+        return PingReply()
 
     def _reported_progress(self, request: ProgressRequest) -> ProgressReply:
         news = {}

@@ -4,6 +4,8 @@
 - `Stop` receives SIGTERM; `write_termination`, `end_process` and `hand_over` end a pod, and `describe` and `printed`
   report its exception. `Interrupts` keeps Ctrl-C until one process has stored a checkpoint.
 - `configure`, `Reporter` and `Bar` write log lines and progress; `keep_output` keeps the end of them for a report.
+- `Callers` receives the first bytes of connections to a port, within `Bounds`, or refuses the `Caller` as
+  `Unwelcome`.
 - `listening_socket`, `ConnectionGuard` and `reset_peers` work on sockets of any library.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 from ._after import AFTER_TRAINING_FAILED, ALREADY_COMPLETE, STOPPED_EARLY, hand_over
 from ._bar import Bar, on_terminal
+from ._callers import Bounds, Caller, Callers, Unwelcome
 from ._compiling import one_compiles
 from ._environment import Environment
 from ._exit import SIGTERM_EXIT, Stop, end_process, write_termination
@@ -30,11 +33,15 @@ __all__ = [
     "STOPPED_EARLY",
     "Address",
     "Bar",
+    "Bounds",
+    "Caller",
+    "Callers",
     "ConnectionGuard",
     "Environment",
     "Interrupts",
     "Reporter",
     "Stop",
+    "Unwelcome",
     "Warnings",
     "configure",
     "describe",

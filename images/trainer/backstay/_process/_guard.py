@@ -44,7 +44,13 @@ MAX_LATE_LOOKS: Final = 3
 MAX_UNPROVEN: Final = 64
 """Connections of one host without a valid call. Above that, the guard closes each one older than `CROWDED_SECONDS`."""
 
+MAX_UNPROVEN_IN_ALL: Final = 512
+"""The same for the connections of all hosts together."""
+
 CROWDED_SECONDS: Final = 3.0
+
+SCAN_SHARE: Final = 0.1
+"""The share of a processor for scans: with thousands of sockets, the next scan comes later."""
 
 MAX_UNPROVEN_BYTES: Final = 256 << 10
 """The most bytes that a connection may send before its first call with the token, which comes within the first kB."""
@@ -144,8 +150,10 @@ class Sockets:
             guard.scanned(numbers, late=late)
 
     def _run(self) -> None:
+        spent = 0.0
         while True:
-            time.sleep(SCAN_SECONDS)
+            time.sleep(max(SCAN_SECONDS, spent / SCAN_SHARE))
+            began = time.thread_time()
             with self._lock:
                 guards = list(self._guards)
                 if not guards:
@@ -155,6 +163,7 @@ class Sockets:
                     self.scan(guards)
                 except OSError as error:  # such as too many open files: the next scan may find fewer
                     _LOG.debug("a scan of the connections failed: %s", error)
+            spent = time.thread_time() - began
 
 
 def _inode(number: int) -> int:
@@ -257,6 +266,8 @@ class ConnectionGuard:
             return f"no call with this job's token arrived within {self._grace_scans * SCAN_SECONDS:.0f} s"
         if found.scans >= self._crowded_scans and per_host[found.connection[1][0]] > MAX_UNPROVEN:
             return f"its host has more than {MAX_UNPROVEN} connections without a call with this job's token"
+        if found.scans >= self._crowded_scans and len(self._unproven) > MAX_UNPROVEN_IN_ALL:
+            return f"more than {MAX_UNPROVEN_IN_ALL} connections have no call with this job's token"
         if received_bytes(number) > MAX_UNPROVEN_BYTES:
             found.late_looks += late
             if late and found.late_looks <= MAX_LATE_LOOKS:

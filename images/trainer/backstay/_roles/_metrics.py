@@ -1,22 +1,14 @@
-"""Every Prometheus metric of a training pod, in one place, and the HTTP port that shows them.
+"""Every Prometheus metric of a training pod, in one place. `_http.py` has the port that shows them.
 
 Names and units follow https://prometheus.io/docs/practices/naming/. A pod exports only the metrics of its role.
-`/metrics`, `/healthz`, `/readyz`, `/peers`, `/status` and `/trace` are the only things that a pod answers without the
-job's token (O7).
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Final, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Final, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, Summary, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 
@@ -24,9 +16,8 @@ from backstay_spec import contract
 from backstay_spec.types_status import Role
 
 from .._coordination import Outcome
-from .._process import listening_socket
 
-__all__ = ["HttpPort", "Metrics", "Turns", "metric_names"]
+__all__ = ["Metrics", "metric_names"]
 
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _STALENESS: Final = (0, 1, 2, 4, 8, 16, 32, 64, 128)
@@ -390,137 +381,3 @@ def metric_names(role: Role | None = None, index: int = 0) -> frozenset[str]:
             case _:
                 names.append(base)
     return frozenset(names)
-
-
-class Turns:
-    """Gives clients that read a large page one turn after the other, each a while after the previous one. A client that
-    reads without a pause therefore costs the pod a bounded share of its time. Thread-safe.
-    """
-
-    def __init__(
-        self,
-        rest: float = 2.0,
-        patience: float = 5.0,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        """
-        Args:
-            rest: seconds from the end of a turn to the beginning of the next one.
-            patience: seconds that a client waits for the turn of another client to end.
-        """
-        self._rest, self._patience, self._clock, self._sleep = rest, patience, clock, sleep
-        self._lock = threading.Lock()
-        self._ended = -rest
-
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[bool]:
-        """Whether it is this thread's turn; then it lasts until the context ends."""
-        if not self._lock.acquire(timeout=self._patience):
-            yield False
-            return
-        try:
-            if (early := self._ended + self._rest - self._clock()) > 0:
-                self._sleep(early)
-            yield True
-        finally:
-            self._ended = self._clock()
-            self._lock.release()
-
-
-class HttpPort:
-    """`/metrics`, `/healthz` (200 while the process answers), `/readyz` (200 when it is `ready`), `/peers`, `/status`,
-    `/trace`.
-
-    Attributes:
-        status: returns what `/status` shows; only shard 0's server has something to show.
-        trace: returns what `/trace` shows, a `Timeline`; only shard 0's server has one.
-    """
-
-    def __init__(
-        self,
-        metrics: Metrics,
-        ready: Callable[[], bool],
-        *,
-        bind: str,
-        port: int,
-        peers: Callable[[], Mapping[int, tuple[float, int]]] = dict,
-        turns: Turns | None = None,
-    ) -> None:
-        """
-        Args:
-            turns: decides which client of `/trace` is next; None: the default.
-            peers: shard -> seconds since its server last answered this pod, and the number of calls that it left
-                unanswered since. The operator requests these before it replaces a server that does not answer the
-                operator.
-
-        Raises:
-            OSError: the port cannot be bound; the message names it.
-        """
-        shown = self
-        self.status: Callable[[], Mapping[str, Any]] = dict
-        self.trace: Callable[[], bytes] = bytes
-        # It is large, and this port has no authentication.
-        taking = turns or Turns()
-
-        class Handler(BaseHTTPRequestHandler):
-            timeout = 10
-
-            def do_GET(self) -> None:
-                path = self.path.partition("?")[0]
-                if path == "/metrics":
-                    self._answer(200, metrics.page(), CONTENT_TYPE_LATEST)
-                elif path == "/healthz":
-                    self._answer(200, b"ok\n")
-                elif path == "/readyz":
-                    self._answer(*((200, b"ready\n") if ready() else (503, b"not ready\n")))
-                elif path == "/peers":
-                    said = {shard: {"answered": ago, "missed": missed} for shard, (ago, missed) in peers().items()}
-                    self._answer(200, json.dumps(said).encode(), "application/json")
-                elif path == "/status":
-                    self._answer(200, json.dumps(shown.status(), allow_nan=False).encode(), "application/json")
-                elif path == "/trace":
-                    self._trace()
-                else:
-                    self._answer(404, b"there are /metrics, /healthz, /readyz, /peers, /status and /trace\n")
-
-            def _trace(self) -> None:
-                with taking.turn() as own:
-                    if own:
-                        self._answer(200, shown.trace(), "application/octet-stream")
-                    else:
-                        self._answer(503, b"another client reads the timeline now: try again\n")
-
-            def _answer(self, status: int, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
-                self.send_response(status)
-                self.send_header("Content-Type", kind)
-                self.send_header("Content-Length", str(len(body)))
-                try:
-                    self.end_headers()
-                    self.wfile.write(body)
-                except (ConnectionError, TimeoutError):  # a probe that did not wait, while this process was stopped say
-                    self.close_connection = True
-
-            def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-                pass  # probes every few seconds are not news
-
-        try:
-            self._server = ThreadingHTTPServer((bind, port), Handler, bind_and_activate=False)
-            self._server.socket.close()
-            self._server.socket = listening_socket(bind, port)
-        except OSError as error:
-            raise OSError(f"the metrics port cannot listen on {bind} port {port}: {error}") from None
-        self._server.daemon_threads = True
-        self.port: int = self._server.socket.getsockname()[1]
-        self._thread = threading.Thread(target=self._server.serve_forever, name="backstay-http", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Returns immediately; the port is free within half a second."""
-
-        def close() -> None:
-            self._server.shutdown()
-            self._server.server_close()
-
-        threading.Thread(target=close, name="backstay-http-close", daemon=True).start()

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from .._control import ControlServer, Host, Peers
-from ._metrics import HttpPort, Metrics
+from ._http import HttpPort
+from ._metrics import Metrics
 
 if TYPE_CHECKING:
     from .._process import Environment

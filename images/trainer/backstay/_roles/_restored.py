@@ -10,7 +10,8 @@ import jax
 from .._checkpoint import load
 from .._result import Result
 from ..errors import CheckpointError
-from ._metrics import HttpPort, Metrics
+from ._http import HttpPort
+from ._metrics import Metrics
 from ._script import evaluated
 from ._storing import patiently
 

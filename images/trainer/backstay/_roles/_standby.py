@@ -27,7 +27,8 @@ from .._shard import Follower, Held
 from .._update import ShardEngine
 from .._wire import ClientStream
 from ..errors import PeerLost, Refused, Superseded
-from ._metrics import HttpPort, Metrics
+from ._http import HttpPort
+from ._metrics import Metrics
 from ._ports import control_port, http_port
 from ._script import Plan, Script
 

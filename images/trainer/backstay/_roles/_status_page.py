@@ -11,8 +11,8 @@ from typing import Any
 
 from backstay_rpc.control_pb2 import Activity, HeartbeatRequest, Peer
 
+from ._http import HttpPort
 from ._job_observer import JobObserver
-from ._metrics import HttpPort
 
 __all__ = ["StatusPage"]
 

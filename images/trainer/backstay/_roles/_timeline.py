@@ -20,7 +20,7 @@ from ._black_box import HANGS, BlackBox
 if TYPE_CHECKING:
     from .._checkpoint import CheckpointStore
     from .._process import Environment
-    from ._metrics import HttpPort
+    from ._http import HttpPort
 
 __all__ = ["Collector", "Tracing"]
 

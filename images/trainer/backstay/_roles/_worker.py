@@ -43,8 +43,9 @@ from ..errors import PeerLost, Refused, WaitedTooLong
 from ._ahead import Ahead
 from ._beside import Beside
 from ._black_box import hang_report
+from ._http import HttpPort
 from ._key_steps import KEY_STEPS
-from ._metrics import HttpPort, Metrics
+from ._metrics import Metrics
 from ._script import Plan, Script
 from ._utilization import Utilization
 from ._worker_end import FIXED_BY_JOINING, Stopped, WorkerEnd

@@ -24,7 +24,7 @@ from .._process import NO_LINGER
 from .frames import HEADER_BYTES, MAX_CHUNK_BYTES, decode
 from .seam import PLACED, Bytes, Place, Refusal
 
-__all__ = ["Frames", "cut"]
+__all__ = ["Frames", "cut", "encoded"]
 
 _HEAD: Final = struct.Struct("<II")
 """The first bytes of a frame: the lengths of its header and of its body."""
@@ -46,6 +46,12 @@ exactly."""
 
 MAX_PIECES: Final = 512
 """The most pieces of memory that are sent in one system call; Linux allows 1024."""
+
+
+def encoded(frame: Frame) -> bytes:
+    """The bytes of a frame without a body."""
+    header = frame.SerializeToString()
+    return _HEAD.pack(len(header), 0) + header
 
 
 class Frames:
@@ -83,9 +89,8 @@ class Frames:
         Raises:
             OSError: the connection broke, or its peer does not read. Then nothing more can be sent on it.
         """
-        header = frame.SerializeToString()
         with self._writing:
-            if self._sent(memoryview(_HEAD.pack(len(header), 0) + header)):
+            if self._sent(memoryview(encoded(frame))):
                 return
             # Before another thread sends: its frame would be read as the end of this one. And the reader must not wait
             # for an answer to a frame that was not sent.

@@ -7,13 +7,10 @@ anything is received (docs/decisions/0056).
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import socket
 import struct
 import threading
-import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -25,12 +22,12 @@ from backstay_rpc.channels import NOT_AUTHENTICATED, Credentials
 from backstay_rpc.control_pb2 import Frame, Hello
 
 from .. import _instrument
-from .._process import Address, Warnings, listening_socket, socket_address
+from .._process import Address, Bounds, Caller, Callers, Unwelcome, listening_socket
 from .._timeouts import Timeouts
 from ..errors import PeerLost
 from .frames import HEADER_BYTES, refused
 from .seam import Bytes, Place, Refusal, ServerStream
-from .sockets import Frames, cut
+from .sockets import Frames, cut, encoded
 
 __all__ = ["ClientStream", "Listener", "PortTaken"]
 
@@ -46,12 +43,6 @@ MAX_UNPROVEN: Final = 1024
 """Connections without the token yet. Beyond that, and beyond `MAX_UNPROVEN_OF_HOST`, the oldest is closed."""
 
 MAX_UNPROVEN_OF_HOST: Final = 256
-
-MAX_LATE: Final = 8
-"""How often the first bytes of a caller are received after their deadline: this process may have been paused."""
-
-LINGER_BYTES: Final = 256 << 10
-"""The most bytes that are received from a refused caller that still sends, so that it can read the refusal."""
 
 
 class PortTaken(OSError):  # noqa: N818  # it is what happened
@@ -202,29 +193,36 @@ class _ServerStream:
 
 
 @dataclass(eq=False)
-class _Caller:
-    """A connection.
-
-    Attributes:
-        hello: None until the token was checked.
-        cut: whether the connection is being closed.
-    """
+class _Proven:
+    """A connection whose caller has sent the token."""
 
     socket: socket.socket
-    address: Address
-    hello: Hello | None = None
-    cut: bool = False
+    hello: Hello
 
-    @property
-    def unproven(self) -> bool:
-        return self.hello is None and not self.cut
+
+def _opening(data: bytearray) -> tuple[bytes, int, int]:
+    magic, token, hello = _OPENING.unpack_from(data)
+    return magic, token, hello
+
+
+def _hello(opening: bytearray) -> Hello:
+    """The hello of a whole opening. Raises `Unwelcome`."""
+    _, token, _ = _opening(opening)
+    _, token, _ = _OPENING.unpack_from(opening)
+    try:
+        return Hello.FromString(bytes(opening[_OPENING.size + token :]))
+    except DecodeError:
+        refusal = Refusal("INVALID_ARGUMENT", "the first bytes of the stream are not a Hello")
+        raise Unwelcome(
+            "a data stream was refused: its first bytes are not a Hello", encoded(refused(refusal))
+        ) from None
 
 
 class Listener:
     """Listens for data streams, and calls `handler(hello, stream)` in a thread for each; the stream ends with it.
 
-    A caller without the token is refused before anything else is received from it. The number of such connections, the
-    bytes that they send and their time are bounded.
+    A caller without the token is refused before anything else is received from it, and has no thread. The number of
+    such connections, the bytes that they send and their time are bounded (`Callers`).
     """
 
     def __init__(
@@ -251,26 +249,25 @@ class Listener:
         self._credentials = Credentials(token)
         self._handler = handler
         times = timeouts or Timeouts()
-        self._unproven_seconds, self._refused_seconds = times.unproven, times.refused
-        self._warnings = Warnings("the data port")
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
-        self._callers: list[_Caller] = []  # in the order in which they came
+        self._streams: list[_Proven] = []
         self._closing = False
         try:
-            self._socket = listening_socket(host, port)
+            listening = listening_socket(host, port)
         except OSError as error:
             raise PortTaken(
                 f"the data server cannot listen on {host} port {port}: it is taken, or the address is not this pod's"
             ) from error
-        self.bound: int = self._socket.getsockname()[1]
-        self._thread = threading.Thread(target=self._accept, name="backstay-data-accept", daemon=True)
-        self._thread.start()
+        self.bound: int = listening.getsockname()[1]
+        bounds = Bounds(MAX_UNPROVEN, MAX_UNPROVEN_OF_HOST, times.unproven, times.refused)
+        self.callers = Callers(listening, "the data port", self._missing, self._begin, bounds, passes_on=True)
+        self.callers.start()
 
     def disconnect(self, wanted: Callable[[Hello], bool]) -> int:
         """Cuts the connections of the streams whose hello is `wanted`; returns how many there were."""
         with self._lock:
-            found = [each for each in self._callers if each.hello is not None and wanted(each.hello)]
+            found = [each for each in self._streams if wanted(each.hello)]
         for each in found:
             cut(each.socket)
         return len(found)
@@ -282,140 +279,61 @@ class Listener:
             False when after `timeout` seconds some handler still runs.
         """
         with self._lock:
-            first, self._closing = not self._closing, True
-            callers = list(self._callers)
-        if first:
-            cut(self._socket)  # ends `accept`
-            self._thread.join(timeout)
-            self._socket.close()
-        for each in callers:
+            self._closing = True
+        self.callers.close(timeout)
+        with self._lock:
+            streams = list(self._streams)
+        for each in streams:
             cut(each.socket)
         with self._idle:
-            return self._idle.wait_for(lambda: not self._callers, timeout)
+            return self._idle.wait_for(lambda: not self._streams, timeout)
 
     # ---- In the thread that accepts ----
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, name = self._socket.accept()
-            except OSError as error:
-                if self._closing:
-                    return
-                if error.errno not in (errno.ECONNABORTED, errno.EINTR):
-                    _LOG.debug("the data port cannot accept a connection: %s", _why(error))
-                    self._drop_oldest(None)  # such as too many open files
-                    time.sleep(0.05)
-                continue
-            caller = _Caller(sock, socket_address(name))
-            with self._lock:
-                closing = self._closing
-                if not closing:
-                    self._callers.append(caller)
-                unproven = [each.address[0] for each in self._callers if each.unproven]
-            if closing:
-                sock.close()
-                continue
-            if Counter(unproven)[caller.address[0]] > MAX_UNPROVEN_OF_HOST:
-                self._drop_oldest(caller.address[0])
-            elif len(unproven) > MAX_UNPROVEN:
-                self._drop_oldest(None)
-            try:
-                threading.Thread(target=self._serve, args=(caller,), name="backstay-data", daemon=True).start()
-            except RuntimeError as error:  # the process can start no further thread
-                self._warnings.add(caller.address[0], f"a connection was closed: {error}")
-                self._forget(caller)
-                self._drop_oldest(None)  # its thread can serve the next one
+    def _missing(self, caller: Caller) -> int:
+        """See `Callers`. Each part of the opening is checked before the next part is received."""
+        data = caller.opening
+        if len(data) < _OPENING.size:
+            return _OPENING.size - len(data)
+        magic, token, hello = _opening(data)
+        if magic != _MAGIC or token > MAX_TOKEN_BYTES or hello > HEADER_BYTES:
+            raise Unwelcome("a connection was closed: it did not begin as a data stream")
+        proof = _OPENING.size + token
+        if len(data) < proof:
+            return proof - len(data)
+        if len(data) == proof and not self._credentials.proven(bytes(data[_OPENING.size :])):
+            refusal = Refusal("UNAUTHENTICATED", NOT_AUTHENTICATED)
+            raise Unwelcome("a data stream without this job's token was refused", encoded(refused(refusal)))
+        left = proof + hello - len(data)
+        if not left:
+            _hello(data)
+        return left
 
-    def _drop_oldest(self, host: str | None) -> None:
-        """Close the oldest connection without the token, of a host or of any."""
-        with self._lock:
-            found = (each for each in self._callers if each.unproven and host in (None, each.address[0]))
-            oldest = next(found, None)
-            if oldest is None:
-                return
-            oldest.cut = True
-        self._warnings.add(oldest.address[0], "a connection was closed: too many connections without this job's token")
-        cut(oldest.socket)
+    def _begin(self, caller: Caller) -> None:
+        hello = _hello(caller.opening)
+        try:
+            threading.Thread(target=self._serve, args=(caller, hello), name="backstay-data", daemon=True).start()
+        except RuntimeError as error:  # the process can start no further thread
+            self.callers.warnings.add(caller.address[0], f"a connection was closed: {error}")
+            caller.socket.close()
 
     # ---- In the thread of a connection ----
 
-    def _serve(self, caller: _Caller) -> None:
-        try:
-            frames = Frames(caller.socket)
-            hello = self._opening(caller, frames)
-            if hello is None:
-                return
+    def _serve(self, caller: Caller, hello: Hello) -> None:
+        with caller.socket:
+            stream = _Proven(caller.socket, hello)
             with self._lock:
                 if self._closing:
                     return
-                caller.hello = hello
-            self._handler(hello, _ServerStream(frames, caller.address))
-        except (OSError, PeerLost) as error:
-            _LOG.debug("the data stream of %s ended: %s", caller.address, error)
-        except Exception:  # noqa: BLE001  # it ends this stream and no other
-            _LOG.exception("a data stream of %s failed", caller.address[0])
-        finally:
-            self._forget(caller)
-
-    def _forget(self, caller: _Caller) -> None:
-        caller.socket.close()
-        with self._idle:
-            self._callers.remove(caller)
-            self._idle.notify_all()
-
-    def _opening(self, caller: _Caller, frames: Frames) -> Hello | None:
-        """Receive and check the first bytes; None: the connection is refused."""
-        deadline = time.monotonic() + self._unproven_seconds
-        late = 0
-
-        def received(nbytes: int) -> bytes:
-            nonlocal late
-            data = bytearray()
-            while len(data) < nbytes:
-                left = deadline - time.monotonic()
-                late += left <= 0
-                if late > MAX_LATE:
-                    raise TimeoutError
-                caller.socket.settimeout(max(0.1, left))
-                some = caller.socket.recv(nbytes - len(data))
-                if not some:
-                    raise ConnectionError("the connection was closed before its hello")
-                data += some
-            return bytes(data)
-
-        try:
-            magic, token, hello = _OPENING.unpack(received(_OPENING.size))
-            if magic != _MAGIC or token > MAX_TOKEN_BYTES or hello > HEADER_BYTES:
-                self._warnings.add(caller.address[0], "a connection was closed: it did not begin as a data stream")
-                return None
-            if not self._credentials.proven(received(token)):
-                self._warnings.add(caller.address[0], "a data stream without this job's token was refused")
-                self._refuse(caller, frames, Refusal("UNAUTHENTICATED", NOT_AUTHENTICATED))
-                return None
-            sent = received(hello)
-        except TimeoutError:
-            why = f"no token of this job arrived within {self._unproven_seconds:g} s"
-            self._warnings.add(caller.address[0], f"a connection was closed: {why}")
-            return None
-        caller.socket.settimeout(None)
-        try:
-            return Hello.FromString(sent)
-        except DecodeError:
-            self._refuse(caller, frames, Refusal("INVALID_ARGUMENT", "the first bytes of the stream are not a Hello"))
-            return None
-
-    def _refuse(self, caller: _Caller, frames: Frames, refusal: Refusal) -> None:
-        """Send a refusal, and receive what the caller still sends: closing immediately could drop the refusal."""
-        deadline = time.monotonic() + self._refused_seconds
-        caller.socket.settimeout(self._refused_seconds)
-        with contextlib.suppress(OSError):
-            frames.write(refused(refusal))
-            caller.socket.shutdown(socket.SHUT_WR)
-            left = LINGER_BYTES
-            while left > 0 and (seconds := deadline - time.monotonic()) > 0:
-                caller.socket.settimeout(seconds)
-                some = caller.socket.recv(min(left, 64 << 10))
-                if not some:
-                    return
-                left -= len(some)
+                self._streams.append(stream)
+            try:
+                self._handler(hello, _ServerStream(Frames(caller.socket), caller.address))
+            except (OSError, PeerLost) as error:
+                _LOG.debug("the data stream of %s ended: %s", caller.address, error)
+            except Exception:  # noqa: BLE001  # it ends this stream and no other
+                _LOG.exception("a data stream of %s failed", caller.address[0])
+            finally:
+                caller.socket.close()
+                with self._idle:
+                    self._streams.remove(stream)
+                    self._idle.notify_all()
