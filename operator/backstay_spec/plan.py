@@ -36,6 +36,7 @@ from backstay_spec.planner import (
     replacement,
     report,
     same_exception,
+    script_mistake,
     services,
     surplus,
 )
@@ -165,7 +166,7 @@ def _outline(facts: Facts, record: Record) -> _Outline:
     trained = after_training.trained(facts, record)
     if trained is not None:
         return _after_training(facts, outline, trained)
-    failure = end.failure(facts, record) or same_exception.judge(facts)
+    failure = end.failure(facts, record) or script_mistake.judge(facts, record) or same_exception.judge(facts)
     if failure is not None:
         return _ended(facts, _Outline(record), failure)
     return _suspended(facts, outline) if facts.spec.run_policy.suspend else _running(facts, outline)

@@ -348,7 +348,17 @@ _SCRIPT: Final = "Correct the script. `python train.py` makes these checks in on
 
 FAILURES: Final[tuple[FailureDoc, ...]] = (
     FailureDoc("InvalidSpec", "The TrainingJob is invalid.", "Run `backstay validate`. It names each mistake."),
-    FailureDoc("ScriptFailed", "Most pods of a role raised the same exception before the first update.", _SCRIPT),
+    FailureDoc(
+        "ScriptFailed",
+        "Most pods of a role raised the same exception before the first update. Or later, all workers raised the same "
+        "exception, or a worker that each update needs raised it three times in a row without a contribution.",
+        _SCRIPT,
+    ),
+    FailureDoc(
+        "BatchesEnded",
+        "`batches` raised StopIteration, because its iterator ended.",
+        "Use `from_dataset` or `from_iterator`. `batches` must return a batch for every key.",
+    ),
     FailureDoc("CrashLoop", "A pod crashed six times in a row before the first update.", "Read the log of that pod."),
     FailureDoc(
         "MaxRestartsExceeded",

@@ -3,6 +3,7 @@
 * `BackstayError`
     * `ConfigurationError` -- an argument, a function of the script or the environment is invalid; also a `ValueError`
         * `TreeError` -- the parameters are not a pytree of arrays that can be trained
+        * `BatchesEnded` -- `batches` raised StopIteration
         * `OptimizerError` -- the servers cannot compute the optimizer on their shards
     * `CheckpointError` -- a checkpoint cannot be written or read, or belongs to other parameters
         * `CheckpointInUse` -- another run writes into the folder
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 __all__ = [
     "BackstayError",
+    "BatchesEnded",
     "CheckpointError",
     "CheckpointFolderUnusable",
     "CheckpointInUse",
@@ -50,6 +52,10 @@ class TreeError(ConfigurationError):
 
 class OptimizerError(ConfigurationError):
     """The optimizer's update mixes values of different shards, or has a form that shards cannot compute."""
+
+
+class BatchesEnded(ConfigurationError):  # noqa: N818  # as in "StopIteration"
+    """`batches` raised StopIteration: it must return a batch for every key. A job fails immediately, at any step."""
 
 
 class CheckpointError(BackstayError):

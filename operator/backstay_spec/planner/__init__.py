@@ -6,6 +6,7 @@
 | module | question |
 |---|---|
 | `end` | Has the job failed, by a pod's report or a deadline? What is cleaned up? |
+| `script_mistake` | Is an exception a mistake of the script that no attempt cures? |
 | `same_exception` | Do the pods raise the same exception before the first update? |
 | `after_training` | Has training ended, and the script of worker 0 too? |
 | `replacement` | Which pod fills a slot next? |

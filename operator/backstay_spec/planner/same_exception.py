@@ -19,7 +19,7 @@ from backstay_spec.planner.effects import Failure
 from backstay_spec.planner.facts import Facts, desired_slots
 from backstay_spec.planner.pods import PodView, created_at, has_worked
 
-__all__ = ["REASON", "judge"]
+__all__ = ["REASON", "judge", "last_raised"]
 
 REASON = "ScriptFailed"
 _PODS = {
@@ -35,7 +35,7 @@ def judge(facts: Facts) -> Failure | None:
     if facts.trained or facts.done or facts.spec.run_policy.suspend or start is None:
         return None
     slots = desired_slots(facts.job)
-    last = {slot: found for slot in slots if (found := _last_raised(facts.pods.get(slot, ()), start))}
+    last = {slot: found for slot in slots if (found := last_raised(facts.pods.get(slot, ()), start))}
     for role in (contract.ROLE_SERVER, contract.ROLE_WORKER):
         of_role = [slot for slot in slots if slot.role == role]
         if failure := _agreed(of_role, last, role):
@@ -43,7 +43,7 @@ def judge(facts: Facts) -> Failure | None:
     return _agreed(slots, last, "")
 
 
-def _last_raised(pods: Sequence[PodView], start: datetime) -> list[Raised]:
+def last_raised(pods: Sequence[PodView], start: datetime) -> list[Raised]:
     """The lasting exceptions of a slot's dead pods, newest first; none if its newest pod works.
 
     Args:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ._batch_key import BatchKey
 from ._dataset import Batches, TokenFile, from_dataset, from_iterator
+from ._draw import draw
 from ._prefetch import Prefetcher
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Batches",
     "Prefetcher",
     "TokenFile",
+    "draw",
     "from_dataset",
     "from_iterator",
 ]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ._batch_key import BatchKey
+from ._draw import draw
 
 __all__ = ["Prefetcher"]
 
@@ -98,7 +99,7 @@ class Prefetcher:
                 self._begun.add(key)
             outcome: _Outcome
             try:
-                outcome = self._batches(key), None
+                outcome = draw(self._batches, key), None
             except BaseException as error:  # noqa: BLE001  # `get` raises it to the caller
                 outcome = None, error
             size = _nbytes(outcome[0])

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -23,7 +23,7 @@ import optax
 
 from .._compute import AHEAD, LocalProgram, LocalTraining, Placement, examples_of
 from .._coordination import CoordinatorState, EpochEnded, advance, begin_alone
-from .._data import BatchKey, Prefetcher
+from .._data import BatchKey, Prefetcher, draw
 from .._result import History, Result
 from .._update import (
     UPDATES,
@@ -222,7 +222,7 @@ def _fetching(script: Script, placement: Placement) -> Iterator[Callable[[BatchK
     """
     batches = placement.placing(script.batches)
     if getattr(batches, "workers", 1) <= 1:
-        yield batches
+        yield partial(draw, batches)
         return
     prefetcher = Prefetcher(batches)
     last = script.steps * script.batches_of_update - 1

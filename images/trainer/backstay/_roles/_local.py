@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from .._compute import Gradient, GradientFn, LocalProgram, LocalTraining, initial
-from .._data import BatchKey
+from .._data import BatchKey, draw
 from .._result import Result
 from .._update import (
     LocalSteps,
@@ -133,12 +133,13 @@ def train_local(
     rounding = None if wire is None or wire.exact else Rounding(tree, wire)
     newest: Gradient | None = None
     bad_in_a_row = 0
+    batch_of = partial(draw, batches)
     for step in range(steps):
         model = (params, model_state) if has_state else params
         if rounding is not None:
             model = tree.unflatten(rounding.parameters(jax.tree_util.tree_leaves(model)))
         gradients = [
-            contribute(model, BatchKey(step=step, rank=rank, world=world, seed=seed), batches)
+            contribute(model, BatchKey(step=step, rank=rank, world=world, seed=seed), batch_of)
             for rank, contribute in enumerate(contributions_of)
         ]
         newest = gradients[-1]

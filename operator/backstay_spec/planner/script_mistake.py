@@ -1,0 +1,68 @@
+"""Policy: whether an exception of workers is a mistake of the script that no attempt cures, and fails the job (O4).
+
+Budgets decide about most crashes after the first update. Three cases cannot end otherwise, however often the workers
+are replaced:
+
+- `batches` of a worker raised StopIteration, at any time. Its replacement would start the iterator again, on the same
+  data;
+- all workers, at least two, raised the same exception at the same line;
+- every update needs every worker, and one of them raised the same exception three times in a row without a contribution
+  between. Its replacements compute the same batch, and no update is made without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from backstay_spec import contract
+from backstay_spec.exceptions import Raised
+from backstay_spec.names import Slot
+from backstay_spec.planner import same_exception
+from backstay_spec.planner.effects import Failure
+from backstay_spec.planner.facts import Facts, desired_slots
+from backstay_spec.planner.record import Record
+
+__all__ = ["BATCHES_ENDED", "judge"]
+
+BATCHES_ENDED: Final = "BatchesEnded"
+_FAILURES: Final = 2
+
+
+def judge(facts: Facts, record: Record) -> Failure | None:
+    """The job's failure by a mistake of its script."""
+    start = facts.old.start_time
+    if facts.done or facts.spec.run_policy.suspend or start is None:
+        return None
+    slots = [slot for slot in desired_slots(facts.job) if slot.role == contract.ROLE_WORKER]
+    raised = {slot: found for slot in slots if (found := same_exception.last_raised(facts.pods.get(slot, ()), start))}
+    for slot, found in raised.items():
+        if found[0].type == BATCHES_ENDED:
+            return Failure(BATCHES_ENDED, f"{slot.text}: {found[0].text}", found[0].traceback)
+    if not facts.trained:
+        return None  # `same_exception` decides
+    newest = [found[0] for found in raised.values()]
+    if len(newest) == len(slots) > 1 and len({one.key for one in newest}) == 1:
+        return _failure(newest[0], f"all {len(slots)} workers")
+    for slot, found in raised.items():
+        if _cannot_contribute(facts, record, slot, found):
+            return _failure(found[0], f"{slot.text} again and again, without a contribution between,")
+    return None
+
+
+def _cannot_contribute(facts: Facts, record: Record, slot: Slot, found: Sequence[Raised]) -> bool:
+    """Whether every update waits for this worker, and at least three of its pods in a row have raised this."""
+    world = facts.spec.workers.replicas
+    if facts.spec.update.mode != "Sync" or facts.spec.update.quorum(world) < world:
+        return False
+    backoff = record.backoff.get(slot.key)
+    if backoff is None or backoff.failures < _FAILURES or len(found) < 2 or found[0].key != found[1].key:
+        return False
+    # Of the dead pods of a slot, the last two are kept. An answer may come after the back-off counted them.
+    dead = [pod.incarnation for pod in facts.pods[slot] if pod.ended]
+    return facts.progress is not None and facts.progress.contributed.get(slot.index, 0) < dead[-2]
+
+
+def _failure(raised: Raised, pods: str) -> Failure:
+    text = f"{raised.summary}: raised by {pods} after the first update, so another attempt would fail too"
+    return Failure(same_exception.REASON, text, raised.traceback)

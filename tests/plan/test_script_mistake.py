@@ -1,0 +1,115 @@
+"""O4: after the first update, mistakes of the script fail the job, and every other exception is charged to a budget."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from backstay_spec import contract
+
+SERVER, WORKER = contract.ROLE_SERVER, contract.ROLE_WORKER
+
+
+def says(reason: str = "KeyError", at: str = "train.py:12", **more: Any) -> str:
+    return json.dumps({"reason": reason, "message": "'x'", "at": at, "traceback": f"  {at}\n{reason}: 'x'", **more})
+
+
+@pytest.fixture
+def training(make_cluster: Any) -> Any:
+    """A job that has made updates, with a number of workers."""
+
+    def start(workers: int = 3, step: int = 50, **update: Any) -> Any:
+        cluster = make_cluster(
+            {"parameterServers": {"replicas": 1}, "workers": {"replicas": workers}, "update": update}
+        )
+        cluster.settle()
+        cluster.run_all()
+        cluster.tick(5)
+        cluster.answer(term=1, step=step, contributed=dict.fromkeys(range(workers), 1))
+        cluster.settle()
+        return cluster
+
+    return start
+
+
+def crash(cluster: Any, rank: int, message: str, incarnation: int = 1) -> None:
+    cluster.end(cluster.named(WORKER, rank, incarnation), 1, message)
+    cluster.settle()
+
+
+def again(cluster: Any, rank: int, incarnation: int, message: str, **answered: Any) -> None:
+    """The replacement of a worker runs and crashes, and then the servers answer."""
+    cluster.tick(60)
+    cluster.settle()
+    cluster.run(cluster.named(WORKER, rank, incarnation))
+    cluster.settle()
+    crash(cluster, rank, message, incarnation)
+    cluster.tick(2)
+    cluster.answer(term=1, step=50, **answered)
+    cluster.settle()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_o4_an_iterator_that_ended_in_one_worker_fails_the_job_immediately(
+    training: Any, workers: int, trained: bool
+) -> None:
+    cluster = training(workers, step=50 if trained else 0)
+    crash(cluster, 0, says("BatchesEnded", result="Refused"))
+    failed = cluster.condition("Failed")
+    assert failed["reason"] == "BatchesEnded"
+    assert failed["message"].startswith("worker 0: 'x'")
+    assert not cluster.living()
+
+
+def test_o4_the_same_exception_in_all_workers_fails_a_job_that_has_trained(training: Any) -> None:
+    cluster = training(3)
+    for rank in (2, 0):
+        crash(cluster, rank, says())
+        assert cluster.status["phase"] != "Failed"
+    crash(cluster, 1, says())
+    failed = cluster.condition("Failed")
+    assert failed["reason"] == "ScriptFailed"
+    assert failed["message"].startswith("KeyError: 'x' (train.py:12): raised by all 3 workers after the first update")
+
+
+@pytest.mark.parametrize(
+    "last",
+    [says(at="train.py:13"), says("TypeError"), says(transient=True), says("ConnectionResetError"), "no exception"],
+)
+def test_o4_other_exceptions_after_the_first_update_are_charged(training: Any, last: str) -> None:
+    cluster = training(3)
+    for rank, message in enumerate([says(), says(), last]):
+        crash(cluster, rank, message)
+    assert cluster.status["phase"] != "Failed"
+    assert cluster.status["roles"]["Worker"]["restarts"] == 3
+
+
+def test_o4_one_worker_that_never_contributes_again_fails_the_job(training: Any) -> None:
+    """A transform raises for one sample, which every replacement of the worker reads again."""
+    cluster = training(3)
+    crash(cluster, 1, says())
+    again(cluster, 1, 2, says(), contributed={0: 1, 1: 1, 2: 1})
+    assert cluster.status["phase"] != "Failed"
+    again(cluster, 1, 3, says(), contributed={0: 1, 1: 1, 2: 1})
+    failed = cluster.condition("Failed")
+    assert failed["reason"] == "ScriptFailed"
+    assert "raised by worker 1 again and again, without a contribution between" in failed["message"]
+
+
+@pytest.mark.parametrize("case", ["contributed", "backups", "async", "another line"])
+def test_o4_a_worker_that_crashes_is_charged_where_its_replacement_may_help(training: Any, case: str) -> None:
+    update = {"backups": {"backups": 1}, "async": {"mode": "Async"}}.get(case, {})
+    cluster = training(3, **update)
+    crash(cluster, 1, says())
+    again(cluster, 1, 2, says(), contributed={1: 2 if case == "contributed" else 1})
+    again(
+        cluster,
+        1,
+        3,
+        says(at="train.py:13") if case == "another line" else says(),
+        contributed={1: 2 if case == "contributed" else 1},
+    )
+    assert cluster.status["phase"] != "Failed"
