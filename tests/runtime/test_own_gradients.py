@@ -91,7 +91,10 @@ def test_t4_own_gradients_and_the_history_of_a_job_are_those_of_one_process() ->
         ({"gradients": loss}, "gradients returned, as its result, .*with has_state=True"),
         ({"gradients": lambda *of: loss(*of)[0]}, "as jax.value_and_grad returns them"),
         ({"gradients": lambda p, *of: (loss(p, *of), {"w": p["w"]})}, "the leaf b is only in one of them"),
-        ({"gradients": lambda p, *of: (loss(p, *of), {**p, "b": jnp.zeros(4)})}, r"at b: must be float64\[3\]"),
+        (
+            {"gradients": lambda p, *of: (loss(p, *of), {**p, "b": jnp.zeros(4)})},
+            r"gradient of b: must be float64\[3\]",
+        ),
         ({"gradients": lambda p, *of: (1, p)}, "must be .scalar, new_state"),
     ],
 )

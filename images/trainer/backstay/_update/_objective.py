@@ -183,8 +183,10 @@ def _as_leaf(leaf: LeafSpec, value: Any, what: str) -> Any:
         weak = array.shape == leaf.shape and getattr(array, "weak_type", False)
         if weak and jnp.result_type(value, jnp.zeros((), leaf.dtype)) == leaf.dtype:
             return array.astype(leaf.dtype)
+    role = ("loss", "new state") if what == NEW_STATE else ("gradients", "gradient")
     raise ConfigurationError(
-        f"{what} with {_kind(value)} at {leaf.path}: must be {leaf.dtype.name}{list(leaf.shape)}, as init returned it"
+        f"{role[0]} returned {_kind(value)} as the {role[1]} of {leaf.path}: must be {leaf.dtype.name}"
+        f"{list(leaf.shape)}, as init returned it"
     )
 
 
