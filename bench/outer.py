@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from scripts.text import SIZES, example, inner, warmed_up
+from scripts.text import SIZES, example, inner
 
 import backstay
 from backstay._compute._local_steps import LocalProgram, LocalTraining
@@ -55,15 +55,19 @@ class Row:
 
 STREAMED = {"count": COUNT, "fragments": 4, "overlap": 2}
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+INT4 = backstay.Wire("Int4")
 HALF = optax.sgd(0.7, momentum=0.5, nesterov=True)
 ROWS = (
     Row("Sync", 4, 4),
     Row("Sync, 1 of 4 is a backup, no grace", 4, 3),
-    Row("LocalSteps 6", 4, 4, {"count": 6}),
     Row("LocalSteps 24", 4, 4, {"count": COUNT}),
-    Row("LocalSteps 24", 8, 8, {"count": COUNT}),
-    Row("LocalSteps 24, 4 fragments, overlap 2, Int4", 4, 4, STREAMED, backstay.Wire("Int4")),
-    Row("LocalSteps 24, 4 fragments, overlap 2, Int4", 8, 8, STREAMED, backstay.Wire("Int4")),
+    Row("LocalSteps 6, no warm-up", 4, 4, {"count": 6}, outer=(NESTEROV, False)),
+    Row("LocalSteps 24, no warm-up", 4, 4, {"count": COUNT}, outer=(NESTEROV, False)),
+    Row("LocalSteps 24, no warm-up", 8, 8, {"count": COUNT}, outer=(NESTEROV, False)),
+    *(
+        Row("LocalSteps 24, no warm-up, 4 fragments, overlap 2, Int4", n, n, STREAMED, INT4, outer=(NESTEROV, False))
+        for n in (4, 8)
+    ),
     Row("Async LocalSteps 24", 4, 4, {"count": COUNT}, mode="Async"),
     Row("Async LocalSteps 24", 8, 8, {"count": COUNT}, mode="Async"),
     Row("Async LocalSteps 24, outer Nesterov 0.9", 4, 4, {"count": COUNT}, mode="Async", outer=(NESTEROV, False)),
@@ -80,7 +84,6 @@ ROWS = (
     ),
     Row("LocalSteps 24, outer SGD 1.0", 4, 4, {"count": COUNT}, outer=(optax.sgd(1.0), False)),
     Row("LocalSteps 24, momentum 0.5", 4, 4, {"count": COUNT}, outer=(HALF, False)),
-    Row("LocalSteps 24, warm-up", 4, 4, {"count": COUNT}, outer=(warmed_up(100), False)),
 )
 
 
@@ -91,7 +94,11 @@ def local_of(row: Row, steps: int) -> backstay.LocalSteps | None:
 def outer_of(row: Row) -> tuple[optax.GradientTransformation, bool]:
     """The outer optimizer, and whether contributions are damped."""
     late = MODES[row.mode].uses_older_versions()
-    return row.outer or (default_outer(momentum=not late), late)
+    if row.outer is not None:
+        return row.outer
+    local = local_of(row, COUNT)
+    assert local is not None, f"{row.name} has no outer optimizer"
+    return default_outer(local, late=late)[0], late
 
 
 def bits_of(row: Row, module: Any, steps: int, seed: int) -> float:

@@ -36,12 +36,6 @@ def inner(steps):
     return optax.chain(optax.clip_by_global_norm(1.0), adamw(steps))
 
 
-def warmed_up(updates):
-    """The default outer optimizer, with a momentum that grows from 0 to 0.9 in the first updates (local-steps.md)."""
-    momentum = optax.linear_schedule(0.0, 0.9, updates)
-    return optax.inject_hyperparams(optax.sgd)(learning_rate=0.7, momentum=momentum, nesterov=True)
-
-
 def main():
     from _timeline import follow
 
@@ -52,7 +46,7 @@ def main():
     parser.add_argument("--local", type=json.loads, help="arguments of LocalSteps")
     outer = parser.add_mutually_exclusive_group()
     outer.add_argument("--outer-rate", type=float, help="learning rate of plain SGD; default: the mode's optimizer")
-    outer.add_argument("--warm-up", type=int, help="updates in which the momentum of the default grows")
+    outer.add_argument("--warm-up", type=int, help="updates in which the momentum of the default grows; 0: none")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     follow()
@@ -63,7 +57,7 @@ def main():
         if arguments.outer_rate is not None:
             how["optimizer"] = optax.sgd(arguments.outer_rate)
         if arguments.warm_up is not None:
-            how["optimizer"] = warmed_up(arguments.warm_up)
+            how["optimizer"] = backstay.outer_optimizer(warmup=arguments.warm_up)
     module = example(arguments.size)
     backstay.train(
         init=module.init,

@@ -192,11 +192,27 @@ def test_train_takes_local_steps_and_has_an_outer_optimizer(capsys: pytest.Captu
         "log_every": 0,
     }
     got = backstay.train(**arguments)
-    shown = [line.split(" ", 1)[1].split("  loss")[0] for line in capsys.readouterr().err.splitlines()]
+    first, *shown = [line.split(" ", 1)[1].split("  loss")[0] for line in capsys.readouterr().err.splitlines()]
+    assert first.startswith("outer optimizer: backstay.outer_optimizer(fragments=1): SGD with learning rate 0.7")
     assert shown == ["step 1/3  local step 4", "step 2/3  local step 8", "step 3/3  local step 12"]
-    same(got.params, train_alone(script(steps=3, seed=0)).params, rtol=1e-6)
+    same(got.params, train_alone(script(steps=3, seed=0, optimizer=backstay.outer_optimizer())).params, rtol=1e-6)
     with pytest.raises(ConfigurationError, match="optimizer is NoneType"):
         backstay.train(**arguments | {"local": None})
+
+
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_the_momentum_of_the_default_grows_in_the_updates_of_the_whole_model(fragments: int) -> None:
+    """Against Nesterov momentum that is written out: `mu` is 0.9 * min(1, n / warmup) in update n of a fragment."""
+    warmup, ones = 4, jnp.ones(2)
+    optimizer = backstay.outer_optimizer(warmup=warmup, fragments=fragments)
+    state, velocity = optimizer.init(ones), 0.0
+    for update in range(10 * fragments):
+        momentum = 0.9 * min(1.0, update / (warmup * fragments))
+        velocity = 1.0 + momentum * velocity
+        step, state = optimizer.update(ones, state)
+        np.testing.assert_allclose(step, -0.7 * (1.0 + momentum * velocity) * ones, rtol=1e-6)
+    with pytest.raises(ConfigurationError, match="warmup is -1"):
+        backstay.outer_optimizer(warmup=-1)
 
 
 def bad_at(steps: set[int]) -> Any:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ._data import BatchKey, TokenFile, from_dataset, from_iterator
     from ._result import History, Result
     from ._train import train
-    from ._update import LocalSteps, Wire
+    from ._update import LocalSteps, Wire, outer_optimizer
     from .errors import BackstayError
 
 __version__: Final = "0.1.0"
@@ -42,6 +42,7 @@ __all__ = [
     "from_dataset",
     "from_iterator",
     "load",
+    "outer_optimizer",
     "train",
 ]
 
@@ -60,6 +61,7 @@ _HOMES: Final = {
     "from_dataset": "._data",
     "from_iterator": "._data",
     "load": "._checkpoint",
+    "outer_optimizer": "._update",
     "train": "._train",
 }
 

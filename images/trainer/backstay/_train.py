@@ -154,7 +154,9 @@ def train(
             _once()
         mode = MODES["Sync" if environment is None else environment.config.mode]
         late = mode.uses_older_versions()
-        outer = default_outer(momentum=not late) if optimizer is None and local is not None else optimizer
+        outer, described = optimizer, ""
+        if optimizer is None and isinstance(local, LocalSteps):
+            outer, described = default_outer(local, late=late)
         script = Script(
             init=init,
             loss=_loss_or(gradients, loss),
@@ -175,6 +177,7 @@ def train(
             wire=wire,
             local=local,
             damps=optimizer is None and late,
+            outer=described,
             average=average,
         )
         if environment is None:
@@ -281,6 +284,8 @@ def _alone(script: Script, to: StoreTo | None) -> Result:
 
     bar = Bar(sys.stderr, script.steps) if on_terminal(sys.stderr) else None
     configure("text", "", "", bar)
+    if script.outer:
+        _LOG.info("outer optimizer: %s", script.outer)
     batches = script.batches_of_update
     reporter, rate, throttle = Reporter(script.log_every, script.steps, batches, bar), Rate(), Throttle()
     every = script.evaluate_every or (max(1, script.steps // 20) if script.stop_when is not None else 0)
@@ -362,6 +367,8 @@ def _in_pod(environment: Environment, script: Script, began: float, checkpoint: 
 
     configure(environment.config.log_format, environment.name, environment.job)
     _explain_unused(environment, checkpoint)
+    if script.outer and environment.role == contract.ROLE_SERVER and environment.index == 0:
+        _LOG.info("outer optimizer: %s", script.outer)
     if environment.most_steps is not None:
         script = replace(script, steps=min(script.steps, environment.most_steps))
     _faults.install(environment, os.environ)

@@ -84,6 +84,7 @@ class Script:
     Attributes:
         optimizer: the optimizer of the updates. With `average`, it keeps the average of the parameters in its state.
         damps: whether Async updates weigh contributions by their staleness, even without `update.stalenessDamping`.
+        outer: describes the default outer optimizer for the log; empty: the default is not used.
     """
 
     init: Callable[[Any], Any]
@@ -105,6 +106,7 @@ class Script:
     wire: Wire | None = None
     local: LocalSteps | None = None
     damps: bool = False
+    outer: str = ""
     average: float | None = None
 
     def __post_init__(self) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ._engine import ShardEngine
     from ._fragments import Turns, fragments_of
     from ._kernels import Mean, enable_x64, mean, state_mean
-    from ._local_steps import LocalSteps, default_outer, local_settings
+    from ._local_steps import LocalSteps, default_outer, local_settings, outer_optimizer
     from ._objective import Objective, OwnGradients, all_finite
     from ._partition import Partition, Piece, partition, parts_of_leaves
     from ._rules import Rule, analyse, called
@@ -86,6 +86,7 @@ __all__ = [
     "mean",
     "model_from",
     "optimizer_state_from",
+    "outer_optimizer",
     "partition",
     "parts_of_leaves",
     "seed_of",
@@ -140,6 +141,7 @@ _HOMES: Final = {
     "mean": "._kernels",
     "model_from": "._whole_state",
     "optimizer_state_from": "._whole_state",
+    "outer_optimizer": "._local_steps",
     "partition": "._partition",
     "parts_of_leaves": "._partition",
     "seed_of": "._codecs",

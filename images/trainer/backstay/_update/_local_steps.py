@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
     from ._tree import TreeSpec
 
-__all__ = ["LocalSteps", "default_outer", "local_settings"]
+__all__ = ["LocalSteps", "default_outer", "local_settings", "outer_optimizer"]
 
 OUTER_RATE: Final = 0.7
 OUTER_MOMENTUM: Final = 0.9
+WARM_UP: Final = 100
 
 
 @dataclass(frozen=True)
@@ -109,19 +110,50 @@ class LocalSteps:
         return tree.unflatten(list(fragments_of(tree, self.fragments)))
 
 
-def default_outer(*, momentum: bool) -> optax.GradientTransformation:
-    """The outer optimizer where the script names none.
+def outer_optimizer(*, warmup: int = WARM_UP, fragments: int = 1) -> optax.GradientTransformation:
+    """The outer optimizer of local steps where `train` gets none, in Sync mode and in one process.
 
-    It is that of DiLoCo: SGD with Nesterov momentum. Where contributions may be late by several versions, it is SGD
-    without momentum, which would add them up (https://arxiv.org/abs/2401.09135). There the weight of each contribution
-    is ``1 / (1 + staleness)`` too.
+    It is that of DiLoCo (https://arxiv.org/abs/2311.08105): SGD with Nesterov momentum 0.9 and learning rate 0.7. The
+    momentum grows linearly from 0 in the first updates. Without this, the steps are too large while successive
+    contributions are similar.
 
     Args:
-        momentum: whether no contribution is late.
+        warmup: the number of updates of the whole model in which the momentum grows; 0: it is 0.9 from the start.
+        fragments: `LocalSteps.fragments`. The counter of an optimizer counts the updates of all fragments.
+
+    Raises:
+        ConfigurationError: `warmup` is negative, or `fragments` is not positive.
+    """
+    if warmup < 0 or fragments < 1:
+        raise ConfigurationError(
+            f"outer_optimizer: warmup is {warmup!r} and fragments is {fragments!r}: must be at least 0 and at least 1"
+        )
+    import optax
+
+    if not warmup:
+        return optax.sgd(OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True)
+    momentum = optax.linear_schedule(0.0, OUTER_MOMENTUM, warmup * fragments)
+    return optax.inject_hyperparams(optax.sgd)(learning_rate=OUTER_RATE, momentum=momentum, nesterov=True)
+
+
+def default_outer(local: LocalSteps, *, late: bool) -> tuple[optax.GradientTransformation, str]:
+    """The outer optimizer where the script names none, and its name for the log.
+
+    Where contributions may be late by several versions, it is SGD without momentum, which would add them up
+    (https://arxiv.org/abs/2401.09135). There the weight of each contribution is ``1 / (1 + staleness)`` too.
+
+    Args:
+        late: whether contributions may be late by several versions.
     """
     import optax
 
-    return optax.sgd(OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True) if momentum else optax.sgd(OUTER_RATE)
+    if late:
+        return optax.sgd(OUTER_RATE), f"SGD with learning rate {OUTER_RATE}, weighted by staleness"
+    return (
+        outer_optimizer(fragments=local.fragments),
+        f"backstay.outer_optimizer(fragments={local.fragments}): SGD with learning rate {OUTER_RATE} and Nesterov "
+        f"momentum, which grows to {OUTER_MOMENTUM} in the first {WARM_UP * local.fragments} updates",
+    )
 
 
 def local_settings(local: LocalSteps | None, tree: TreeSpec) -> Mapping[str, str]:
