@@ -160,6 +160,7 @@ def combine(
             "evaluated_step": coordinator.evaluation_step or None,
             "evaluation_error": coordinator.evaluation_error,
             "untrained_leaves": tuple(coordinator.untrained_leaves),
+            "mistakes_of_batches": tuple(coordinator.mistakes_of_batches),
             "term_start": _term_start(coordinator),
             "worker_seconds": {
                 (one.rank, one.incarnation): Report(

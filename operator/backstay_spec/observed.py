@@ -105,6 +105,7 @@ class Progress:
         evaluated_step: the version that `metrics` or `evaluation_error` belongs to; None: there was no evaluation.
         evaluation_error: why the newest evaluation returned no metrics; empty when it did.
         untrained_leaves: parameters whose gradient was zero in the first updates of every worker.
+        mistakes_of_batches: the reasons of events about `batches`, such as `SameBatches`.
         term_start: where `term` began.
         worker_seconds: what workers have measured, by rank and incarnation.
         redone: updates that rollbacks have discarded so far.
@@ -146,6 +147,7 @@ class Progress:
     evaluated_step: int | None = None
     evaluation_error: str = ""
     untrained_leaves: tuple[str, ...] = ()
+    mistakes_of_batches: tuple[str, ...] = ()
     term_start: TermStart | None = None
     worker_seconds: Mapping[tuple[int, int], Report] = field(default_factory=dict)
     redone: int = 0

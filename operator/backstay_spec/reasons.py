@@ -283,6 +283,19 @@ EVENTS: Final[tuple[EventDoc, ...]] = (
         "Remove these parameters, correct `loss`, or make them model state with `has_state=True`.",
     ),
     EventDoc(
+        "SameBatches",
+        "Warning",
+        "The losses of all workers were equal bit for bit in 20 updates in a row, so all workers compute the same "
+        "batch. Sync mode only.",
+        "Make the batch from the key, such as with `from_dataset`, and not from a global generator.",
+    ),
+    EventDoc(
+        "ImpureBatches",
+        "Warning",
+        "`batches` returned two different batches for the first key of a worker.",
+        "Make the batch from the key, such as with `from_dataset` or `from_iterator`.",
+    ),
+    EventDoc(
         "TrainingInterrupted",
         "Warning",
         "No updates are applied any more. The message names the pods that are not ready.",

@@ -270,6 +270,9 @@ class TrainingJobStatus(StatusModel):
     untrained_leaves: list[str] = Field(default_factory=list)
     """Parameters whose gradient was zero in the first updates of every worker; at most 20."""
 
+    mistakes_of_batches: list[str] = Field(default_factory=list)
+    """Mistakes of `batches` that were found: `SameBatches`, `ImpureBatches`. Their events describe them."""
+
     train_metrics: dict[str, float] = Field(default_factory=dict)
     """The metrics that `loss` returned, mean of the newest update; finite values only."""
 

@@ -309,10 +309,12 @@ def test_where_a_term_began_and_evaluations_are_the_coordinators() -> None:
     reply = pb.ProgressReply(term=2, step=106, term_start=start, evaluation_step=100, evaluation_error="no")
     reply.train_metrics["rmse"] = 0.5
     reply.untrained_leaves.append("running.mean")
+    reply.mistakes_of_batches.append("SameBatches")
     seen = combine({0: reply, 1: pb.ProgressReply(term=2)}, NOW)
     assert seen is not None
     assert seen.term_start == TermStart(2, 105, "/ck", 52)
     assert seen.untrained_leaves == ("running.mean",)
+    assert seen.mistakes_of_batches == ("SameBatches",)
     assert (seen.evaluated_step, seen.evaluation_error, seen.train_metrics) == (100, "no", {"rmse": 0.5})
     silent = combine({0: pb.ProgressReply(term=2, step=106)}, NOW)
     assert silent is not None

@@ -157,6 +157,23 @@ def test_leaves_that_no_gradient_reaches_are_named_once(running: Any) -> None:
     assert job.status["untrainedLeaves"] == list(names[:20])
 
 
+def test_mistakes_of_batches_are_named_once_each(running: Any) -> None:
+    job = running()
+    job.answer(term=1, step=9)
+    job.settle()
+    for step, mistakes in ((11, ("ImpureBatches",)), (40, ("ImpureBatches", "SameBatches")), (41, ("Unknown",))):
+        job.answer(term=1, step=step, mistakes_of_batches=mistakes)
+        job.settle()
+    job.restart_operator()
+    job.answer(term=1, step=50, mistakes_of_batches=("ImpureBatches", "SameBatches"))
+    job.settle()
+    [(_, text)] = sent_events(job, "SameBatches")
+    assert "so the job does the work of one worker" in text
+    [(_, text)] = sent_events(job, "ImpureBatches")
+    assert "two different batches for the same key" in text
+    assert job.status["mistakesOfBatches"] == ["ImpureBatches", "SameBatches"]
+
+
 def test_a_report_about_a_dead_pod_is_named_once_and_its_death_remembers_it(running: Any) -> None:
     job = running()
     job.answer(term=1, step=5)

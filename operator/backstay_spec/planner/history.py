@@ -15,6 +15,14 @@ __all__ = ["Changes", "judge"]
 
 _SHOWN: Final = 8
 _STORED: Final = 20
+_BATCHES: Final = {
+    "SameBatches": "the losses of all workers were equal bit for bit in many updates in a row. All workers compute the "
+    "same batch, so the job does the work of one worker. Make the batch from the key, such as with "
+    "backstay.from_dataset, and not from a global generator.",
+    "ImpureBatches": "batches returned two different batches for the same key: a replacement of a dead worker trains "
+    "on other samples, and the run cannot be repeated. Make the batch from the key, such as with "
+    "backstay.from_dataset or backstay.from_iterator.",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +47,7 @@ def judge(facts: Facts) -> Changes:
         _term(facts, progress),
         _evaluation(facts, progress),
         _untrained(facts, progress),
+        _batches(facts, progress),
         _reports(facts, progress),
     ]
     return Changes(
@@ -105,6 +114,14 @@ def _untrained(facts: Facts, progress: Progress) -> Changes:
         "(has_state=True). Keep constants in `loss`, and not in what `init` returns."
     )
     return Changes((warning("ZeroGradients", text),), {"untrained_leaves": names[:_STORED]})
+
+
+def _batches(facts: Facts, progress: Progress) -> Changes:
+    known = facts.old.mistakes_of_batches
+    new = [reason for reason in progress.mistakes_of_batches if reason in _BATCHES and reason not in known]
+    if not new:
+        return Changes()
+    return Changes(tuple(warning(reason, _BATCHES[reason]) for reason in new), {"mistakes_of_batches": [*known, *new]})
 
 
 def _reports(facts: Facts, progress: Progress) -> Changes:

@@ -27,6 +27,7 @@ from ._mode import UpdateMode, held_by_shard
 from ._modes import MODES
 from ._one_process import advance, begin_alone
 from ._rate import Rate
+from ._same_losses import SAME, SAME_UPDATES, SameLosses
 from ._samples import EpochEnded, Samples
 from ._schedule import Intervals
 from ._state import CoordinatorState, Mode, Rules, after
@@ -35,6 +36,8 @@ from .seam import Coordination, Message, Report, ShardSink
 __all__ = [
     "MODES",
     "OUTCOME_OF",
+    "SAME",
+    "SAME_UPDATES",
     "AsyncBlame",
     "Blame",
     "Blamed",
@@ -56,6 +59,7 @@ __all__ = [
     "Report",
     "Restart",
     "Rules",
+    "SameLosses",
     "Samples",
     "Send",
     "ShardSink",

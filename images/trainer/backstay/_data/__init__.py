@@ -9,10 +9,13 @@ from ._batch_key import BatchKey
 from ._dataset import Batches, TokenFile, from_dataset, from_iterator
 from ._draw import draw
 from ._prefetch import Prefetcher
+from ._pure import IMPURE, CheckedBatches
 
 __all__ = [
+    "IMPURE",
     "BatchKey",
     "Batches",
+    "CheckedBatches",
     "Prefetcher",
     "TokenFile",
     "draw",

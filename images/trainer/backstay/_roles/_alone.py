@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -23,7 +23,7 @@ import optax
 
 from .._compute import AHEAD, LocalProgram, LocalTraining, Placement, examples_of
 from .._coordination import CoordinatorState, EpochEnded, advance, begin_alone
-from .._data import BatchKey, Prefetcher, draw
+from .._data import IMPURE, BatchKey, CheckedBatches, Prefetcher
 from .._result import History, Result
 from .._update import (
     UPDATES,
@@ -220,14 +220,24 @@ def _fetching(script: Script, placement: Placement) -> Iterator[Callable[[BatchK
 
     The host is ahead of the devices, so one thread prepares batches beside the computation without a second one.
     """
-    batches = placement.placing(script.batches)
+    checked = CheckedBatches(script.batches)
+    batches = placement.placing(checked)
+    warned = False
+
+    def warn(batch: Any) -> Any:
+        nonlocal warned
+        if checked.impure and not warned:
+            warned = True
+            _LOG.warning("ImpureBatches: %s", IMPURE)
+        return batch
+
     if getattr(batches, "workers", 1) <= 1:
-        yield partial(draw, batches)
+        yield lambda key: warn(batches(key))
         return
     prefetcher = Prefetcher(batches)
     last = script.steps * script.batches_of_update - 1
     try:
-        yield lambda key: prefetcher.get(key, last)
+        yield lambda key: warn(prefetcher.get(key, last))
     finally:
         prefetcher.close()
 

@@ -25,7 +25,18 @@ from backstay_rpc.control_pb2 import (
 )
 
 from .. import _instrument
-from .._coordination import CoordinatorState, Counted, Finished, Liveness, Outcome, Rate, Updated
+from .._coordination import (
+    SAME,
+    CoordinatorState,
+    Counted,
+    Finished,
+    Liveness,
+    Outcome,
+    Rate,
+    SameLosses,
+    Updated,
+)
+from .._data import IMPURE
 from .._process import Reporter
 from .._update import Untrained, warning
 from ._metrics import Metrics
@@ -83,6 +94,7 @@ class JobObserver:
         self._checkpoint = CheckpointReport()
         self._first_staged: float | None = None
         self._leaves, self._untrained, self._untrained_leaves = tuple(leaves), Untrained(), list[str]()
+        self._same_losses, self._mistakes = SameLosses(), set[str]()
         self._step = 0
         self._slow_logged: dict[int, float] = {}
         self._examples: int | None = None  # of each contribution of the newest update
@@ -191,12 +203,23 @@ class JobObserver:
             self._reporter.report(now, self._step, loss, rate, train_metrics, force=commit.final)
 
     def _examine(self, infos: Sequence[GradientInfo]) -> None:
-        """Name leaves that no gradient reaches, once."""
+        """Name leaves that no gradient reaches, and mistakes of `batches`, once."""
+        if self._same_losses.update([info.loss for info in infos]):
+            self._name_mistake("SameBatches", SAME)
+        if any(info.impure for info in infos):
+            self._name_mistake("ImpureBatches", IMPURE)
         found = self._untrained.update([info.zero.leaves if info.HasField("zero") else None for info in infos])
         if found:
             with self._lock:
                 self._untrained_leaves = [self._leaves[leaf] for leaf in found]
             _LOG.warning("%s", warning(self._untrained_leaves, len(self._leaves)))
+
+    def _name_mistake(self, reason: str, text: str) -> None:
+        with self._lock:
+            if reason in self._mistakes:
+                return
+            self._mistakes.add(reason)
+        _LOG.warning("%s: %s", reason, text)
 
     def _know(self, infos: Sequence[GradientInfo], weights: Sequence[float] = ()) -> float:
         """The mean loss of an update's gradients, with the weights of the gradients; without any, the plain mean."""
@@ -407,6 +430,7 @@ class JobObserver:
             reply.step, reply.term, reply.world = state.version, state.term, state.world
             reply.steps_redone = state.redone
             reply.untrained_leaves.extend(self._untrained_leaves)
+            reply.mistakes_of_batches.extend(sorted(self._mistakes))
             reply.examples_per_second = self._rate.per_second(now) or 0.0
             reply.goal_steps, reply.updates_per_second = self._steps, self._update_rate.per_second(now) or 0.0
             reply.local_steps = self._batches if self._batches > 1 else 0

@@ -34,7 +34,7 @@ from .. import _instrument
 from .._compute import Contribution, Encoder, Placement, Sending, Start, Summary
 from .._control import ControlClient, Heartbeats
 from .._coordination import MODES, OUTCOME_OF, Outcome, Rate
-from .._data import BatchKey, Prefetcher
+from .._data import BatchKey, CheckedBatches, Prefetcher
 from .._process import ALREADY_COMPLETE, SIGTERM_EXIT, Environment, Reporter, Stop, end_process, one_compiles
 from .._result import History, Result
 from .._update import ZeroLeaves, parts_of_leaves
@@ -119,7 +119,8 @@ class Worker:
         self._computation = script.computation(plan.partition.tree, self._arrangement, self._batch)
         self._overlaps, self._ahead, self._beside = script.overlaps(environment.config), Ahead(), Beside()
         self._zero = ZeroLeaves(plan.partition.tree)
-        self._batches = Prefetcher(Placement().placing(script.batches))
+        self._checked = CheckedBatches(script.batches)
+        self._batches = Prefetcher(Placement().placing(self._checked))
         self._reporter = Reporter(script.log_every, script.steps, script.batches_of_update)
         self._rate, self._utilization = Rate(), Utilization(metrics)
         self._attempt = 0
@@ -273,7 +274,11 @@ class Worker:
         self._last = summary = contribution.summary
         self._history.add(contribution.key.step + 1, lambda: (summary.loss, dict(summary.metrics)))
         info = GradientInfo(
-            finite=summary.finite, examples=summary.examples, loss=summary.loss, metrics=summary.metrics
+            finite=summary.finite,
+            examples=summary.examples,
+            loss=summary.loss,
+            metrics=summary.metrics,
+            impure=self._checked.impure,
         )
         parts = partial(parts_of_leaves, self._plan.partition, contribution.blocks)
         zero = self._zero.examine(contribution.key.step, parts)
