@@ -21,6 +21,14 @@ SECONDS = 180.0
 """No test waits for longer; it is a limit, not an expectation."""
 
 
+@pytest.fixture(autouse=True)
+def _float32() -> Iterator[None]:
+    """Scripts of jobs choose 64 bits for their process; a test that calls them here must not choose for later ones."""
+    yield
+    if (jax := sys.modules.get("jax")) is not None:
+        jax.config.update("jax_enable_x64", False)
+
+
 class TinyJob(Job):
     """A job of tiny.py, whose pods write their results into `folder`."""
 

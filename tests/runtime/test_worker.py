@@ -105,7 +105,8 @@ def test_t4_the_result_is_never_a_model_of_which_some_fragments_are_older(
     worker._heart.job.done = done
     worker._plan.wire.parameters = "BFloat16"
     worker._plan.partition.fragments = count
-    worker._plan.partition.tree.unflatten.side_effect = Used
+    worker._script.average = None
+    worker._model.side_effect = Used
     worker._pull.side_effect = PeerLost("the server has left")
     pulled = SimpleNamespace(version=7, fragments=received)
     if kept:
