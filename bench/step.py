@@ -190,7 +190,10 @@ def processor_seconds(job: Job) -> dict[str, float]:
     found = dict.fromkeys(("worker", "ps", "standby"), 0.0)
     active = {f"ps-{slot.rpartition('-')[2]}-{n}" for slot, n in (job.status.get("active") or {}).items()}
     for pod, pid in job.processes().items():
-        times = psutil.Process(pid).cpu_times()
+        try:
+            times = psutil.Process(pid).cpu_times()
+        except psutil.NoSuchProcess:  # it has ended since the list was made
+            continue
         role = "worker" if "-worker-" in pod else "ps" if any(f"-{one}-" in pod for one in active) else "standby"
         found[role] += times.user + times.system
     return found
