@@ -32,6 +32,7 @@ def from_iterator(items: Iterator[Any]) -> Any:
         (lambda: lambda key: {"x": np.full(3, key.step), "y": NAN}, False),
         (lambda: lambda key: jax.random.key(key.seed), False),
         (lambda: lambda key: jax.random.normal(jax.random.key(key.seed), (3,)), False),
+        (lambda: lambda key: key.rng.normal(size=3), False),
         (lambda: backstay.from_dataset(np.arange(8.0), batch_size=2), False),
         (lambda: from_iterator(np.full(3, n) for n in itertools.count()), True),
         (lambda: from_iterator(np.zeros(n) for n in itertools.count(1)), True),

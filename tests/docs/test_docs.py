@@ -56,8 +56,10 @@ PROGRAMS = (
     "python",
     "python3",
 )
+# One `printf` is one write, so the two programs of a pipe do not write into each other's records.
 _RECORDER = """#!/bin/sh
-{{ printf '%s\\000' "${{0##*/}}" "$@"; printf '\\n'; }} >> {log}
+printf '%s\\000' "${{0##*/}}" "$@" '
+' >> {log}
 """
 
 
@@ -141,7 +143,7 @@ def recorded(block: Block, folder: Path) -> list[list[str]]:
         timeout=60,
     )
     assert done.returncode == 0, f"{block}\n{done.stderr}"
-    lines = os.fsdecode(log.read_bytes()).split("\x00\n")
+    lines = os.fsdecode(log.read_bytes()).split("\x00\n\x00")
     return [line.split("\x00") for line in lines if line]
 
 

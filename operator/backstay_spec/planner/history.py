@@ -15,14 +15,16 @@ __all__ = ["Changes", "judge"]
 
 _SHOWN: Final = 8
 _STORED: Final = 20
-_BATCHES: Final = {
-    "SameBatches": "the losses of all workers were equal bit for bit in many updates in a row. All workers compute the "
-    "same batch, so the job does the work of one worker. Make the batch from the key, such as with "
-    "backstay.from_dataset, and not from a global generator.",
-    "ImpureBatches": "batches returned two different batches for the same key: a replacement of a dead worker trains "
-    "on other samples, and the run cannot be repeated. Make the batch from the key, such as with "
-    "backstay.from_dataset or backstay.from_iterator.",
-}
+_SAME_BATCHES: Final = (
+    "the losses of all workers were equal bit for bit in many updates in a row. All workers compute the same batch, so "
+    "the job does the work of one worker. Make the batch from the key, such as with backstay.from_dataset, and not "
+    "from a global generator."
+)
+_IMPURE_BATCHES: Final = (
+    "batches returned two different batches for the same key: a replacement of a dead worker trains on other samples, "
+    "and the run cannot be repeated. Make the batch from the key, such as with backstay.from_dataset or "
+    "backstay.from_iterator."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +120,9 @@ def _untrained(facts: Facts, progress: Progress) -> Changes:
 
 def _batches(facts: Facts, progress: Progress) -> Changes:
     known = facts.old.mistakes_of_batches
-    new = [reason for reason in progress.mistakes_of_batches if reason in _BATCHES and reason not in known]
-    if not new:
-        return Changes()
-    return Changes(tuple(warning(reason, _BATCHES[reason]) for reason in new), {"mistakes_of_batches": [*known, *new]})
+    found = (warning("SameBatches", _SAME_BATCHES), warning("ImpureBatches", _IMPURE_BATCHES))
+    new = tuple(event for event in found if event.reason in progress.mistakes_of_batches and event.reason not in known)
+    return Changes(new, {"mistakes_of_batches": [*known, *(event.reason for event in new)]}) if new else Changes()
 
 
 def _reports(facts: Facts, progress: Progress) -> Changes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -46,7 +47,8 @@ class CheckedBatches:
         batch = draw(self._batches, key)
         if self._unchecked:
             self._unchecked = False
-            self.impure = not _equal(batch, draw(self._batches, key))
+            # Another object, because the first call has advanced the generator `key.rng`.
+            self.impure = not _equal(batch, draw(self._batches, replace(key)))
         return batch
 
 
