@@ -514,16 +514,27 @@ def storage(board: Board) -> None:
             "Bytes of contributions and parameters that the workers sent and received a second. Received bytes are drawn below zero.",
             query(rate("backstay_tensor_bytes_total", WORKERS, "by (direction)"), "{{direction}}"),
             unit="Bps",
+            width=6,
             overrides=[
                 *coloured(("sent", "received")),
                 named("received", {"id": "custom.transform", "value": "negative-Y"}),
             ],
         ),
         graph(
+            "Traffic of an update",
+            "Bytes that a worker sends and receives for an update, and what they would be without codecs.",
+            query(f'max(backstay_update_bytes{{{COORDINATOR}, encoding="carried"}})', "carried"),
+            query(f'max(backstay_update_bytes{{{COORDINATOR}, encoding="exact"}})', "without codecs"),
+            unit="decbytes",
+            width=6,
+            overrides=[named("carried", fixed(BLUE)), named("without codecs", fixed(ORANGE))],
+        ),
+        graph(
             "Processors by role",
             "Processors that the pods' main processes use: the sum of a role, and its busiest pod.",
             query(f"sum by (role) (rate(process_cpu_seconds_total{{{JOB}}}[{WINDOW}]))", "{{role}}"),
             query(f"max by (role) (rate(process_cpu_seconds_total{{{JOB}}}[{WINDOW}]))", "{{role}}, busiest"),
+            width=6,
             names=ROLES,
         ),
         graph(
@@ -531,6 +542,7 @@ def storage(board: Board) -> None:
             "Resident memory of the pods' main processes: the largest of a role.",
             query(f"max by (role) (process_resident_memory_bytes{{{JOB}}})", "{{role}}"),
             unit="bytes",
+            width=6,
             names=ROLES,
         ),
     )

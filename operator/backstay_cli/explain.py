@@ -147,6 +147,7 @@ def as_object(view: JobView, now: float | None = None) -> dict[str, Any]:
         "evaluatedStep": view.evaluated_step,
         "goodput": _finite(view.goodput),
         "workerSeconds": dict(view.worker_seconds),
+        "traffic": dict(view.traffic),
         "roles": {role: vars(values) for role, values in view.roles.items()},
         "checkpoint": {
             "uri": view.checkpoint,

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from backstay_cli.kube import JobApi
-from backstay_cli.words import number
+from backstay_cli.words import number, size
 from backstay_spec import contract
 
 STOPPED = "Stopped"
@@ -89,6 +89,7 @@ class JobView:
     examples_per_second: float | None = None
     loss: float | None = None
     train_metrics: dict[str, float] = field(default_factory=dict)  # what `loss` returns beside the loss
+    traffic: Mapping[str, float] = field(default_factory=dict)  # bytes of an update and worker: carried, exact
     metrics: dict[str, float] = field(default_factory=dict)  # what `evaluate` returned for `evaluated_step`
     evaluated_step: int | None = None
     checkpoint: str | None = None
@@ -172,6 +173,7 @@ def view_of(
         examples_per_second=ending.get("examplesPerSecond", status.get("examplesPerSecond")),
         loss=ending.get("loss", status.get("loss")),
         train_metrics=status.get("trainMetrics") or {},
+        traffic=ending.get("traffic") or status.get("traffic") or {},
         metrics=ending.get("metrics") or status.get("metrics") or {},
         evaluated_step=ending.get("step") if ending.get("metrics") else status.get("evaluatedStep"),
         checkpoint=ending.get("checkpoint") or (status.get("checkpoint") or {}).get("uri"),
@@ -204,6 +206,7 @@ def view_of(
     return replace(
         view,
         train_metrics=before.train_metrics or view.train_metrics,
+        traffic=(view.traffic if view.concluded else before.traffic) or view.traffic,
         step=view.step if view.ended and view.step is not None else step,
         examples_per_second=view.examples_per_second or before.examples_per_second,
         # The termination message is the newest source, then the metrics that were seen last, then the status.
@@ -337,12 +340,22 @@ def with_page(view: JobView, page: dict[str, Any]) -> JobView:
         examples_per_second=None if stands else page.get("examplesPerSecond") or view.examples_per_second,
         updates_per_second=None if stands else page.get("updatesPerSecond") or view.updates_per_second,
         train_metrics=page.get("trainMetrics") or view.train_metrics,
+        traffic=page.get("traffic") or view.traffic,
     )
 
 
 def ready_of(view: JobView, role: RoleView) -> str:
     """How many pods are ready; at the end all pods leave, which is not a problem."""
     return str(role.desired) if view.ended else f"{role.ready}/{role.desired}"
+
+
+def carried(view: JobView) -> str:
+    """The traffic in words, such as ``traffic 1.2 MB per update and worker (Exact: 3.8 MB)``; empty if not known."""
+    used, exact = view.traffic.get("carried"), view.traffic.get("exact")
+    if not used:
+        return ""
+    more = f" (Exact: {size(exact)})" if exact and abs(exact - used) > _SAME * used else ""
+    return f"traffic {size(used)} per update and worker{more}"
 
 
 def spent(view: JobView) -> str:
@@ -360,3 +373,4 @@ def spent(view: JobView) -> str:
 
 
 _LEAST_SHARE = 0.005
+_SAME = 0.01

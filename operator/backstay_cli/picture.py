@@ -12,7 +12,7 @@ from rich.text import Text
 
 from backstay_cli import explain
 from backstay_cli.curve import bar, curve, thin
-from backstay_cli.follow import JobView, ready_of, spent
+from backstay_cli.follow import JobView, carried, ready_of, spent
 from backstay_cli.pods import PodRow, rows, summary
 from backstay_cli.waiting import no_update, waiting_for
 from backstay_cli.words import clock, count, duration, number, on_one_line, shown
@@ -241,7 +241,7 @@ def page(view: JobView, now: float, cluster: str) -> Group:
     if view.message and view.phase != "Running":
         parts += [Text(line) for line in view.message.splitlines()[:12]]
     steps = list(explain.next_steps(view, now))
-    goodput = [_line((text, "dim"))] if (text := spent(view)) else []
+    goodput = [_line((text, "dim")) for text in (spent(view), carried(view)) if text]
     is_async = ((view.job.get("spec") or {}).get("update") or {}).get("mode") == "Async"
     label = "slower than others  " if is_async else "waited for  "
     blame = [_line((label, "dim"), blame_words(view, entry)) for entry in view.blame[:3]]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backstay_cli.follow import JobView, spent
+from backstay_cli.follow import JobView, carried, spent
 from backstay_cli.words import count, number, on_one_line, plain, printable, shortened, shown
 
 _TAIL_LINES = 15
@@ -48,6 +48,7 @@ def summary(
         "trainMetrics": {name: _finite(value) for name, value in view.train_metrics.items()},
         "goodput": _finite(view.goodput),
         "workerSeconds": dict(view.worker_seconds),
+        "traffic": dict(view.traffic),
         "restarts": view.restarts,
         "disruptions": view.disruptions,
         "checkpoint": view.checkpoint,
@@ -89,6 +90,8 @@ def lines(view: JobView, seconds: float, logs: Path) -> Iterator[str]:
         yield f"  loss {number(view.loss)}{rate}"
     if goodput := spent(view):
         yield f"  {goodput}"
+    if traffic := carried(view):
+        yield f"  {traffic}"
     if view.metrics:
         at = "" if view.evaluated_step is None else f" of step {number(view.evaluated_step)}"
         yield f"  evaluation{at}: {shown(view.metrics)}"

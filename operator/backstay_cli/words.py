@@ -87,6 +87,16 @@ def number(value: float | None, digits: int = 4) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
 
 
+def size(nbytes: float) -> str:
+    """A number of bytes: ``512 B``, ``3.8 kB``, ``1.2 MB``, ``24 GB``."""
+    value, unit = nbytes, "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 999.5:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.0f} {unit}" if value >= 99.5 or unit == "B" else f"{value:.2g} {unit}"
+
+
 def shown(metrics: Mapping[str, float]) -> str:
     """The metrics in words, such as ``accuracy 0.97, loss 0.1``; the names come from the script."""
     return ", ".join(f"{printable(name)} {number(value)}" for name, value in sorted(metrics.items()))

@@ -157,6 +157,7 @@ def combine(
             "world": coordinator.world or None,
             "metrics": dict(coordinator.metrics),
             "train_metrics": dict(coordinator.train_metrics),
+            "traffic": dict(coordinator.traffic),
             "evaluated_step": coordinator.evaluation_step or None,
             "evaluation_error": coordinator.evaluation_error,
             "untrained_leaves": tuple(coordinator.untrained_leaves),

@@ -144,6 +144,7 @@ class Progress:
     checkpoint_error: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
     train_metrics: Mapping[str, float] = field(default_factory=dict)
+    traffic: Mapping[str, float] = field(default_factory=dict)
     evaluated_step: int | None = None
     evaluation_error: str = ""
     untrained_leaves: tuple[str, ...] = ()

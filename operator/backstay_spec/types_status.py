@@ -276,6 +276,10 @@ class TrainingJobStatus(StatusModel):
     train_metrics: dict[str, float] = Field(default_factory=dict)
     """The metrics that `loss` returned, mean of the newest update; finite values only."""
 
+    traffic: dict[str, float] = Field(default_factory=dict)
+    """The bytes of tensors that a worker sends and receives for an update, mean over workers and updates. `carried` are
+    those of the job, and `exact` those without codecs."""
+
     replicas: int = 0
     """Worker pods that exist: for the scale subresource."""
 
@@ -322,5 +326,5 @@ class TrainingJobStatus(StatusModel):
 
 
 _LEFT_OUT = frozenset(
-    ("metrics", "trainMetrics", "backoff", "history", "waitedFor", "workerSeconds", "workerSecondsGone")
+    ("metrics", "trainMetrics", "backoff", "history", "waitedFor", "workerSeconds", "workerSecondsGone", "traffic")
 )

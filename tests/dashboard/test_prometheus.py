@@ -215,6 +215,10 @@ def check_job(shown: Shown, cluster: Cluster, redone: int) -> None:
     wire = shown.by("direction", "job: Tensors on the wire")
     assert wire["sent"] == pytest.approx(wire["received"], abs=between(3 * 4 * 2 * 4))  # three workers
     assert wire["sent"] == pytest.approx(sum(outcomes.values()) * 4 * 2 * 4, rel=0.2)  # a 4 x 2 float32 each
+    carried, exact = (shown.one("job: Traffic of an update", ref) for ref in "AB")
+    assert carried == exact  # no codec
+    # Both directions of the 4 x 2 float32. The slow worker misses updates, and some contributions are sent twice.
+    assert 0.5 * 2 * 4 * 2 * 4 < carried < 1.5 * 2 * 4 * 2 * 4
     for where in ("job: Processors by role", "job: Memory by role"):
         assert set(shown.by("role", where)) == {"ParameterServer", "Worker", "Evaluator"}
     busiest = shown.by("role", "job: Processors by role", "B")

@@ -125,6 +125,26 @@ def test_a_loss_that_is_nan_is_a_failed_job_and_no_traceback(folder: Path, tmp_p
     wait_until_gone(folder)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux counts the bytes of a socket")
+@pytest.mark.parametrize("options", [[], ["--gradients", "Int8", "--parameters", "BFloat16"]])
+def test_the_reported_traffic_is_what_the_kernel_counted_on_the_sockets(
+    folder: Path, tmp_path: Path, options: list[str]
+) -> None:
+    """In both directions, and encoded. The first and the last parameters, and headers of frames, add less than 2 %."""
+    steps, written = 200, tmp_path / "bytes"
+    options = [*options, "--servers", "2", "--workers", "2", "--output", "json"]
+    script = SCRIPT.parents[2] / "wire" / "counted.py"
+    out, err = start(folder, script, *options, arguments=[str(steps), str(written)]).communicate(timeout=200)
+    traffic = json.loads(out)["traffic"]
+    assert 1.0 <= int(written.read_text()) / (steps * traffic["carried"]) <= 1.02, (traffic, written.read_text())
+    assert traffic["exact"] == pytest.approx(2 * 4 * 300_100, rel=1e-3)
+    used = traffic["carried"] / traffic["exact"]
+    assert used == pytest.approx(0.375 if len(options) > 6 else 1.0, rel=0.02)
+    exact = r" \(Exact: 2\.4 MB\)" if len(options) > 6 else "$"
+    assert re.search(rf"^  traffic [0-9.]+ [kM]B per update and worker{exact}", err, re.MULTILINE), err
+    wait_until_gone(folder)
+
+
 def test_a_dry_run_makes_two_updates_and_leaves_the_jobs_checkpoints_alone(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     words = [sys.executable, "-m", "backstay_cli.main", "run", "--dry-run", "--checkpoint", "mine", str(SCRIPT)]

@@ -227,6 +227,8 @@ def with_progress(before: TrainingJobStatus, progress: Progress | None, now: dat
         fields["metrics"] = finite(progress.metrics)
     if progress.train_metrics:
         fields["train_metrics"] = {name: readable(value, 6) for name, value in finite(progress.train_metrics).items()}
+    if progress.traffic:
+        fields["traffic"] = {name: readable(value, 3) for name, value in finite(progress.traffic).items()}
     if progress.checkpoint_step is not None:
         fields["checkpoint"] = checkpoint_status(before, progress.checkpoint_step, progress.checkpoint_uri, now)
     return before.model_copy(update=fields)

@@ -41,6 +41,7 @@ from .._process import Reporter
 from .._update import Untrained, warning
 from ._metrics import Metrics
 from ._reports import Reports
+from ._traffic import Traffic
 from ._waits import Waits
 from ._worker_reports import WorkerReports
 
@@ -82,6 +83,7 @@ class JobObserver:
         self._batches = batches
         self._reporter = Reporter(log_every, steps, batches)
         self._rate, self._update_rate = Rate(), Rate()
+        self._traffic = Traffic()
         self._loss: float | None = None
         self._per_second: float | None = None
         self._train_metrics: dict[str, float] = {}
@@ -177,6 +179,10 @@ class JobObserver:
             loss = self._know(infos, [contribution.weight for contribution in commit.contributions])
             train_metrics = self._train_metrics
             self._compare_examples({info.examples for info in infos})
+            self._traffic.add(commit, infos)
+            traffic = self._traffic.mean()
+        for encoding, nbytes in traffic.items():
+            self._metrics.traffic(encoding).set(nbytes)
         self._metrics.loss.set(loss)
         _instrument.report(
             "update",
@@ -377,11 +383,16 @@ class JobObserver:
         with self._lock:
             return self._redone
 
-    def last(self) -> dict[str, float]:
-        """Loss and rate of the last updates, as far as they exist. They cover the time between the operator's calls."""
+    def last(self) -> dict[str, Any]:
+        """Loss, rate and traffic of the last updates, as far as they exist. They cover the time between the operator's
+        calls."""
         with self._lock:
             known = {"loss": self._loss, "examplesPerSecond": self._per_second or self._rate.measured}
-        return {name: value for name, value in known.items() if value is not None and math.isfinite(value)}
+            traffic = dict(self._traffic.mean())
+        found: dict[str, Any] = {
+            name: value for name, value in known.items() if value is not None and math.isfinite(value)
+        }
+        return found | ({"traffic": traffic} if traffic else {})
 
     def measured(self) -> dict[str, Any]:
         """The part of a successful job's termination message that shard 0 measured."""
@@ -444,6 +455,7 @@ class JobObserver:
             self._set(reply.metrics, self._evaluation)
             reply.evaluation_step, reply.evaluation_error = self._evaluation_step, self._evaluation_error
             self._set(reply.train_metrics, self._train_metrics)
+            self._set(reply.traffic, dict(self._traffic.mean()))
         if self._waits is not None:
             self._waits.fill(now, reply)
         self._workers.fill(now, reply)
@@ -467,6 +479,7 @@ class JobObserver:
                 "updatesPerSecond": self._update_rate.per_second(now),
                 "examplesPerSecond": self._rate.per_second(now),
                 "loss": self._loss,
+                "traffic": dict(self._traffic.mean()),
                 "trainMetrics": dict(self._train_metrics),
                 "metrics": dict(self._evaluation),
                 "evaluatedStep": self._evaluation_step or None,

@@ -119,6 +119,14 @@ class Metrics:
             "The metrics that loss returned, by their name: mean over the newest update's contributions.",
             (*_WHO, "name"),
         )
+        self._traffic = self._family(
+            of,
+            Gauge,
+            "update_bytes",
+            "Bytes of tensors that a worker sends and receives for an update, mean over workers and updates. "
+            "exact: as if no codec were used.",
+            (*_WHO, "encoding"),
+        )
         self._stragglers = self._family(
             of,
             Gauge,
@@ -281,6 +289,10 @@ class Metrics:
     def train(self, name: str) -> Gauge:
         """The series of a metric that `loss` returns; the first 50 names are exported."""
         return self._named(self._train, name)
+
+    def traffic(self, encoding: str) -> Gauge:
+        """The bytes of an update and worker: ``carried`` or ``exact``."""
+        return self._traffic.labels(*self._who, encoding)
 
     def stragglers(self, delays: Mapping[int, float]) -> None:
         """Replace the series of slow ranks; `delays` is rank -> seconds."""

@@ -47,6 +47,7 @@ from ._http import HttpPort
 from ._key_steps import KEY_STEPS
 from ._metrics import Metrics
 from ._script import Plan, Script
+from ._traffic import Carried
 from ._utilization import Utilization
 from ._worker_end import FIXED_BY_JOINING, Stopped, WorkerEnd
 from ._worker_seconds import WorkerSeconds, process_age
@@ -128,6 +129,7 @@ class Worker:
         self._term = 0
         self._fragments: frozenset[int] | None = None  # `Start.received` of the next contribution
         self._version = 0  # of the newest parameters of this term
+        self._carried = Carried(plan.wires)
         self._encoder = Encoder(plan.wires, script.seed, error_feedback=bool(plan.wire.error_feedback))
         self._last: Summary | None = None  # of the newest contribution
         self._history = History()
@@ -269,8 +271,12 @@ class Worker:
             self._prepared = key, batch
         self.seconds.ended("compiling")
 
-    def _info(self, contribution: Contribution) -> GradientInfo:
-        """The summary for the end mark of a contribution; waits until it is computed."""
+    def _info(self, contribution: Contribution, carried: tuple[int, int]) -> GradientInfo:
+        """The summary for the end mark of a contribution; waits until it is computed.
+
+        Args:
+            carried: `Carried.totals` before the contribution was sent.
+        """
         self._last = summary = contribution.summary
         self._history.add(contribution.key.step + 1, lambda: (summary.loss, dict(summary.metrics)))
         info = GradientInfo(
@@ -279,6 +285,8 @@ class Worker:
             loss=summary.loss,
             metrics=summary.metrics,
             impure=self._checked.impure,
+            carried=carried[0],
+            exact=carried[1],
         )
         parts = partial(parts_of_leaves, self._plan.partition, contribution.blocks)
         zero = self._zero.examine(contribution.key.step, parts)
@@ -290,7 +298,7 @@ class Worker:
     def _exchange(self, at: Pulled, contribution: Contribution) -> tuple[Pulled, Sequence[Any]]:
         """Push a contribution until it is known whether it was applied; returns the newest parameters."""
         self._heart.activity = WAITING
-        info = _Once(partial(self._info, contribution))
+        info = _Once(partial(self._info, contribution, self._carried.totals()))
         key_step = contribution.key.step
         _instrument.reach("push", key_step)
         with self._encoder.sending(contribution) as sending:
@@ -439,7 +447,7 @@ class Worker:
             token=self._env.token,
             mode=self._env.config.mode,
             wires=self._plan.wires,
-            carried=self._metrics.carried,
+            carried=self._count_carried,
         )
         self._joined = True
         if not self._compiled and self._prepared is None:
@@ -447,6 +455,10 @@ class Worker:
                 self._compile()
         with _instrument.span("first_pull"):
             return self._pull(None, 0)
+
+    def _count_carried(self, sent: int, received: int) -> None:
+        self._carried.add(sent, received)
+        self._metrics.carried(sent, received)
 
     def _hello(self, shard: int, reply: JoinReply) -> Hello:
         return Hello(
