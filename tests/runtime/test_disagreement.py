@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
+import backstay
 from backstay._control import Agreement
 from backstay_rpc.control_pb2 import Leaf
 
@@ -33,9 +35,9 @@ CASES = [
         {"layout": "ab", "optimizer": "bc", "optimizer_state": "cd"},
         ["the optimizer's state has other arrays in worker 3 than in shard 0, with the same constants"],
     ),
-    ({"layout": "ab"}, ["the number of shards, or the version of Backstay, is not the same (layout)"]),
+    ({"layout": "ab"}, ["the number of shards, or a setting, is not the same (layout)"]),
     ({"steps": "11", "seed": "1"}, ["seed is 1 in worker 3", "steps is 11 in worker 3"]),
-    ({"a later setting": "1"}, ["the version of Backstay, is not the same (a later setting)"]),
+    ({"a later setting": "1"}, ["or a setting, is not the same (a later setting)"]),
 ]
 
 
@@ -66,6 +68,24 @@ def test_another_jax_explains_a_difference_and_is_none_itself() -> None:
     wide = (Leaf(path="w", shape=[2], dtype="float64"),)
     assert named in mine.difference(wide, other, "worker 3", "shard 0")
     assert "JAX" not in mine.difference(wide, SETTINGS, "worker 3", "shard 0"), "an older trainer does not say"
+
+
+@pytest.mark.parametrize(("theirs", "named"), [({"version": "0.2.0"}, "0.2.0"), ({}, "an older one")])
+def test_another_version_of_backstay_is_refused_and_explains_every_other_difference(
+    theirs: dict[str, str], named: str
+) -> None:
+    """Nothing compared the versions of the pods, and a difference was blamed on the script."""
+    mine = Agreement(LEAVES, SETTINGS | {"version": "0.1.0"})
+    for more in ({}, {"layout": "ab", "steps": "11"}):
+        text = mine.difference(LEAVES, SETTINGS | theirs | more, "worker 3", "shard 0")
+        assert f"the version of Backstay is {named} in worker 3 and 0.1.0 in shard 0" in text
+        assert "Suspend the job, set spec.image, and resume the job." in text
+        assert "script" not in text
+
+
+def test_the_version_that_pods_compare_is_that_of_the_package() -> None:
+    project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
+    assert backstay.__version__ == project["version"]
 
 
 def test_a_pod_that_agrees_is_not_refused() -> None:

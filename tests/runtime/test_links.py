@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from backstay._control import Driving, Link, Links, Peers, _link
+from backstay._control import Driving, Link, Links, Peers, _link, _links
 from backstay._coordination import Coordinator, CoordinatorState, Rules
 from backstay._roles import _coordinators
 from backstay._roles._coordinators import RemoteCoordinator
@@ -73,9 +73,17 @@ def serve(links: Links, stream: MemoryStream) -> threading.Thread:
     return thread
 
 
+def allowing(links: int) -> Peers:
+    """Peers whose shards have called `Coordinate` so often."""
+    peers = Peers()
+    for _ in range(links):
+        peers.allow_link()
+    return peers
+
+
 def test_a_link_whose_thread_is_late_does_not_end_a_later_link(driving: Driving) -> None:
     """The link's position and reports are out of date: the coordinator would count the shard's later state as lost."""
-    links = Links(FakeHost(driving), Peers())  # type: ignore[arg-type]
+    links = Links(FakeHost(driving), allowing(3))  # type: ignore[arg-type]
     earlier, later, newest = MemoryStream(), MemoryStream(), MemoryStream()
     for number, stream in enumerate((earlier, later, newest), start=1):
         stream.say(position=Position(link=number))
@@ -115,7 +123,7 @@ def test_a_link_with_a_wrong_frame_is_refused_without_waiting_for_its_peer(drivi
             super().__init__()
             self.refusals: list[str] = []
 
-    links, stream = Links(FakeHost(driving), Peers()), Full()  # type: ignore[arg-type]
+    links, stream = Links(FakeHost(driving), allowing(1)), Full()  # type: ignore[arg-type]
     stream.say(position=Position(link=1))
     stream.incoming.put(Frame(pull=Pull()))
     serve(links, stream).join(SECONDS)
@@ -385,7 +393,7 @@ def test_t8_a_shard_leaves_a_replaced_coordinator_that_still_runs(driving: Drivi
 
 def test_t8_the_coordinator_stays_for_a_shard_whose_link_broke_at_the_end(driving: Driving) -> None:
     """Otherwise that shard's server would try forever to link again."""
-    links = Links(FakeHost(driving), Peers(), Timeouts(gone=1e6))  # type: ignore[arg-type]
+    links = Links(FakeHost(driving), allowing(2), Timeouts(gone=1e6))  # type: ignore[arg-type]
     now = time.monotonic()
 
     def linked(number: int) -> MemoryStream:
@@ -480,6 +488,68 @@ def test_a_position_that_the_coordinator_cannot_count_on_from_is_refused(driving
     stream.post = lambda frame: refused.append(frame.refused.code)  # type: ignore[method-assign]
     links.serve(HELLO, stream)
     assert refused == ["INVALID_ARGUMENT"]
+
+
+@pytest.mark.parametrize("number", [2, (1 << 63) - 1, (1 << 64) - 1])
+def test_a_number_of_a_link_that_was_not_allowed_is_refused(driving: Driving, number: int) -> None:
+    """It would end the shard's link, and no link with an allowed number could begin."""
+    links, real, wrong = Links(FakeHost(driving), allowing(1)), MemoryStream(), MemoryStream()  # type: ignore[arg-type]
+    real.say(position=Position(link=1))
+    serving = serve(links, real)
+    until(lambda: real.received[1:])
+    refused: list[str] = []
+    wrong.post = lambda frame: refused.append(frame.refused.code)  # type: ignore[method-assign]
+    wrong.say(position=Position(link=number))
+    links.serve(HELLO, wrong)
+    assert refused == ["INVALID_ARGUMENT"]
+    assert len(links) == 1
+    real.cut()
+    serving.join(SECONDS)
+
+
+def failing(links: Links) -> list[str]:
+    """Link once, and return the reasons of refusals."""
+    stream, refused = MemoryStream(), list[str]()
+    stream.post = lambda frame: refused.append(frame.refused.message)  # type: ignore[method-assign]
+    stream.say(position=Position())
+    links.serve(HELLO, stream)
+    return refused
+
+
+def test_a_defect_of_the_coordinator_is_logged_once_and_ends_its_server(
+    driving: Driving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was logged for each link, 50 times a second, and the job never ended."""
+
+    def attach(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(driving, "attach", attach)
+    links = Links(FakeHost(driving), Peers())  # type: ignore[arg-type]
+    for _ in range(_links.DEFECTS - 1):
+        assert failing(links) == ["the coordinator has a defect: ZeroDivisionError('a defect')"]
+        assert links.error is None
+    failing(links)
+    assert isinstance(links.error, ZeroDivisionError)
+    assert sum("a defect" in record.getMessage() or bool(record.exc_info) for record in caplog.records) == 1
+
+
+def test_defects_of_links_that_lasted_do_not_add_up(driving: Driving, monkeypatch: pytest.MonkeyPatch) -> None:
+    links = Links(FakeHost(driving), Peers(), Timeouts(silent=-1.0))  # type: ignore[arg-type]
+    monkeypatch.setattr(driving, "attach", Mock(side_effect=ZeroDivisionError))
+    for _ in range(2 * _links.DEFECTS):
+        failing(links)
+    assert links.error is None
+
+
+def test_losing_a_shard_is_not_a_defect(driving: Driving, monkeypatch: pytest.MonkeyPatch) -> None:
+    links = Links(FakeHost(driving), Peers())  # type: ignore[arg-type]
+    for error in (PeerLost("gone"), OSError("gone")):
+        monkeypatch.setattr(driving, "attach", Mock(side_effect=error))
+        for _ in range(2 * _links.DEFECTS):
+            with pytest.raises(type(error)):
+                failing(links)
+    assert links.error is None
 
 
 def test_t8_a_job_fails_if_a_term_cannot_begin() -> None:

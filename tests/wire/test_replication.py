@@ -37,7 +37,7 @@ def until(holds: Callable[[], object]) -> None:
 
 
 class Standby:
-    """A `FrameStream` whose other end answers `held`; it takes frames only while it may."""
+    """A `ServerStream` whose other end answers `held`; it takes frames only while it may."""
 
     def __init__(self) -> None:
         self.got: list[tuple[Frame, bytes | None]] = []
@@ -57,6 +57,8 @@ class Standby:
     def end(self) -> None:
         self._answers.put(None)
         self.may.release(1000)
+
+    cut = end
 
 
 def replication(coordinator: Callable[[ReplicaState], bool] = lambda state: True) -> Replication:
@@ -291,6 +293,42 @@ def test_t8_a_server_that_was_paused_does_not_blame_its_standby(
     monkeypatch.setattr(replica._changed, "wait_for", wait_for)
     assert not replica._moves(1.0)
     assert looks == [_replication.GLANCE] * 3, "the pause counts for two of four looks"
+
+
+def test_t8_a_standby_that_stops_answering_is_disconnected_without_an_update(
+    kit: types.SimpleNamespace,
+) -> None:
+    """Only an update noticed it: the thread and the connection stayed until then."""
+
+    class Stopped(Standby):
+        """A standby whose process was stopped: its socket takes messages, and nothing answers them."""
+
+        def read(self, place: Place | None = None) -> tuple[Frame, None] | None:
+            while (answer := super().read()) is not None:
+                del answer
+            return None
+
+    stream = Stopped()
+    stream.may.release(1000)
+    replica = Replica(2, kit.Timeouts(replica_beat=0.01, held=0.01))
+    serving = threading.Thread(target=replica.run, args=(stream,), daemon=True)
+    serving.start()
+    serving.join(30)
+    assert not serving.is_alive()
+    assert replica.ended_at is not None
+    assert not replica.closed_by_peer, "it may only be paused, and the operator may promote it"
+
+
+def test_t8_an_answer_that_waits_in_the_socket_counts(kit: types.SimpleNamespace) -> None:
+    """This process was paused for longer than a standby may take: the answer had arrived in time."""
+    replica = Replica(2, kit.Timeouts())
+    late = threading.Thread(target=replica._overdue, args=(0,))
+    late.start()
+    with replica._changed:
+        replica._pinged = 1
+        replica._changed.notify_all()
+    late.join(30)
+    assert replica.ended_at is None
 
 
 def test_t6_a_standby_that_was_replaced_is_refused() -> None:

@@ -14,6 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 from ._lazy import lazily
+from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import errors
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from ._train import train
     from ._update import LocalSteps, Wire, outer_optimizer
     from .errors import BackstayError
-
-__version__: Final = "0.1.0"
 
 __all__ = [
     "BackstayError",

@@ -7,7 +7,7 @@ evaluators call through `_client`.
 
 from __future__ import annotations
 
-from ._agreement import CONSTANTS, LAYOUT, PROGRAM, SOFTWARE, STRUCTURE, Agreement, first_difference
+from ._agreement import CONSTANTS, LAYOUT, PROGRAM, SOFTWARE, STRUCTURE, VERSION, Agreement, first_difference
 from ._auth import FINAL
 from ._client import ControlClient, Heartbeats, JobState
 from ._driving import Driving, Observer, Storage
@@ -24,6 +24,7 @@ __all__ = [
     "PROGRAM",
     "SOFTWARE",
     "STRUCTURE",
+    "VERSION",
     "Agreement",
     "ControlClient",
     "ControlServer",

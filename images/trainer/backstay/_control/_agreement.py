@@ -11,13 +11,14 @@ from typing import Final
 
 from backstay_rpc.control_pb2 import Leaf
 
-__all__ = ["CONSTANTS", "LAYOUT", "PROGRAM", "SOFTWARE", "STRUCTURE", "Agreement", "first_difference"]
+__all__ = ["CONSTANTS", "LAYOUT", "PROGRAM", "SOFTWARE", "STRUCTURE", "VERSION", "Agreement", "first_difference"]
 
 STRUCTURE: Final = "optimizer_state"
 PROGRAM: Final = "optimizer"
 CONSTANTS: Final = "optimizer_constants"
 LAYOUT: Final = "layout"
 SOFTWARE: Final = "software"
+VERSION: Final = "version"
 _SHOWN: Final = 6
 
 
@@ -30,7 +31,7 @@ class Agreement:
         settings: name -> value, both text. These are the arguments of `train` under their own names, and digests in hex
             under `STRUCTURE`, `PROGRAM` and `LAYOUT`. `CONSTANTS` are those of the program, separated by blanks.
             `SOFTWARE` names the version of JAX and its width of floats. It explains another difference, and does not
-            count as a difference.
+            count as a difference. `VERSION` is the version of Backstay.
     """
 
     leaves: tuple[Leaf, ...]
@@ -50,6 +51,12 @@ class Agreement:
             leaves, settings: the peer's leaves and settings.
             peer, here: how the message names the peer and this pod.
         """
+        if self.settings.get(VERSION) != settings.get(VERSION):  # it may be the reason of every other difference
+            mine, theirs = self.settings.get(VERSION, "an older one"), settings.get(VERSION, "an older one")
+            return (
+                f"the version of Backstay is {theirs} in {peer} and {mine} in {here}: all pods of a job must have the "
+                "same version. Suspend the job, set spec.image, and resume the job."
+            )
         leaf = first_difference(self.leaves, leaves)
         if leaf:
             return (
@@ -62,7 +69,7 @@ class Agreement:
         if PROGRAM in names or STRUCTURE in names:
             found.append(self._optimizer(STRUCTURE in names, settings.get(CONSTANTS, ""), peer, here))
         if names and not found:
-            found = [f"the number of shards, or the version of Backstay, is not the same ({', '.join(names)})"]
+            found = [f"the number of shards, or a setting, is not the same ({', '.join(names)})"]
         if not found:
             return ""
         text = f"{peer} differs from {here}: {'; '.join(found)}."

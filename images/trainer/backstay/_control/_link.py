@@ -42,12 +42,12 @@ from backstay_rpc.control_pb2_grpc import ControlStub
 
 from .._coordination import MODES, Mode, Report, ShardSink
 from .._timeouts import Timeouts
+from .._watchdog import at_most
 from .._wire import ClientStream, kind_of
 from ..errors import PeerLost
 from ._agreement import Agreement
 from ._auth import final_error, refusal_of
 from ._envelopes import message_in, wrap_report
-from ._watchdog import at_most
 
 __all__ = ["Link"]
 
@@ -245,6 +245,7 @@ class Link:
         warned = ended
         while not self._closed.is_set():
             accepted = False
+            began = time.monotonic()
             stream: ClientStream | None = None
             try:
                 stream = self._dial()
@@ -269,7 +270,9 @@ class Link:
                 if stream is not None:
                     stream.close()
             pauses = self._timeouts.link_pauses
-            attempt = 0 if accepted else min(attempt + 1, len(pauses) - 1)
+            # A link that lasted for a moment, such as with a defect of the coordinator, ends the next time too.
+            lasted = accepted and time.monotonic() - began > pauses[-1]
+            attempt = 0 if lasted else min(attempt + 1, len(pauses) - 1)
             self._closed.wait(pauses[attempt])
 
     def _dial(self) -> ClientStream:

@@ -10,18 +10,19 @@ import contextlib
 import logging
 import threading
 import time
+from collections import Counter
 from typing import Final, Protocol
 
 from backstay_rpc.control_pb2 import CoordinatorMessage, Frame, Hello, Peer
 
 from .._coordination import Message
 from .._timeouts import Timeouts
+from .._watchdog import at_most
 from .._wire import Refusal, ServerStream, frames, kind_of
 from ..errors import PeerLost
 from ._driving import Driving
 from ._envelopes import report_in, wrap_message
 from ._peers import Peers, cannot_link, replaced
-from ._watchdog import at_most
 
 __all__ = ["LinkHost", "Links"]
 
@@ -30,6 +31,9 @@ _LOG = logging.getLogger(__name__)
 ACCEPTED: Final = Frame(to_shard=CoordinatorMessage())
 """The coordinator's first message, and its answer to a ping: a message without content."""
 
+
+DEFECTS: Final = 5
+"""The number of links of a shard in a row that may raise an exception; then the server ends with it."""
 
 MOST: Final = (1 << 63) - 1
 """The largest term and version of a position: the coordinator must be able to count on from it."""
@@ -83,6 +87,9 @@ class Links:
         self._attaching = threading.Lock()
         self._newest: dict[int, int] = {}  # numbers of links, by shard
         self._broken: dict[int, float] = {}  # by shard without a link: when it ended, unless the shard has the end
+        self._defects: Counter[int] = Counter()  # by shard: links that raised, since one that lasted
+        self.error: Exception | None = None
+        """The defect that ended `DEFECTS` links of a shard in a row: training cannot continue in this process."""
 
     def awaited(self, now: float) -> bool:
         """Whether another shard may not have received the end of the job: its server is linked, or may link again.
@@ -99,13 +106,26 @@ class Links:
             return len(self._open)
 
     def serve(self, hello: Hello, stream: ServerStream) -> None:
-        """Serve a link until it ends."""
+        """Serve a link until it ends. Exceptions but refusals and lost connections are defects: see `error`."""
+        began = time.monotonic()
         try:
             self._serve(hello, stream)
         except Refusal as refusal:
-            with contextlib.suppress(PeerLost):
-                # Without waiting: a decision's thread may have this link in its list, and would wait for this thread.
-                stream.post(frames.refused(refusal))
+            _refuse(stream, refusal)
+        except (OSError, PeerLost):
+            raise
+        except Exception as error:  # noqa: BLE001  # the server's main thread raises it, if it does not pass
+            self._defective(hello.peer.index, error, time.monotonic() - began)
+            _refuse(stream, Refusal("UNAVAILABLE", f"the coordinator has a defect: {error!r}"))
+
+    def _defective(self, shard: int, error: Exception, lasted: float) -> None:
+        with self._lock:
+            self._defects[shard] = number = 1 if lasted > self._times.silent else self._defects[shard] + 1
+        if number == 1:  # the next links of the shard probably end with the same
+            _LOG.error("the link of shard %d failed; the shard links again", shard, exc_info=error)
+        elif number == DEFECTS:
+            _LOG.error("the links of shard %d failed %d times in a row", shard, number)
+            self.error = error
 
     def _serve(self, hello: Hello, stream: ServerStream) -> None:
         driving = self._driving(hello)
@@ -119,6 +139,8 @@ class Links:
         position, peer, ended = first.position, hello.peer, False
         if max(position.term, position.begun, position.version) > MOST:
             raise Refusal("INVALID_ARGUMENT", f"the numbers of a position must be at most {MOST}")
+        if position.link > self._peers.newest_link:  # it would end each link that begins with a number of `Coordinate`
+            raise Refusal("INVALID_ARGUMENT", f"link {position.link} was not allowed by a call of Coordinate")
         sink = _RemoteSink(peer.index, stream)
         try:
             with self._attaching:
@@ -187,3 +209,9 @@ class Links:
         if why := replaced(peer, newest):
             raise Refusal("PERMISSION_DENIED", why)
         return driving
+
+
+def _refuse(stream: ServerStream, refusal: Refusal) -> None:
+    with contextlib.suppress(PeerLost):
+        # Without waiting: a decision's thread may have this link in its list, and would wait for this thread.
+        stream.post(frames.refused(refusal))

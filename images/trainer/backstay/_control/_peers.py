@@ -1,4 +1,4 @@
-"""The newest incarnation of every pod that a server has received."""
+"""The newest incarnation of every pod that a server has received, and the numbers of the links that may begin."""
 
 from __future__ import annotations
 
@@ -11,11 +11,23 @@ __all__ = ["Peers", "cannot_link", "replaced"]
 
 
 class Peers:
-    """The newest incarnation of every pod that this server has received. Thread-safe."""
+    """The newest incarnation of every pod that this server has received, and the links it allowed. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._newest: dict[str, int] = {}
+        self._links = 0
+
+    def allow_link(self) -> int:
+        """A number for a link that may begin now: one more than any before."""
+        with self._lock:
+            self._links += 1
+            return self._links
+
+    @property
+    def newest_link(self) -> int:
+        """The newest number of `allow_link`; 0: none."""
+        return self._links
 
     def see(self, role: str, index: int, incarnation: int) -> tuple[int, bool]:
         """The newest incarnation known, this one included; and whether it is new."""

@@ -8,7 +8,6 @@ few threads. Only calls that are authenticated and complete get there.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -119,7 +118,6 @@ class ControlService(grpc.GenericRpcHandler):
         self._credentials = credentials
         self._pool = pool
         self._timeouts = timeouts
-        self._links = itertools.count(1)
         unary: dict[str, tuple[type[Any], Callable[[Any, Any], Awaitable[ProtoMessage]]]] = {
             "Join": (JoinRequest, self._join),
             "Heartbeat": (HeartbeatRequest, self._heartbeat),
@@ -278,7 +276,9 @@ class ControlService(grpc.GenericRpcHandler):
         if request.coordinator > host.incarnation:
             host.superseded(request.coordinator)
             raise _Refused(grpc.StatusCode.FAILED_PRECONDITION, f"incarnation {request.coordinator} coordinates now")
-        return CoordinateReply(incarnation=host.incarnation, data_address=host.data_address, link=next(self._links))
+        return CoordinateReply(
+            incarnation=host.incarnation, data_address=host.data_address, link=self._peers.allow_link()
+        )
 
     async def _progress(self, request: ProgressRequest, _: Any) -> ProgressReply:
         self._check(request.shard, request.expected_incarnation)

@@ -13,6 +13,7 @@ from backstay_rpc.control_pb2 import Leaf
 
 from .._data import BatchKey
 from .._update import LocalSteps, local_settings
+from .._version import __version__
 from ..errors import ConfigurationError, OptimizerError
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class Plan:
         """The settings that a pod sends when it joins."""
         import jax
 
-        from .._control import CONSTANTS, LAYOUT, PROGRAM, SOFTWARE, STRUCTURE, Agreement
+        from .._control import CONSTANTS, LAYOUT, PROGRAM, SOFTWARE, STRUCTURE, VERSION, Agreement
 
         parts = self.partition
         settings = {
@@ -70,6 +71,7 @@ class Plan:
             PROGRAM: parts.program_digest.hex(),
             CONSTANTS: " ".join(self.rule.program.constants),
             SOFTWARE: f"jax {jax.__version__} with x64 {'on' if jax.config.values['jax_enable_x64'] else 'off'}",
+            VERSION: __version__,
             **self.arguments,
             **self.wire.settings(),
         }

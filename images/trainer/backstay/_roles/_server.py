@@ -186,6 +186,8 @@ class Server:
                     self._link.tick(time.monotonic())
                     if self._link.error is not None:
                         raise self._link.error
+                if self._links is not None and self._links.error is not None:
+                    raise self._links.error
                 self._tick()
                 if self._stop.requested.is_set():
                     self._tracing.ending()

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -28,7 +29,8 @@ from backstay_rpc.control_pb2 import Replica as ReplicaFrame
 
 from .. import _instrument
 from .._timeouts import Timeouts
-from .._wire import CHUNK_BYTES, Engine, FrameStream, Refusal, frames, kind_of
+from .._watchdog import at_most
+from .._wire import CHUNK_BYTES, Engine, Refusal, ServerStream, frames, kind_of
 from ..errors import PeerLost
 from ._prepared import WHOLE, Hold, Operand, Prepared
 
@@ -64,6 +66,8 @@ class Replica:
         self._began = time.monotonic()
         self._filled = 0.0  # seconds that it took to fill it
         self._answers: deque[float] = deque(maxlen=64)  # seconds until it held each of the newest items
+        self._pinged = 0  # messages without an item that it has answered
+        self._cut: Callable[[], object] = lambda: None  # ends its stream, in which this process may wait
 
     def put(self, item: Item) -> int:
         """Queue an item; returns the number to wait for."""
@@ -119,9 +123,13 @@ class Replica:
                 self.closed_by_peer = closed_by_peer
             self._queue.clear()
             self._changed.notify_all()
+            cut = self._cut
+        cut()
 
-    def run(self, stream: FrameStream) -> None:
+    def run(self, stream: ServerStream) -> None:
         """Send until it ends."""
+        with self._changed:
+            self._cut = stream.cut
         try:
             while True:
                 with self._changed:
@@ -131,20 +139,26 @@ class Replica:
                     item = self._queue.popleft() if self._queue else None
                 if item is None:
                     stream.write(_ALIVE)
-                else:
-                    for frame, body in item():
-                        if self._over():
-                            return  # what it sends may be used again by now, so the end of it must not follow
-                        stream.write(frame, *body)
-                        with self._changed:
-                            self._sent += 1
-                            self._changed.notify_all()
-                item, sent = None, item is not None  # it holds the mean
+                    with at_most(self._times.held, partial(self._overdue, self._pinged)):
+                        if not self._answered(stream):
+                            return
+                    with self._changed:
+                        self._pinged += 1
+                        self._changed.notify_all()
+                    continue
+                for frame, body in item():
+                    if self._over():
+                        return  # what it sends may be used again by now, so the end of it must not follow
+                    stream.write(frame, *body)
+                    with self._changed:
+                        self._sent += 1
+                        self._changed.notify_all()
+                item = None  # it holds the mean
                 asked = time.monotonic()
                 if not self._answered(stream):
                     return
                 with self._changed:
-                    self._held += sent
+                    self._held += 1
                     if self.in_sync:
                         self._answers.append(time.monotonic() - asked)
                     if not self._queue and self._held == self._put and self._put > 0 and not self.in_sync:
@@ -157,8 +171,17 @@ class Replica:
         finally:
             self.end(closed_by_peer=True)
 
+    def _overdue(self, pinged: int) -> None:
+        """A message without an item was not answered in time. The first look finds out whether this process was paused,
+        with the answer in its socket."""
+        with self._changed:
+            if self._changed.wait_for(lambda: self._pinged > pinged or self.ended_at is not None, 2 * GLANCE):
+                return
+        _LOG.warning("the standby (incarnation %d) did not answer for %.1f s", self.incarnation, self._times.held)
+        self.end()
+
     @staticmethod
-    def _answered(stream: FrameStream) -> bool:
+    def _answered(stream: ServerStream) -> bool:
         answer = stream.read()
         if answer is None:
             return False
@@ -212,7 +235,7 @@ class Replication:
         current = self._current
         return current.incarnation if current is not None and current.in_sync and current.ended_at is None else 0
 
-    def serve(self, hello: Hello, stream: FrameStream) -> None:
+    def serve(self, hello: Hello, stream: ServerStream) -> None:
         """Serve a standby's stream until it ends."""
         if hello.partition_digest != self._digest or hello.expected_incarnation != self._incarnation:
             stream.write(frames.refused(Refusal("FAILED_PRECONDITION", "expected another incarnation or partition")))

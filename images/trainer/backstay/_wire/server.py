@@ -343,7 +343,7 @@ class DataServer:
         host: str,
         port: int,
         token: str,
-        replicate: Callable[[Hello, FrameStream], None] | None = None,
+        replicate: Callable[[Hello, ServerStream], None] | None = None,
         link: Callable[[Hello, ServerStream], None] | None = None,
         ended: Callable[[Hello], None] | None = None,
         timeouts: Timeouts | None = None,
