@@ -34,6 +34,7 @@ from backstay_cli.jobfile import (
 )
 from backstay_cli.program import BAD_INPUT, FAILED, INTERRUPTED, OK, refuse, run_app
 from backstay_cli.script_command import ScriptCommand
+from backstay_cli.template_fields import wrong_fields
 from backstay_cli.words import shortened
 from backstay_spec.sidecars import misspelt_containers
 from backstay_spec.validation import parse_job
@@ -327,7 +328,11 @@ def export(
 
 @app.command()
 def validate(files: Annotated[list[Path], typer.Argument(help="TrainingJobs (YAML).")]) -> None:
-    """Check TrainingJobs without running them: every mistake with its path and the valid values."""
+    """Check TrainingJobs without running them: every mistake with its path and the valid values.
+
+    Unknown fields and values of a wrong type in pod templates and in checkpoint.volume are warnings. A cluster checks
+    most other values there only when the operator creates the pods.
+    """
     invalid = False
     for file in files:
         try:
@@ -338,7 +343,7 @@ def validate(files: Annotated[list[Path], typer.Argument(help="TrainingJobs (YAM
             invalid = True
             continue
         print(f"{file}: {job['metadata'].get('name', 'a TrainingJob')}: valid")
-        for text in misspelt_containers(parse_job(job).spec):
+        for text in (*misspelt_containers(parse_job(job).spec), *wrong_fields(job["spec"])):
             print(f"{file}: warning: {text}")
         if (uri := relative_checkpoint(raw)) is not None:
             print(

@@ -221,7 +221,12 @@ EVENTS: Final[tuple[EventDoc, ...]] = (
     EventDoc("Scaled", "Normal", "`workers.replicas` changed.", "None."),
     EventDoc("Suspended", "Normal", "The operator deletes the pods of a suspended job.", "None."),
     EventDoc("Resumed", "Normal", "The operator creates the pods of a resumed job.", "None."),
-    EventDoc("Superseded", "Normal", "The operator deletes a pod, because a newer pod fills its slot.", "None."),
+    EventDoc(
+        "Superseded",
+        "Normal",
+        "The operator deletes a pod, because a newer pod fills its slot. This is part of a replacement, not a fault.",
+        "None.",
+    ),
     EventDoc("Trained", "Normal", "The last update is stored. The script of worker 0 may still run.", "None."),
     EventDoc("Succeeded", "Normal", "The job has succeeded.", "None."),
     EventDoc(

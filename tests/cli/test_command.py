@@ -276,6 +276,34 @@ def test_a_job_is_localised_to_the_folder_of_its_file(tmp_path: Path) -> None:
     assert claims_of(claims) == ["ck"]
 
 
+def test_validate_warns_of_fields_that_a_pod_does_not_have(tmp_path: Path) -> None:
+    container = {"name": "trainer", "resource": {}}
+    pod = {"nodeselector": {"a": "b"}, "affinity": {"$patch": "replace"}, "containers": [container]}
+    workers = {"replicas": 2, "template": {"spec": pod}}
+    checkpoint = {"volume": {"persistentVolumeClaim": {"claimName": "ck", "readonly": True}}}
+    path = tmp_path / "job.yaml"
+
+    def validate(spec: dict[str, object]) -> list[str]:
+        path.write_text(yaml.safe_dump({**JOB, "spec": {**JOB["spec"], **spec}}))
+        result = RUNNER.invoke(app, ["validate", str(path)])
+        assert result.exit_code == 0, result.output
+        return [line for line in result.stdout.splitlines() if "warning" in line]
+
+    prefix, end = f"{path}: warning: spec.", " is not a field that Kubernetes defines"
+    assert sorted(validate({"workers": workers, "checkpoint": checkpoint})) == [
+        f"{prefix}checkpoint.volume.persistentVolumeClaim.readonly{end}",
+        f"{prefix}workers.template.spec.containers[0].resource{end}",
+        f"{prefix}workers.template.spec.nodeselector{end}",
+    ]
+    del container["resource"]
+    del pod["nodeselector"]
+    assert validate({"workers": workers}) == []
+    pod["hostNetwork"] = "yes"
+    (warning,) = validate({"workers": workers})
+    assert "spec.workers.template has a value of a wrong type" in warning
+    assert "hostNetwork" in warning
+
+
 def test_an_invalid_option_is_named_and_not_the_field_that_it_sets(tmp_path: Path) -> None:
     script = tmp_path / "tr.py"
     script.write_text("")
