@@ -385,7 +385,8 @@ def ended_pod(index: int, message: str, code: int = 0) -> dict[str, Any]:
 
 def test_the_object_at_the_end_has_what_programs_need(tmp_path: Path) -> None:
     seconds = {"applied": 80.0, "wait": 15.0, "data": 4.7, "send": 0.3}
-    status = {**STATUS, "goodput": 0.8, "workerSeconds": seconds}
+    traffic = {"carried": 120.0, "exact": 240.0}
+    status = {**STATUS, "goodput": 0.8, "workerSeconds": seconds, "traffic": traffic}
     job = {"metadata": {"name": "a", "namespace": "default"}, "status": status}
     result = json.dumps({"result": "Failed", "step": 9, "checkpoint": "/c", "metrics": {"accuracy": 0.5, "bad": None}})
     view = view_of(job, [ended_pod(0, result, 1), ended_pod(1, "not JSON")], [])
@@ -403,6 +404,7 @@ def test_the_object_at_the_end_has_what_programs_need(tmp_path: Path) -> None:
         "trainMetrics": {},
         "goodput": 0.8,
         "workerSeconds": seconds,
+        "traffic": traffic,
         "restarts": 3,
         "disruptions": 1,
         "checkpoint": "/c",

@@ -200,7 +200,7 @@ def test_a_pod_of_another_job_is_refused_and_states_the_reason(job) -> None:
         text = answer.read().decode()
     later = {"backstay_loss", "backstay_evaluation", "backstay_train_metric", "backstay_straggler_delay_seconds"}
     later |= {"backstay_checkpoint_timestamp_seconds", "backstay_waited_for_seconds_total"}
-    later |= {"backstay_gradient_norm", "backstay_learning_rate"}
+    later |= {"backstay_gradient_norm", "backstay_learning_rate", "backstay_update_bytes"}
     wanted = metric_names("ParameterServer", 0)
     assert {name for name in wanted if f"\n{name}{{" not in text} == later
     others = metric_names() - wanted
