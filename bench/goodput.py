@@ -1,7 +1,7 @@
 """Goodput of whole jobs, in quiet runs and while pods are killed: `status.workerSeconds` (docs/goodput.md).
 
 Two independent witnesses check it. The parameters of bench/scripts/witness.py count the applied gradients, and each of
-them slept for a fixed time. The workers that ended by themselves wrote their seconds into their logs.
+them slept for a fixed time. The workers that ended by themselves reported their own seconds.
 
     python bench/goodput.py [--seconds 30] [--standbys 0|1] [--seed 0]
 
@@ -13,12 +13,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import re
 import sys
 import time
 from typing import Any
 
-from _cluster import NAMESPACE, Cluster, Job, cluster, seconds_per_step, stored
+from _cluster import Cluster, Job, cluster, seconds_per_step, stored
 from _common import table
 from chaos import Chaos, witness_of
 
@@ -47,13 +46,12 @@ def all_train(job: Job) -> bool:
     )
 
 
-def logged(job: Job) -> dict[str, float]:
-    """The seconds in the logs of the workers that ended by themselves."""
+def reported(job: Job) -> dict[str, float]:
+    """The seconds that the workers which ended by themselves reported at their end."""
     found: dict[str, float] = {}
-    for log in (job.cluster.folder / "pods" / NAMESPACE).glob(f"{job.name}-worker-*/trainer.log*"):
-        for line in re.findall(r"seconds of this worker: (.*)", log.read_text(errors="replace")):
-            for part, seconds in re.findall(r"(\w+) ([\d.e+-]+)", line):
-                found[part] = found.get(part, 0.0) + float(seconds)
+    for fact in job.facts("worker_seconds"):
+        for part in PARTS:
+            found[part] = found.get(part, 0.0) + float(fact.notes.get(part, 0.0))
     return found
 
 
@@ -87,7 +85,7 @@ async def run(on: Cluster, arguments: argparse.Namespace, case: int) -> tuple[Jo
 async def measure(arguments: argparse.Namespace) -> bool:
     """Measure all cases in one cluster; return whether each passed."""
     fine, quiet = True, 0.0
-    rows: list[tuple[str, ...]] = [("", "killed", "s/update", "of quiet", "goodput", "witness", "logs", *PARTS[1:])]
+    rows: list[tuple[str, ...]] = [("", "killed", "s/update", "of quiet", "goodput", "witness", "workers", *PARTS[1:])]
     async with cluster(arguments.keep) as on:
         for case, (name, what, _, _) in enumerate(CASES):
             job, pace, killed = await run(on, arguments, case)
@@ -95,7 +93,7 @@ async def measure(arguments: argparse.Namespace) -> bool:
             counted, seconds = witness_of(job), job.status["workerSeconds"]
             fine = fine and counted.lost == counted.twice == 0
             total, applied = sum(seconds.values()), int((stored(job)[1]["count"] > 0).sum())
-            own = logged(job)
+            own = reported(job)
             rows.append(
                 (
                     name,

@@ -9,7 +9,7 @@ import os
 import time
 from pathlib import Path
 
-FACTS = {"start", "rollback", "in_sync", "fault"}
+FACTS = {"start", "rollback", "in_sync", "fault", "worker_seconds"}
 
 
 def mark(what: str, at: float | None = None) -> None:

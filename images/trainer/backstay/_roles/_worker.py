@@ -540,6 +540,7 @@ class Worker:
         measured = {part: seconds for part, seconds in zip(MEASURED, self.seconds.rounded, strict=True) if seconds}
         shown = "  ".join(f"{part} {seconds:.3g}" for part, seconds in measured.items())
         _LOG.info("seconds of this worker: %s", shown, extra={"fields": {"workerSeconds": measured}})
+        _instrument.report("worker_seconds", **measured)
         self._disconnect()
         self._beside.close()
         self._heart.close()
