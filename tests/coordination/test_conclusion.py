@@ -11,6 +11,7 @@ from backstay._coordination import (
     Intervals,
     Rules,
     Send,
+    ServerPosition,
 )
 from backstay_rpc.control_pb2 import Applied, Commit, GradientId, GradientInfo, Save, Staged, Written
 
@@ -85,19 +86,19 @@ def test_t8_a_shard_without_the_newest_commits_gets_each_request_for_a_checkpoin
     every = Intervals(every_steps=2) if requested == "by a commit" else None
     job = Coordinator(rules, CoordinatorState(term=1, version=0, world=1), intervals=every)
     for shard in (0, 1):
-        job.hello(0, shard, 1, 0, saves=0)
+        job.hello(0, ServerPosition(shard, 1, 0, saves=0))
     for version in (0, 1):
         for shard in (0, 1):
             job.report(1, shard, staged(0, version))
         job.report(1, 0, Applied(version=version + 1))
     if requested == "by a save":
         job.save(1)
-    linked = job.hello(2, 1, 1, 2 - lost_updates, saves=0)
+    linked = job.hello(2, ServerPosition(1, 1, 2 - lost_updates, saves=0))
     received = [decision.message for decision in linked if isinstance(decision, Send)]
     saves = [message.version for message in received if isinstance(message, Save)]
     saves += [message.version + 1 for message in received if isinstance(message, Commit) and message.checkpoint]
     assert saves == ([] if requested == "never" else [2])
-    assert not any(isinstance(d.message, Save) for d in job.hello(3, 1, 1, 2 - lost_updates, saves=2))
+    assert not any(isinstance(d.message, Save) for d in job.hello(3, ServerPosition(1, 1, 2 - lost_updates, saves=2)))
 
 
 def test_the_state_survives_a_manifest() -> None:

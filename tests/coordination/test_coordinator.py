@@ -24,6 +24,7 @@ from backstay._coordination import (
     Restart,
     Rules,
     Send,
+    ServerPosition,
     Updated,
     WriteManifest,
 )
@@ -291,7 +292,7 @@ class Job:
             of_version = [one.rank for one in self.gathered.values() if (one.term, one.version) == (term, version)]
             ranks[:] = [rank for rank in ranks if rank in of_version]
         term, version = shard.term, shard.version
-        self.carry_out(self.coordinator.hello(self.now, shard.index, term, version))
+        self.carry_out(self.coordinator.hello(self.now, ServerPosition(shard.index, term, version)))
         if shard.term == self.coordinator.state.term:
             shard.outbox.extend(shard.staged.values())
             shard.outbox.append(("applied", shard.version))

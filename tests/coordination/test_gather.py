@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backstay._coordination import Coordinator, CoordinatorState, Rules, Send
+from backstay._coordination import Coordinator, CoordinatorState, Rules, Send, ServerPosition
 from backstay_rpc.control_pb2 import Commit, Gather, GradientId, GradientInfo, NormRequest, Reject, RejectReason, Staged
 
 
@@ -92,7 +92,7 @@ def test_t1_every_sum_is_part_of_the_next_commit(data: st.DataObject) -> None:
         elif event == "grace":
             out = coordinator.set_grace(now, data.draw(st.sampled_from([0.0, 5.0, None])))
         elif event == "link":
-            out = coordinator.hello(now, 1, 1, 0)
+            out = coordinator.hello(now, ServerPosition(1, 1, 0))
         else:
             out = coordinator.tick(now)
         for message in [d.message for d in out if isinstance(d, Send)]:
@@ -123,7 +123,7 @@ def test_t3_a_contribution_that_is_added_up_stays_when_a_link_breaks() -> None:
     """The worker of the contribution is replaced meanwhile, and sends again."""
     coordinator = coordinator_of(5)
     (gather,) = [message for rank in range(4) for message in hand_in(coordinator, rank)]
-    again = coordinator.hello(0.0, 1, 1, 0)
+    again = coordinator.hello(0.0, ServerPosition(1, 1, 0))
     assert gather in [d.message for d in again if isinstance(d, Send)], "the shard may not have received it"
     coordinator.joined(0.0, 2, 1)
     (refused,) = {m.reason for m in hand_in(coordinator, 2, incarnation=1) if isinstance(m, Reject)}
@@ -151,9 +151,9 @@ def test_t3_with_standbys_a_lost_server_takes_back_what_is_added_up() -> None:
     """The standby of the lost server does not have the sums."""
     coordinator = coordinator_of(5, replicates=True)
     for shard in (0, 1):
-        coordinator.hello(0.0, shard, 1, 0, incarnation=1)
+        coordinator.hello(0.0, ServerPosition(shard, 1, 0, incarnation=1))
     (gather,) = [message for rank in range(4) for message in hand_in(coordinator, rank)]
-    decisions = coordinator.hello(0.0, 1, 1, 0, incarnation=2)
+    decisions = coordinator.hello(0.0, ServerPosition(1, 1, 0, incarnation=2))
     rejects = [d.message for d in decisions if isinstance(d, Send) and isinstance(d.message, Reject)]
     assert [message.id.rank for message in rejects] == [0, 1, 2, 3]
     (again,) = [message for rank in range(4) for message in hand_in(coordinator, rank, attempt=2)]

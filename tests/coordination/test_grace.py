@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backstay._coordination import Coordinator, CoordinatorState, Rules, Send, Updated
+from backstay._coordination import Coordinator, CoordinatorState, Rules, Send, ServerPosition, Updated
 from backstay._coordination._grace import best_wait, replay
 from backstay_rpc.control_pb2 import Commit, GradientId, GradientInfo, Lost, Staged
 
@@ -18,7 +18,7 @@ def coordinator_of(world: int, **more: object) -> Coordinator:
     """At version 1, with ranks that have all contributed before: so an update waits for each of them."""
     rules = Rules(**{"mode": "Sync", "shards": 1, "steps": 1000, "backups": 2, "grace": 1.0, **more})
     coordinator = Coordinator(rules, CoordinatorState(term=1, version=1, world=world))
-    coordinator.hello(0.0, 0, 1, 1)
+    coordinator.hello(0.0, ServerPosition(0, 1, 1))
     for rank in range(world):
         coordinator.report(0.0, 0, Lost(id=gradient(rank, 0)))
     return coordinator

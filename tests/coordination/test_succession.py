@@ -22,6 +22,7 @@ from backstay._coordination import (
     Restart,
     Rules,
     Send,
+    ServerPosition,
     Updated,
     after,
 )
@@ -113,12 +114,14 @@ class Job:
         self.carry_out(
             self.coordinator.hello(
                 0.0,
-                shard.index,
-                1,
-                shard.active.version,
-                incarnation=shard.incarnation,
-                last=shard.received,
-                prepared=shard.active.prepared,
+                ServerPosition(
+                    shard.index,
+                    1,
+                    shard.active.version,
+                    incarnation=shard.incarnation,
+                    last=shard.received,
+                    prepared=tuple(shard.active.prepared),
+                ),
             )
         )
         shard.outbox.extend(shard.staged.values())
@@ -330,12 +333,12 @@ def test_t8_a_decision_that_may_be_withdrawn_does_not_refuse_a_gradient() -> Non
         Rules(mode="Async", shards=3, steps=STEPS, replicates=True), CoordinatorState(term=1, version=0, world=1)
     )
     for shard in range(3):
-        coordinator.hello(0.0, shard, 1, 0, incarnation=1)
+        coordinator.hello(0.0, ServerPosition(shard, 1, 0, incarnation=1))
     first, again = (Staged(id=GradientId(term=1, attempt=n), info=GradientInfo(finite=True)) for n in (1, 2))
     said = [*coordinator.report(0.0, 0, first), *coordinator.report(0.0, 1, first), *coordinator.report(0.0, 2, first)]
     assert [type(d.message) for d in said if isinstance(d, Send)] == [NormRequest]
     assert coordinator.report(0.0, 0, again) == [], "too early to refuse it"
-    taken_back = coordinator.hello(0.0, 2, 1, 0, incarnation=2)
+    taken_back = coordinator.hello(0.0, ServerPosition(2, 1, 0, incarnation=2))
     assert [d.message.id for d in taken_back if isinstance(d, Send)] == [first.id]
     said = [*coordinator.report(0.0, 1, again), *coordinator.report(0.0, 2, again)]
     (request,) = [d.message for d in said if isinstance(d, Send)]
@@ -348,11 +351,11 @@ def test_t8_a_gradient_that_was_refused_is_refused_by_every_shard() -> None:
     coordinator = Coordinator(Rules(mode="Sync", shards=2, steps=STEPS), CoordinatorState(term=1, version=0, world=2))
     complete, again = (Staged(id=GradientId(term=1, attempt=n), info=GradientInfo(finite=True)) for n in (1, 2))
     for shard in (0, 1):
-        coordinator.hello(0.0, shard, 1, 0)
+        coordinator.hello(0.0, ServerPosition(shard, 1, 0))
         coordinator.report(0.0, shard, complete)
     refused = Reject(id=again.id, reason=RejectReason.DUPLICATE)
     assert Send(None, refused) in coordinator.report(0.0, 0, again)
-    coordinator.hello(0.0, 1, 1, 0)  # its link broke
+    coordinator.hello(0.0, ServerPosition(1, 1, 0))  # its link broke
     assert Send(None, refused) in coordinator.report(0.0, 1, again)
     coordinator.report(0.0, 1, complete)
     other = Staged(id=GradientId(term=1, rank=1), info=GradientInfo(finite=True))
@@ -372,9 +375,9 @@ def test_a_stale_standby_begins_a_new_term() -> None:
     assert resumed().worker_at(0.0, 1, 3) == [Restart(0)]
     assert resumed().worker_at(0.0, 1, 2) == []
     ahead = Commit(term=1, version=2, contributions=[Contribution(id=GradientId(term=1, version=2))], world=1)
-    assert resumed().hello(0.0, 1, 1, 3, incarnation=1, last=ahead) == [Restart(1)]
+    assert resumed().hello(0.0, ServerPosition(1, 1, 3, incarnation=1, last=ahead)) == [Restart(1)]
     far = Commit(term=1, version=4, world=1)
-    assert resumed().hello(0.0, 1, 1, 5, incarnation=1, last=far) == [Restart(1)]
+    assert resumed().hello(0.0, ServerPosition(1, 1, 5, incarnation=1, last=far)) == [Restart(1)]
 
 
 def test_t8_a_standby_receives_nothing_of_an_abandoned_history() -> None:
@@ -410,10 +413,10 @@ def test_t6_a_successor_without_a_term_that_was_begun_does_not_begin_it_again() 
     start = Rollback(term=1, version=0, world=1)
     state = CoordinatorState(term=1, version=0, world=1)
     resumed = Coordinator.resume(rules, state, start, last=None, prepared=())
-    assert resumed.hello(0.0, 1, 0, 0, incarnation=1, begun=2) == [Restart(1)]
+    assert resumed.hello(0.0, ServerPosition(1, 0, 0, incarnation=1, begun=2)) == [Restart(1)]
     assert resumed.newest_term == 2
     # Another shard reports a newer term while the coordinator searches the checkpoint.
-    assert resumed.hello(0.0, 0, 0, 0, incarnation=2, begun=3) == []
+    assert resumed.hello(0.0, ServerPosition(0, 0, 0, incarnation=2, begun=3)) == []
     assert resumed.restart(0.0, CoordinatorState(term=3, version=0, world=1), "") == [Restart(0)]
     assert resumed.newest_term == 3
     begun = resumed.restart(0.0, CoordinatorState(term=4, version=0, world=1), "")
@@ -438,7 +441,7 @@ def test_a_checkpoint_that_died_with_its_writer_is_due_immediately() -> None:
             intervals=Intervals(20 if seconds is None else None, seconds),
             now=1000.0,
         )
-        resumed.hello(1000.0, 0, 1, version, incarnation=2)
+        resumed.hello(1000.0, ServerPosition(0, 1, version, incarnation=2))
         gradient = GradientId(term=1, version=version, rank=0, key_step=version)
         resumed.report(1000.0, 0, Staged(id=gradient, info=GradientInfo(finite=True)))
         said = resumed.report(1000.0, 0, Norm(term=1, version=version, round=1))
@@ -465,7 +468,7 @@ def test_a_commit_of_the_previous_coordinator_is_reported_with_its_loss() -> Non
         prepared=contributions,
         infos=[GradientInfo(loss=0.5)],
     )
-    said = resumed.hello(0.0, 1, 1, 3, incarnation=1, last=commit, prepared=contributions)
+    said = resumed.hello(0.0, ServerPosition(1, 1, 3, incarnation=1, last=commit, prepared=contributions))
     (updated,) = [decision for decision in said if isinstance(decision, Updated)]
     assert updated.adopted
     assert [info.loss for info in updated.infos] == [0.5]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backstay._coordination import Coordinator, CoordinatorState, Intervals, Rules
+from backstay._coordination import Coordinator, CoordinatorState, Intervals, Rules, ServerPosition
 
 
 @given(st.integers(1, 5), st.integers(0, 50))
@@ -17,7 +17,7 @@ def test_a_shard_of_an_unstored_history_is_taken_back_in_a_higher_term(term: int
     )  # fmt: skip
     state = CoordinatorState(term=1, version=0, world=1)
     coordinator = Coordinator(rules, state, checkpoint="", desired_world=1, intervals=Intervals(), now=0.0)
-    decisions = coordinator.hello(0.0, 1, term, version)
+    decisions = coordinator.hello(0.0, ServerPosition(1, term, version))
     restarts = [decision for decision in decisions if type(decision).__name__ == "Restart"]
     assert bool(restarts) == ((term, version) > (1, 0))
     assert not restarts or coordinator.newest_term >= term

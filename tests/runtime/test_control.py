@@ -16,7 +16,7 @@ import pytest
 
 from backstay import _instrument
 from backstay._control import Agreement, ControlClient, ControlServer, Driving, Heartbeats, Link, Outbox, Peers
-from backstay._coordination import Coordinator, CoordinatorState, Intervals, Rules, WriteManifest
+from backstay._coordination import Coordinator, CoordinatorState, Intervals, Rules, ServerPosition, WriteManifest
 from backstay._roles._coordinators import LocalCoordinator
 from backstay._roles._http import HttpPort
 from backstay._roles._metrics import Metrics
@@ -359,7 +359,7 @@ def test_a_link_that_breaks_loses_nothing(host: FakeHost) -> None:
     driving.start()
     host.driving = driving
     first = Recorder()
-    driving.attach(0, first, 0, 0)
+    driving.attach(first, ServerPosition(0, 0, 0))
     block = claim_block()  # its own address: no other program takes the port while it is closed
     server = Coordinating(host, TOKEN, bind=block.node_ip)
     sink = Recorder()
@@ -406,8 +406,8 @@ def test_t6_messages_of_a_replaced_server_are_ignored() -> None:
     rules = Rules(mode="Sync", shards=2, steps=100)
     driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), FakeStorage(), Silence())
     older, newer = Recorder(), Recorder()
-    driving.attach(1, older, 0, 0, incarnation=1)
-    driving.attach(1, newer, 0, 0, incarnation=2)
+    driving.attach(older, ServerPosition(1, 0, 0, incarnation=1))
+    driving.attach(newer, ServerPosition(1, 0, 0, incarnation=2))
     gradient = GradientId(term=1, version=0, rank=0, attempt=1)
     message = Staged(id=gradient, info=GradientInfo(finite=True))
     driving.report(1, message, older)
@@ -422,8 +422,8 @@ def test_t8_a_checkpoint_is_not_waited_for_when_its_writer_has_left() -> None:
     driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), FakeStorage(), Silence())
     driving.start()
     zero, one = Recorder(), Recorder()
-    driving.attach(0, zero, 1, 0)
-    driving.attach(1, one, 1, 0)
+    driving.attach(zero, ServerPosition(0, 1, 0))
+    driving.attach(one, ServerPosition(1, 1, 0))
     gradient = GradientId(term=1, version=0, rank=0, attempt=1)
     for shard in (0, 1):
         driving.report(shard, Staged(id=gradient, info=GradientInfo(finite=True)))
@@ -435,7 +435,7 @@ def test_t8_a_checkpoint_is_not_waited_for_when_its_writer_has_left() -> None:
     assert driving.unstored_without_server() == []
     driving.detach(1, one)
     assert driving.unstored_without_server() == [1]
-    driving.attach(1, one, 1, 1)
+    driving.attach(one, ServerPosition(1, 1, 1))
     assert driving.unstored_without_server() == []
     driving.report(1, Written(term=1, version=1))
     until(lambda: not driving.unstored())
@@ -449,7 +449,7 @@ def test_t7_a_server_that_stops_during_training_waits_for_its_checkpoint_and_not
     coordinator = Coordinator(rules, CoordinatorState(term=1, version=0, world=1), intervals=intervals)
     driving = Driving(coordinator, FakeStorage(), Silence())
     driving.start()
-    driving.attach(0, Recorder(), 1, 0)
+    driving.attach(Recorder(), ServerPosition(0, 1, 0))
 
     def update(version: int) -> None:
         gradient = GradientId(term=1, version=version, rank=0, key_step=version, attempt=version + 1)
@@ -493,7 +493,7 @@ def test_t8_training_waits_a_limited_time_for_checkpoints_that_cannot_be_read(pa
     driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), Fails(), Silence())
     driving.start()
     sink = Recorder()
-    driving.attach(0, sink, 1, 7)  # it has lived on after a coordinator that is gone
+    driving.attach(sink, ServerPosition(0, 1, 7))  # it has lived on after a coordinator that is gone
     until(lambda: bool(sink.received))
     assert sink.kinds() == (["Rollback"] if patience else ["Done"])
     driving.close()
@@ -517,7 +517,7 @@ def test_a_shard_may_answer_from_inside_a_call() -> None:
         driving.report(0, Staged(id=gradient, info=GradientInfo(finite=True)))
 
     echo = Echo()
-    driving.attach(0, echo, 0, 0)
+    driving.attach(echo, ServerPosition(0, 0, 0))
     threads = [threading.Thread(target=push, args=(0,)) for _ in range(4)]
     for thread in threads:
         thread.start()

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from backstay._control import Driving, Link, Links, Peers, _link, _links
-from backstay._coordination import Coordinator, CoordinatorState, Rules
+from backstay._coordination import Coordinator, CoordinatorState, Rules, ServerPosition
 from backstay._roles import _coordinators
 from backstay._roles._coordinators import RemoteCoordinator
 from backstay._timeouts import Timeouts
@@ -444,18 +444,18 @@ def test_t8_a_shard_that_did_not_receive_the_request_for_a_checkpoint_gets_it_ag
     rules = Rules(mode="Sync", shards=2, steps=100, stores=True)
     driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), Quiet(), Quiet())
     driving.start()
-    driving.attach(0, Nothing(), 1, 0)
-    driving.attach(1, broken := Nothing(), 1, 0)
+    driving.attach(Nothing(), ServerPosition(0, 1, 0))
+    driving.attach(broken := Nothing(), ServerPosition(1, 1, 0))
     for shard in (0, 1):
         driving.report(shard, staged(0))
         driving.report(shard, Applied(version=1))
     driving.detach(1, broken)
     driving.do(Coordinator.save)
     for saves, times in ((1, 0), (0, 1), (1, 1)):
-        driving.attach(1, Sink(), 1, 1, saves=saves)
+        driving.attach(Sink(), ServerPosition(1, 1, 1, saves=saves))
         until(lambda: received.count(Save(term=1, version=1)) == times)  # noqa: B023  another thread may deliver it
     driving.report(1, Written(term=1, version=1))
-    driving.attach(1, Sink(), 1, 1, saves=0)
+    driving.attach(Sink(), ServerPosition(1, 1, 1, saves=0))
     assert received.count(Save(term=1, version=1)) == 1
     driving.close()
 
@@ -568,7 +568,7 @@ def test_t8_a_job_fails_if_a_term_cannot_begin() -> None:
     rules = Rules(mode="Sync", shards=1, steps=10)
     driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), Storage(), Quiet())
     driving.start()
-    driving.attach(0, Sink(), 1, 7)  # it lives on after a coordinator that is gone
+    driving.attach(Sink(), ServerPosition(0, 1, 7))  # it lives on after a coordinator that is gone
     until(lambda: received)
     assert received[0].reason == "RestoreFailed"
     assert "could not carry out a decision: term 1 is not above" in received[0].failed

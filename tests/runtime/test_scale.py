@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from backstay._control import ControlClient, Driving, Link, Links, Peers
-from backstay._coordination import Coordinator, CoordinatorState, Rules
+from backstay._coordination import Coordinator, CoordinatorState, Rules, ServerPosition
 from backstay._process._environment import Environment
 from backstay._process._exit import Stop
 from backstay._roles._metrics import Metrics
@@ -138,7 +138,7 @@ def test_256_shards_get_every_update_in_order_and_once() -> None:
         thread.start()
     until(lambda: len(links) == shards - 1 and all(end.received for end in ends))
     local: list[Any] = []
-    driving.attach(0, Sink(local), 0, 0)
+    driving.attach(Sink(local), ServerPosition(0, 0, 0))
     until(lambda: all(end.received[1:] for end in ends))
     for version in range(steps):
         gradient = GradientId(term=1, version=version, rank=0, key_step=version, attempt=version + 1)

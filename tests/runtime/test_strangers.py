@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 
 from backstay._control import Agreement, ControlClient, Driving, Link
-from backstay._coordination import Coordinator, CoordinatorState, Rules
+from backstay._coordination import Coordinator, CoordinatorState, Rules, ServerPosition
 from backstay._process._guard import (
     LATE_SECONDS,
     MAX_LATE_LOOKS,
@@ -203,7 +203,7 @@ class Training:
         self.server = Coordinating(self, TOKEN, timeouts=timeouts)
         self.driving.start()
         self.version = 0
-        self.driving.attach(0, self._sink(0), 0, 0)
+        self.driving.attach(self._sink(0), ServerPosition(0, 0, 0))
         peer = Peer(role="parameter-server", index=1)
         self.link = Link(f"127.0.0.1:{self.server.port}", TOKEN, peer, AGREEMENT, "Sync")
         self.link.start(self._sink(1))  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, Protocol
+from typing import Concatenate, ParamSpec, Protocol
 
 from backstay_rpc.control_pb2 import ReplicaState, Rollback, Staged
 
@@ -28,6 +28,7 @@ from .._coordination import (
     Report,
     Restart,
     Send,
+    ServerPosition,
     ShardSink,
     Updated,
     WriteManifest,
@@ -115,16 +116,12 @@ class Driving:
 
     # ---- Links ----
 
-    def attach(self, shard: int, sink: ShardSink, term: int, version: int, **more: Any) -> None:
-        """A shard's server is connected: `sink` gets all later messages, and first those that it has missed.
-
-        Args:
-            more: see `Coordinator.hello`.
-        """
+    def attach(self, sink: ShardSink, position: ServerPosition) -> None:
+        """A shard's server is connected: `sink` gets all later messages, and first those that it has missed."""
 
         def hello(now: float) -> list[Decision]:
-            self._sinks[shard] = sink
-            return self._coordinator.hello(now, shard, term, version, **more)
+            self._sinks[position.shard] = sink
+            return self._coordinator.hello(now, position)
 
         self._do(hello)
 

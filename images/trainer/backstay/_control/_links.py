@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 from backstay_rpc.control_pb2 import CoordinatorMessage, Frame, Hello, Peer
 
-from .._coordination import Message
+from .._coordination import Message, ServerPosition
 from .._timeouts import Timeouts
 from .._watchdog import at_most
 from .._wire import Refusal, ServerStream, frames, kind_of
@@ -149,15 +149,17 @@ class Links:
                 stream.keep_alive()
                 stream.write(ACCEPTED)
                 driving.attach(
-                    peer.index,
                     sink,
-                    position.term,
-                    position.version,
-                    incarnation=peer.incarnation,
-                    last=position.last if position.HasField("last") else None,
-                    prepared=position.prepared,
-                    begun=position.begun,
-                    saves=position.saves,
+                    ServerPosition(
+                        peer.index,
+                        position.term,
+                        position.version,
+                        incarnation=peer.incarnation,
+                        last=position.last if position.HasField("last") else None,
+                        prepared=tuple(position.prepared),
+                        begun=position.begun,
+                        saves=position.saves,
+                    ),
                 )
             while (item := stream.read()) is not None:
                 frame, body = item

@@ -31,6 +31,7 @@ from ._same_losses import SAME, SAME_UPDATES, SameLosses
 from ._samples import EpochEnded, Samples
 from ._schedule import Intervals
 from ._state import CoordinatorState, Mode, Rules, after
+from ._takeover import ServerPosition
 from .seam import Coordination, Message, Report, ShardSink
 
 __all__ = [
@@ -62,6 +63,7 @@ __all__ = [
     "SameLosses",
     "Samples",
     "Send",
+    "ServerPosition",
     "ShardSink",
     "UpdateMode",
     "Updated",

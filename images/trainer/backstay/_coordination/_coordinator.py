@@ -7,6 +7,7 @@
 | `Grace` | how long does an update wait for more of them than its quorum? |
 | `History` | what is decided, what is certain, what has each shard applied? |
 | `Succession` | which server's version of the history counts after a server was replaced? |
+| `takeover` | what follows when a server connects? |
 | `Conclusion` | when is a checkpoint written, and when is the job done? |
 
 The order of a decision: a set is chosen, the version grows, and the commit is sent. With `clip_norm` or standbys the
@@ -40,6 +41,7 @@ from ._modes import MODES
 from ._schedule import Intervals, Schedule
 from ._state import CoordinatorState, Rules
 from ._succession import Succession
+from ._takeover import Adopt, Begin, Replay, ServerPosition, Takeover, takeover
 from ._world import change_batches, effective_world, next_world
 from .seam import Report
 
@@ -171,66 +173,53 @@ class Coordinator:
         """Call once, before anything else: a history that starts at its end has ended."""
         return self._succession.start() or self._conclusion.end_if_over(now)
 
-    def hello(
-        self,
-        now: float,
-        shard: int,
-        term: int,
-        version: int,
-        *,
-        incarnation: int = 0,
-        last: Commit | None = None,
-        prepared: Iterable[Contribution] = (),
-        begun: int = 0,
-        saves: int | None = None,
-    ) -> list[Decision]:
-        """A shard's server connected. It holds (term, version), or (0, 0) if it has no state yet.
+    def hello(self, now: float, position: ServerPosition) -> list[Decision]:
+        """A shard's server connected. After this, it reports again the gradients that it holds."""
+        replaces = self._succession.connected(position.shard, position.incarnation, max(position.term, position.begun))
+        self._intake.connected(position.shard)
+        out: list[Decision] = []
+        if replaces and self._continues(position):
+            # The gradients of the previous server died with it: pending updates are decided again.
+            out += self._take_back(now)
+        next_step = self._takeover(position)
+        if isinstance(next_step, Adopt):
+            out += self._adopt(now, next_step)
+            next_step = self._takeover(position)
+        match next_step:
+            case Restart():
+                return [*out, *self._succession.lose(position.shard)]
+            case Replay():
+                return out + self._replay(now, position, replaces=replaces)
+            case Begin():  # without the contributions that it had
+                return [*out, *self._intake.take_back_gathered(), Send(position.shard, self._history.start)]
+            case _:
+                return out + self._conclusion.final_messages(position.shard)
 
-        After this, it reports again the gradients that it holds.
+    def _takeover(self, position: ServerPosition) -> Takeover:
+        return takeover(position, self._history, self._succession, ended=self.finished is not None)
+
+    def _continues(self, position: ServerPosition) -> bool:
+        """Whether a server at this position can continue the history, and not only begin it again (0017)."""
+        current = position.term == self.state.term
+        return self.rules.replicates and current and not self._history.lost and self.finished is None
+
+    def _replay(self, now: float, position: ServerPosition, *, replaces: bool) -> list[Decision]:
+        """Send a server what it has missed.
 
         Args:
-            incarnation: the server's incarnation.
-            last: the newest commit of the term that the shard received, applied or not; None in a job without standbys.
-            prepared: the contributions whose mean the shard holds for `version`; only in a job with standbys.
-            begun: the newest term that the shard received, though it may hold nothing of the term yet.
-            saves: the newest version of the term that the shard was requested to store, 0 for none; None: not known.
+            replaces: whether the server replaces one that was connected.
         """
-        history, conclusion, succession = self._history, self._conclusion, self._succession
-        replaces = succession.connected(shard, incarnation, max(term, begun))
-        self._intake.connected(shard)
+        shard, version, conclusion = position.shard, position.version, self._conclusion
         out: list[Decision] = []
-        current = term == history.state.term
-        if self.rules.replicates and current and not history.lost and self.finished is None:
-            if replaces:
-                # The gradients of the previous server died with it: pending updates are decided again.
-                out += self._take_back(now)
-            reached = max(version, last.version + 1 if last is not None else 0)
-            if reached > history.state.version:
-                infos = succession.adopts(last)
-                if infos is None:
-                    return [*out, *succession.lose(shard)]
-                assert last is not None
-                out += self._adopt(now, last, infos)
-            if not history.holds_next(version, tuple(prepared)):
-                return [*out, *succession.lose(shard)]
+        if self._continues(position):
             if replaces:
                 out += conclusion.write_again(shard, version)
-            if conclusion.is_storing_the_end and succession.all_connected:
+            if conclusion.is_storing_the_end and self._succession.all_connected:
                 out += conclusion.save(now)  # taken over at the end: no commit requests it
-        if current and history.replays_from(version):
-            if saves is not None and not replaces:
-                out += conclusion.send_again(shard, version, saves)  # before the commits that follow
-            out += [Send(shard, message) for message in (*history.replay(shard, version), *self._intake.gathers)]
-            return out + conclusion.final_messages(shard)
-        if self.finished is not None:
-            return conclusion.final_messages(shard)
-        if history.lost:
-            return []
-        if history.state.version != history.start.version or succession.has_continued(term, version):
-            # Gradients are not stored: a lost shard can be read only from a checkpoint, and then all shards go back.
-            return [*out, *succession.lose(shard)]
-        # The shard begins the term again, without the contributions that it had.
-        return [*out, *self._intake.take_back_gathered(), Send(shard, history.start)]
+        if position.saves is not None and not replaces:
+            out += conclusion.send_again(shard, version, position.saves)  # before the commits that follow
+        missed = (*self._history.replay(shard, version), *self._intake.gathers)
+        return [*out, *(Send(shard, message) for message in missed), *conclusion.final_messages(shard)]
 
     def report(self, now: float, shard: int, report: Report) -> list[Decision]:
         """A shard's server sent a report."""
@@ -438,8 +427,9 @@ class Coordinator:
         """Decide an update that waited for more contributions, if it need not wait any longer."""
         return [] if self._grace.until is None else self._advance(now)
 
-    def _adopt(self, now: float, commit: Commit, infos: tuple[GradientInfo, ...]) -> list[Decision]:
-        """The previous coordinator sent this commit to a shard: it is part of the history."""
+    def _adopt(self, now: float, adopted: Adopt) -> list[Decision]:
+        commit, infos = adopted.commit, adopted.infos
+        self._succession.decided()
         ended = self._history.adopt(commit)
         self._conclusion.adopted(now, commit)
         return [Send(None, commit), *([Updated(commit, infos, adopted=True, ended=ended)] if infos else [])]

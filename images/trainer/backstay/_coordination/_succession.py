@@ -44,6 +44,11 @@ class Succession:
         self._outrun = checkpoint_at > (self._history.state.term, self._history.state.version)
 
     @property
+    def replicates(self) -> bool:
+        """Whether shards have standbys."""
+        return self._rules.replicates
+
+    @property
     def newest_term(self) -> int:
         """The newest term that was ever begun, as far as any server has reported."""
         return max(self._history.state.term, self._above)
@@ -64,7 +69,7 @@ class Succession:
         return self.lose(0) if self._outrun else []
 
     def decided(self) -> None:
-        """Record that this coordinator decided an update: the decision that its predecessor had prepared is void."""
+        """Record that the next update is decided: what the previous coordinator had prepared for it counts no more."""
         self._prepared = ()
 
     def begin(self, state: CoordinatorState) -> bool:
@@ -95,7 +100,6 @@ class Succession:
             or tuple(last.contributions) != self._prepared
         ):
             return None
-        self._prepared = ()
         return self._infos
 
     def has_continued(self, term: int, version: int) -> bool:

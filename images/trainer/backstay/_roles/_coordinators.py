@@ -22,7 +22,7 @@ from backstay_rpc.control_pb2 import (
 from backstay_spec import contract
 
 from .._control import Driving, Link
-from .._coordination import Coordinator, Intervals, Liveness, Report, ShardSink
+from .._coordination import Coordinator, Intervals, Liveness, Report, ServerPosition, ShardSink
 from .._process import ALREADY_COMPLETE, STOPPED_EARLY
 from ..errors import BackstayError, Superseded
 from ._history import begin_history
@@ -129,17 +129,17 @@ class LocalCoordinator:
         self.driving.start()
         held, self._held = self._held, None
         if held is None:
-            self.driving.attach(0, sink, 0, 0, incarnation=self.incarnation)
+            position = ServerPosition(0, 0, 0, incarnation=self.incarnation)
         else:
-            self.driving.attach(
+            position = ServerPosition(
                 0,
-                sink,
                 held.term,
                 held.engine.version,
                 incarnation=self.incarnation,
                 last=held.last,
-                prepared=held.contributions,
+                prepared=tuple(held.contributions),
             )
+        self.driving.attach(sink, position)
 
     def close(self) -> None:
         self.driving.close()
