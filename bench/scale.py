@@ -55,8 +55,10 @@ class Loop:
         self.sink: Any = None
 
     def start(self) -> None:
+        from backstay._coordination import ServerPosition
+
         self._send(self._coordinator.start(0.0))
-        self._send(self._coordinator.hello(0.0, 0, 1, 0))
+        self._send(self._coordinator.hello(0.0, ServerPosition(0, 1, 0)))
 
     def report(self, report: Any) -> None:
         with self._lock:

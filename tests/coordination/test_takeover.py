@@ -1,4 +1,4 @@
-"""What follows when a server connects (T6, T8): `takeover` over all positions of a small history."""
+"""Servers that connect to the coordinator (T6, T8): `takeover` over all positions of a small history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows when a shard's server connects: a pure function of its position and of the coordinator's history."""
+"""A pure function of a server's position and the coordinator's history: how the server continues when it connects."""
 
 from __future__ import annotations
 
