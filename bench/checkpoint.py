@@ -21,7 +21,7 @@ import numpy as np
 from apply import OPTIMIZERS, aligned, median_ms
 
 from backstay._checkpoint import CheckpointStore
-from backstay._roles._metrics import Metrics
+from backstay._report._metrics import Metrics
 from backstay._roles._storing import CheckpointWriter
 from backstay._update._engine import ShardEngine
 from backstay._update._partition import gather, partition

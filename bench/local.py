@@ -19,8 +19,8 @@ import numpy as np
 import optax
 
 import backstay
-from backstay._roles._alone import train_alone
 from backstay._roles._script import Script
+from backstay._single._loop import train_alone
 
 SIZES = {"0.3 ms": (64, 64), "1 ms": (256, 96), "5 ms": (512, 256), "20 ms": (1024, 384)}  # width, batch
 WARM = 20

@@ -26,7 +26,7 @@ from scripts.text import SIZES, example, inner
 import backstay
 from backstay._compute._local_steps import LocalProgram, LocalTraining
 from backstay._coordination import MODES, Mode
-from backstay._roles._local import train_local
+from backstay._single._reference import train_local
 from backstay._update._local_steps import default_outer
 from backstay._update._tree import describe
 

@@ -102,7 +102,7 @@ def local(leaves: int) -> None:
     import numpy as np
     import optax
 
-    from backstay._roles._local import train_local
+    from backstay._single._reference import train_local
 
     tree, batch = float_tree(leaves, 64), np.ones((4, 8), np.float32)
     times = [time.perf_counter()]

@@ -15,7 +15,7 @@ from typing import Any
 import typer.main
 from prometheus_client.metrics import MetricWrapperBase
 
-from backstay._roles._metrics import Metrics as PodMetrics
+from backstay._report._metrics import Metrics as PodMetrics
 from backstay_cli.main import app
 from backstay_operator.metrics import Metrics as OperatorMetrics
 from backstay_spec.crd_schema import openapi_schema

@@ -30,7 +30,7 @@ TRAINER: Final = (
     "backstay._roles._server",
     "backstay._roles._standby",
     "backstay._roles._evaluator",
-    "backstay._roles._local",
+    "backstay._single._reference",
     "backstay._data._dataset",
 )
 # A script may import pyarrow. One of its allocators would start a thread, and forked processes have no threads of the

@@ -31,7 +31,7 @@ STORING_SECONDS = 60.0
 """How long the servers may take to store a checkpoint; the same time as in a cluster."""
 
 _POLL_SECONDS = 0.1
-# The line of shard 0's server in `backstay._roles._leader`; the end-to-end test of Ctrl-C checks that both agree.
+# A log line of `backstay._report._job_observer`; the end-to-end test of Ctrl-C checks that both agree.
 _STORED = re.compile(r"^\d\d:\d\d:\d\d parameter-server-0: checkpoint of step (\d+): (.+)$", re.MULTILINE)
 _TAIL_BYTES = 1 << 20
 

@@ -20,7 +20,7 @@ from backstay._checkpoint import (
     describe_structure,
 )
 from backstay._coordination import CoordinatorState
-from backstay._roles._manifests import Identity, ManifestStorage
+from backstay._roles import Identity, ManifestStorage
 from backstay._update import Entry, describe
 
 HISTORY = "00000000000000aa"

@@ -20,7 +20,7 @@ import pytest
 import yaml
 from prometheus_client.metrics import MetricWrapperBase
 
-from backstay._roles import _metrics as trainer
+from backstay._report import _metrics as trainer
 from backstay_operator import metrics as operator
 from backstay_spec.causes import Cause
 

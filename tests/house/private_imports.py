@@ -24,7 +24,7 @@ HOMES = {
     "coordination": {"_coordination"},
     "data": {"_data"},
     "faults": {"_faults", "_instrument"},
-    "runtime": {"_roles", "_control", "_process", "_instrument", "_timeouts", "_train"},
+    "runtime": {"_roles", "_report", "_single", "_control", "_process", "_instrument", "_timeouts", "_train"},
     "testing": {"testing"},
     "trainer_math": {"_update", "_compute"},
     "wire": {"_wire", "_shard"},

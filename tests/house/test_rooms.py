@@ -34,7 +34,9 @@ def test_every_name_that_a_room_offers_can_be_imported(room: str) -> None:
         module.no_such_name  # noqa: B018
 
 
-@pytest.mark.parametrize("package", ["backstay", "backstay._roles", "backstay._update"])
+@pytest.mark.parametrize(
+    "package", ["backstay", "backstay._report", "backstay._roles", "backstay._single", "backstay._update"]
+)
 def test_a_type_checker_sees_the_names_that_are_loaded_when_they_are_first_used(package: str) -> None:
     module = importlib.import_module(package)
     assert module.__file__ is not None

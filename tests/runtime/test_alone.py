@@ -12,8 +12,8 @@ import optax
 import pytest
 
 from backstay._compute import AHEAD
-from backstay._roles._alone import train_alone
 from backstay._roles._script import Script
+from backstay._single._loop import train_alone
 from backstay._update import UPDATES, Wire, enable_x64
 from backstay.errors import ConfigurationError, JobFailed
 from backstay.testing import train_local
@@ -55,7 +55,7 @@ def test_t4_one_compiled_step_is_the_plain_loop(clip_norm, caplog):
     seen, known = [], []
     with enable_x64():
         one = script(clip_norm=clip_norm, evaluate=lambda params, state: {"count": state["count"]})
-        with caplog.at_level(logging.WARNING, "backstay._roles._alone"):
+        with caplog.at_level(logging.WARNING, "backstay._single._loop"):
             got = train_alone(one, on_update=lambda r: seen.append((r.step, r.loss, r.metrics, r.examples)))
         settings = {name: getattr(one, name) for name in ("evaluate", "has_state", "has_rng", "seed", "clip_norm")}
         want = train_local(
@@ -75,7 +75,7 @@ def test_t4_one_compiled_step_is_the_plain_loop(clip_norm, caplog):
     assert [step for step, *_ in seen] == list(range(1, 31))
     np.testing.assert_allclose([each[1] for each in seen], [each[1] for each in known], rtol=1e-11)
     assert [each[2:] for each in seen] == [each[2:] for each in known]
-    warned = [record.getMessage() for record in caplog.records if record.name == "backstay._roles._alone"]
+    warned = [record.getMessage() for record in caplog.records if record.name == "backstay._single._loop"]
     assert sum("the gradient of dead (1 of 2 leaves) was exactly zero" in text for text in warned) == 1
     assert f"first {UPDATES} updates" in warned[0]
     assert "has_state=True" in warned[0]

@@ -13,8 +13,8 @@ import pytest
 import backstay
 from backstay import BatchKey, LocalSteps
 from backstay._compute import Start
-from backstay._roles._alone import train_alone
 from backstay._roles._script import Script
+from backstay._single._loop import train_alone
 from backstay._update import Wire, analyse, describe, enable_x64, partition
 from backstay._wire import Arrangement
 from backstay.errors import ConfigurationError, JobFailed

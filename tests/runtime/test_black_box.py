@@ -19,8 +19,8 @@ from backstay import _instrument
 from backstay._checkpoint import PosixFolder, Records
 from backstay._control._spans import columns
 from backstay._process import _hanging
-from backstay._roles._black_box import HANGS, BlackBox, hang_report, updated
-from backstay._roles._timeline import Collector
+from backstay._report._black_box import HANGS, BlackBox, hang_report, updated
+from backstay._report._timeline import Collector
 from backstay.errors import CheckpointError
 from backstay_cli.history import history_of_place, lines
 from backstay_rpc.control_pb2 import HangReport, Peer, ProgressReply

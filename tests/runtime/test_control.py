@@ -17,9 +17,9 @@ import pytest
 from backstay import _instrument
 from backstay._control import Agreement, ControlClient, ControlServer, Driving, Heartbeats, Link, Outbox, Peers
 from backstay._coordination import Coordinator, CoordinatorState, Intervals, Rules, ServerPosition, WriteManifest
+from backstay._report._http import HttpPort
+from backstay._report._metrics import Metrics
 from backstay._roles._coordinators import LocalCoordinator
-from backstay._roles._http import HttpPort
-from backstay._roles._metrics import Metrics
 from backstay._timeouts import Timeouts
 from backstay.errors import PeerLost, Refused, StorageError, Superseded
 from backstay_cluster.net import claim_block

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import backstay
-from backstay._roles._metrics import metric_names
+from backstay._report._metrics import metric_names
 
 from .operator_calls import progress
 

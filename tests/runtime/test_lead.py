@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from backstay._roles._alone import Lead
+from backstay._single._loop import Lead
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(0.0, 2), (0.0001, 16), (0.001, 16), (0.004, 5), (0.02, 2), (90.0, 2)])

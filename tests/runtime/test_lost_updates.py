@@ -12,7 +12,7 @@ from typing import Any
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from backstay._roles._metrics import Metrics
+from backstay._report._metrics import Metrics
 
 from .operator_calls import progress
 

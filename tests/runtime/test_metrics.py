@@ -14,8 +14,8 @@ from typing import get_args
 import pytest
 
 from backstay._process import Bounds
-from backstay._roles._http import MAX_HEAD_BYTES, HttpPort
-from backstay._roles._metrics import Metrics, metric_names
+from backstay._report._http import MAX_HEAD_BYTES, HttpPort
+from backstay._report._metrics import Metrics, metric_names
 from backstay_spec.types_status import Role
 
 

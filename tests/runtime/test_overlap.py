@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import backstay
-from backstay._roles._ahead import Ahead
+from backstay._roles._next_contribution import NextContribution
 from backstay._roles._script import Script
 from backstay._wire import Pulled
 from backstay.errors import ConfigurationError
@@ -35,11 +35,11 @@ def test_t3_only_the_contribution_that_is_due_is_used() -> None:
         (2, KEY),
     ]
     for term, due in others:
-        ahead = Ahead()
+        ahead = NextContribution()
         ahead.keep(1, contribution(KEY), at)
         assert ahead.take(term, due) is None
         assert ahead.take(1, KEY) is None, "it was dropped"
-    ahead = Ahead()
+    ahead = NextContribution()
     ahead.keep(1, found := contribution(KEY), at)
     assert ahead.take(1, KEY) == (found, at), "T5: the staleness counts from the version of `at`"
     assert ahead.take(1, KEY) is None, "each once"

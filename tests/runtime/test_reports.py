@@ -15,9 +15,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import backstay
 from backstay._checkpoint import PosixFolder, open_folder
-from backstay._roles import _event_files
-from backstay._roles._event_files import EventFiles
-from backstay._roles._reports import Reports
+from backstay._report import _event_files
+from backstay._report._event_files import EventFiles
+from backstay._report._reports import Reports
 from backstay.errors import CheckpointError, ConfigurationError
 
 

@@ -16,7 +16,7 @@ from backstay._control import ControlClient, Driving, Link, Links, Peers
 from backstay._coordination import Coordinator, CoordinatorState, Rules, ServerPosition
 from backstay._process._environment import Environment
 from backstay._process._exit import Stop
-from backstay._roles._metrics import Metrics
+from backstay._report._metrics import Metrics
 from backstay._roles._script import Script
 from backstay._roles._server import Server
 from backstay._roles._worker import Worker

@@ -12,10 +12,10 @@ import pytest
 
 from backstay._coordination import Liveness
 from backstay._process._environment import Environment
+from backstay._report._metrics import Metrics
 from backstay._roles._arbiter import Arbiter
-from backstay._roles._desired import Desired
 from backstay._roles._ending import Ending
-from backstay._roles._metrics import Metrics
+from backstay._roles._live_settings import LiveSettings
 from backstay._roles._script import Script
 from backstay._roles._server_host import ServerHost
 from backstay._roles._shutdown import Shutdown
@@ -63,7 +63,7 @@ class Server:
         )
         assert environment is not None
         self.ending = Ending()
-        self.desired = Desired.of(environment.config)
+        self.desired = LiveSettings.of(environment.config)
         self.coordinator, self.data = Here(driving=None), Recorder(port=7078)
         self.link = Recorder() if shard else None
         self.served = Recorder(ready=False, world=4, replication=None, runtime=Recorder(term=1, version=5))
@@ -120,7 +120,7 @@ def test_t6_the_operator_reports_a_newer_incarnation_and_the_server_ends(server:
 def test_settings_that_the_operator_leaves_out_stay(server: Server) -> None:
     server.host.progress(ProgressRequest(world=6, stall_seconds=60, checkpoint=CheckpointSettings(keep=5)))
     server.host.progress(ProgressRequest())
-    assert server.desired == Desired(world=6, stall_seconds=60.0, keep=5)
+    assert server.desired == LiveSettings(world=6, stall_seconds=60.0, keep=5)
 
 
 @pytest.mark.parametrize(("shard", "expected"), [(0, []), (1, [(2, 0.0)])])

@@ -9,8 +9,8 @@ import pytest
 from prometheus_client import generate_latest
 
 from backstay._coordination import CoordinatorState, Liveness
-from backstay._roles._job_observer import JobObserver
-from backstay._roles._metrics import Metrics
+from backstay._report._job_observer import JobObserver
+from backstay._report._metrics import Metrics
 from backstay_rpc.control_pb2 import TRAINING, Peer, ProgressReply
 
 

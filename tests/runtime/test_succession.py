@@ -19,8 +19,8 @@ from backstay._control import ControlClient, Driving
 from backstay._coordination import Coordinator, CoordinatorState, Rules
 from backstay._process._environment import Environment
 from backstay._process._exit import Stop
+from backstay._report._metrics import Metrics
 from backstay._roles._manifests import Identity, ManifestStorage
-from backstay._roles._metrics import Metrics
 from backstay._roles._script import Script
 from backstay._roles._server import Server
 from backstay._roles._standby import Inherited, Standby

@@ -21,9 +21,9 @@ from backstay._control import Outbox
 from backstay._control._spans import Kept, columns
 from backstay._process import Caller
 from backstay._process._environment import Environment
-from backstay._roles._http import MAX_TRACE_READERS, TRACE_REST, HttpPort, Pages
-from backstay._roles._metrics import Metrics
-from backstay._roles._timeline import Collector, Tracing
+from backstay._report._http import MAX_TRACE_READERS, TRACE_REST, HttpPort, Pages
+from backstay._report._metrics import Metrics
+from backstay._report._timeline import Collector, Tracing
 from backstay_cli.timeline import read
 from backstay_rpc.control_pb2 import Peer, Spans, Timeline
 from backstay_spec.runtime import RuntimeConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backstay._roles._traffic import Traffic
+from backstay._report._traffic import Traffic
 from backstay_rpc.control_pb2 import Commit, Contribution, GradientId, GradientInfo
 
 

@@ -11,10 +11,10 @@ import optax
 import pytest
 
 from backstay._coordination import Liveness, Updated
-from backstay._roles._job_observer import JobObserver
-from backstay._roles._learning_rate import LearningRate
-from backstay._roles._metrics import Metrics
-from backstay._roles._utilization import Utilization
+from backstay._report._job_observer import JobObserver
+from backstay._report._learning_rate import LearningRate
+from backstay._report._metrics import Metrics
+from backstay._report._utilization import Utilization
 from backstay._update import ShardEngine, analyse, describe, partition
 from backstay_rpc.control_pb2 import Commit, Contribution, GradientId, GradientInfo
 

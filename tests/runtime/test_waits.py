@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from backstay._coordination import CoordinatorState
-from backstay._roles._metrics import Metrics
-from backstay._roles._waits import Waits
+from backstay._report._metrics import Metrics
+from backstay._report._wait_metrics import Waits
 from backstay_rpc.control_pb2 import (
     Commit,
     Contribution,

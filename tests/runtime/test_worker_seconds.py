@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backstay._roles._beside import Beside
-from backstay._roles._worker_reports import WorkerReports
-from backstay._roles._worker_seconds import WorkerSeconds, process_age
+from backstay._report._overlap import OverlapTimer
+from backstay._report._worker_reports import WorkerReports
+from backstay._report._worker_seconds import WorkerSeconds, process_age
 from backstay_rpc.control_pb2 import HeartbeatRequest, Peer, ProgressReply
 from backstay_rpc.control_pb2 import WorkerSeconds as Reported
 from backstay_spec.goodput import MEASURED
@@ -128,7 +128,7 @@ def test_what_was_computed_beside_an_exchange_belongs_to_the_next_contribution(u
 
 def test_it_is_noted_when_a_computation_beside_an_exchange_ends() -> None:
     now = [10.0]
-    beside, goes = Beside(lambda: now[0]), threading.Event()
+    beside, goes = OverlapTimer(lambda: now[0]), threading.Event()
     assert beside.seconds(10, 20) == 0, "there is none"
 
     def ends(wait: Callable[[], object]) -> None:

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from backstay._shard import Follower
-from backstay._shard._prepared import WHOLE, Gathered, Prepared
+from backstay._shard._operand import WHOLE, Gathered, PreparedMean
 from backstay._update import (
     Partition,
     Rule,
@@ -98,7 +98,7 @@ def test_t3_a_standby_repeats_updates_of_fragments_bit_for_bit(whole: bool, monk
             named = [Contribution(id=one, weight=1.0) for one in ids]
             given = [gradients(parts, wire, version, rank) for rank in range(2)]
             infos = [GradientInfo(finite=True)] * 2
-            prepared = Prepared.of(engine, version, named, given, infos, 2.0, copy=True)
+            prepared = PreparedMean.of(engine, version, named, given, infos, 2.0, copy=True)
             yield from prepared.kept().frames()
             prepared.apply(engine, 1.0)
             assert Gathered(version, named, given, 2.0).is_of(version, named)

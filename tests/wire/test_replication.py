@@ -16,7 +16,7 @@ import pytest
 
 from backstay._shard import _replication
 from backstay._shard._follower import Follower, Held
-from backstay._shard._prepared import Prepared
+from backstay._shard._operand import PreparedMean
 from backstay._shard._replication import HELD, Replica, Replication
 from backstay._update import ShardEngine, analyse, describe, partition
 from backstay._wire.frames import WHOLE_BYTES, kind_of
@@ -95,7 +95,7 @@ def test_t3_a_standby_is_sent_the_mean_as_it_was_applied(size: int) -> None:
     later content, however long the state before it takes."""
     contributions = [Contribution(id=GradientId(version=3), weight=1.0)]
     memory = np.full(size, 7.0, np.float32)
-    prepared = Prepared.of(None, 3, contributions, [[memory]], [], 1.0, copy=False)  # type: ignore[arg-type]
+    prepared = PreparedMean.of(None, 3, contributions, [[memory]], [], 1.0, copy=False)  # type: ignore[arg-type]
     active, stream = replication(), Standby()
     thread = dial(active, stream)
     active.fill(joining(active), ReplicaState(version=3), snapshot(np.zeros(1, np.float32)), prepared)
@@ -123,7 +123,7 @@ def test_t3_a_standby_that_was_given_up_never_gets_the_end_of_a_mean() -> None:
     active.fill(joining(active), ReplicaState(version=3), snapshot(np.zeros(1, np.float32)), None)
     stream.may.release(3)
     until(lambda: active.standby)
-    hold = active.send_prepared(Prepared.of(None, 3, contributions, [[memory]], [], 1.0, copy=False))  # type: ignore[arg-type]
+    hold = active.send_prepared(PreparedMean.of(None, 3, contributions, [[memory]], [], 1.0, copy=False))  # type: ignore[arg-type]
     stream.may.release(2)
     until(lambda: len(stream.got) == 5)  # the beginning, and the first of four chunks
     active.end()
@@ -196,7 +196,7 @@ def test_t3_a_commit_that_a_standby_holds_is_applied_once_even_if_it_is_promoted
     shown: list[int] = []
     follower = Follower(layout, 0, rule, shown.append)
     contributions = [Contribution(id=GradientId(term=1), weight=1.0)]
-    mean = Prepared(0, contributions, [np.full(4, 2.0, np.float32)], [])
+    mean = PreparedMean(0, contributions, [np.full(4, 2.0, np.float32)], [])
     follower._held = Held(term=1, world=1, offset=0, engine=engine, last=None, prepared=mean)
     commit = Commit(term=1, version=0, contributions=contributions, world=1, clip_factor=1.0)
     stream = Commits(commit, follower.take if promoted else lambda: None)  # type: ignore[arg-type]

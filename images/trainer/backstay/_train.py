@@ -46,7 +46,9 @@ if TYPE_CHECKING:
     import optax
 
     from ._checkpoint import StartFrom, StoreTo
-    from ._roles import AloneStorage, InterruptedAt, Metrics, OnUpdate, Plan, StopWhen, Worker
+    from ._report import Metrics, OnUpdate, StopWhen
+    from ._roles import Plan, Worker
+    from ._single import AloneStorage, InterruptedAt
     from ._update import Wire
 
 __all__ = ["train"]
@@ -280,7 +282,9 @@ def _explain_unused(environment: Environment, checkpoint: object) -> None:
 
 def _alone(script: Script, to: StoreTo | None) -> Result:
     from ._coordination import Rate
-    from ._roles import AloneStorage, InterruptedAt, Report, Throttle, check_alone, evaluated, train_alone
+    from ._report import Throttle
+    from ._roles import check_alone, evaluated
+    from ._single import AloneStorage, InterruptedAt, Report, train_alone
 
     bar = Bar(sys.stderr, script.steps) if on_terminal(sys.stderr) else None
     configure("text", "", "", bar)
@@ -363,7 +367,8 @@ def _log_evaluation(step: int, metrics: Mapping[str, float]) -> None:
 
 
 def _in_pod(environment: Environment, script: Script, began: float, checkpoint: object) -> Result:
-    from ._roles import Metrics, process_age, warn_of_several
+    from ._report import Metrics, process_age
+    from ._roles import warn_of_several
 
     configure(environment.config.log_format, environment.name, environment.job)
     _explain_unused(environment, checkpoint)
@@ -398,7 +403,7 @@ def _in_pod(environment: Environment, script: Script, began: float, checkpoint: 
     _instrument.record("start", now - process_age(), now)
     if environment.role != contract.ROLE_WORKER:
         _serve(environment, script, plan, metrics, stop)
-    from ._roles import Stopped, Worker  # imports JAX
+    from ._roles import Stopped, Worker
 
     worker: Worker | None = None
     try:

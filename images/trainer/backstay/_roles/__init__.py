@@ -1,8 +1,7 @@
-"""The lifecycles of a pod: worker, parameter server, standby, evaluator; and training in one process.
+"""The lifecycles of a pod: worker, parameter server, standby, evaluator.
 
 A `Script` checks the arguments of `train`, and makes the `Plan` of a job. `Worker`, `Server`, `Standby` and `Evaluator`
-carry it out in the pod of their role; `restored` replaces a worker whose job has ended. `train_alone` trains in one
-process, and `train_local` is the reference that a synchronous job must equal. `Metrics` are those of a pod.
+carry it out in the pod of their role; `restored` replaces a worker whose job has ended.
 
 Names are loaded when they are first used: a pod does not import the modules of other roles.
 """
@@ -14,65 +13,57 @@ from typing import TYPE_CHECKING, Final
 from .._lazy import lazily
 
 if TYPE_CHECKING:
-    from ._alone import InterruptedAt, Report, train_alone
-    from ._alone_storage import AloneStorage
+    from ._continued import log_continued
+    from ._epochs import epochs_of
     from ._evaluator import Evaluator
-    from ._local import train_local
-    from ._metrics import Metrics
-    from ._reports import OnUpdate, StopWhen, Throttle
+    from ._manifests import Identity, ManifestStorage
     from ._restored import restored
-    from ._script import Plan, Script, check_alone, evaluated, warn_of_several
+    from ._script import Plan, Script, check_alone, evaluated, evaluation_of, warn_of_several
     from ._server import Server
     from ._standby import Standby
+    from ._storing import file_of, patiently
     from ._worker import Worker
     from ._worker_end import Stopped
-    from ._worker_seconds import process_age
 
 __all__ = [
-    "AloneStorage",
     "Evaluator",
-    "InterruptedAt",
-    "Metrics",
-    "OnUpdate",
+    "Identity",
+    "ManifestStorage",
     "Plan",
-    "Report",
     "Script",
     "Server",
     "Standby",
-    "StopWhen",
     "Stopped",
-    "Throttle",
     "Worker",
     "check_alone",
+    "epochs_of",
     "evaluated",
-    "process_age",
+    "evaluation_of",
+    "file_of",
+    "log_continued",
+    "patiently",
     "restored",
-    "train_alone",
-    "train_local",
     "warn_of_several",
 ]
 
 _HOMES: Final = {
-    "AloneStorage": "._alone_storage",
     "Evaluator": "._evaluator",
-    "InterruptedAt": "._alone",
-    "Metrics": "._metrics",
-    "OnUpdate": "._reports",
+    "Identity": "._manifests",
+    "ManifestStorage": "._manifests",
     "Plan": "._script",
-    "Report": "._alone",
     "Script": "._script",
     "Server": "._server",
     "Standby": "._standby",
-    "StopWhen": "._reports",
     "Stopped": "._worker_end",
-    "Throttle": "._reports",
     "Worker": "._worker",
     "check_alone": "._script",
+    "epochs_of": "._epochs",
     "evaluated": "._script",
-    "process_age": "._worker_seconds",
+    "evaluation_of": "._script",
+    "file_of": "._storing",
+    "log_continued": "._continued",
+    "patiently": "._storing",
     "restored": "._restored",
-    "train_alone": "._alone",
-    "train_local": "._local",
     "warn_of_several": "._script",
 }
 

@@ -24,20 +24,19 @@ from backstay_spec import contract
 from .._control import Driving, Link
 from .._coordination import Coordinator, Intervals, Liveness, Report, ServerPosition, ShardSink
 from .._process import ALREADY_COMPLETE, STOPPED_EARLY
+from .._report import JobObserver
 from ..errors import BackstayError, Superseded
 from ._history import begin_history
-from ._job_observer import JobObserver
 from ._last_save import request_save, wait_until
 
 if TYPE_CHECKING:
     from .._checkpoint import CheckpointStore
     from .._process import Environment, Stop
+    from .._report import Metrics, Tracing
     from .._shard import Held
-    from ._desired import Desired
     from ._ending import Ending
-    from ._metrics import Metrics
+    from ._live_settings import LiveSettings
     from ._script import Plan, Script
-    from ._timeline import Tracing
 
 __all__ = ["CoordinatorAccess", "LocalCoordinator", "RemoteCoordinator"]
 
@@ -87,7 +86,7 @@ class LocalCoordinator:
         lock: threading.Lock,
         *,
         ending: Ending,
-        desired: Desired,
+        desired: LiveSettings,
         store: CheckpointStore | None,
         held: Held | None,
         tracing: Tracing,

@@ -13,9 +13,8 @@ from .. import _instrument
 from .._checkpoint import load
 from .._control import ControlClient, Heartbeats, JobState
 from .._process import ALREADY_COMPLETE, Environment, Stop
+from .._report import HttpPort, Metrics
 from ..errors import CheckpointError, ConfigurationError, PeerLost, Refused
-from ._http import HttpPort
-from ._metrics import Metrics
 from ._script import Plan, Script, evaluation_of
 from ._worker_end import raise_end, report_evaluation
 

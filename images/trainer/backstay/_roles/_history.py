@@ -12,19 +12,18 @@ from .._checkpoint import Best, FolderLease, Holder, Job, PosixFolder
 from .._control import Driving
 from .._coordination import MODES, Coordinator, Intervals, Rules
 from .._process import SIGTERM_EXIT
+from .._report import FLUSH_REMOTE_SECONDS, FLUSH_SECONDS, EventFiles, Reports
 from ..errors import BackstayError
 from ._continued import Continued, log_continued
 from ._epochs import epochs_of
-from ._event_files import EventFiles
 from ._manifests import Identity, ManifestStorage, NoStorage
-from ._reports import FLUSH_REMOTE_SECONDS, FLUSH_SECONDS, Reports
 
 if TYPE_CHECKING:
     from .._checkpoint import CheckpointStore
     from .._process import Environment, Stop
+    from .._report import JobObserver
     from .._shard import Held
-    from ._desired import Desired
-    from ._job_observer import JobObserver
+    from ._live_settings import LiveSettings
     from ._script import Plan, Script
 
 __all__ = ["begin_history", "rules_of"]
@@ -40,7 +39,7 @@ def _open_storage(
     store: CheckpointStore | None,
     stop: Stop,
     lost: Callable[[BackstayError], None],
-    desired: Desired,
+    desired: LiveSettings,
 ) -> ManifestStorage | NoStorage:
     """The storage; nothing is read or written yet."""
     if store is None:
@@ -82,7 +81,7 @@ def begin_history(
     held: Held | None,
     stop: Stop,
     lost: Callable[[BackstayError], None],
-    desired: Desired,
+    desired: LiveSettings,
 ) -> tuple[ManifestStorage | NoStorage, Driving]:
     """The storage, and the coordinator, which is not started yet.
 
@@ -118,7 +117,7 @@ def _begin(
     observer: JobObserver,
     storage: ManifestStorage | NoStorage,
     held: Held | None,
-    desired: Desired,
+    desired: LiveSettings,
 ) -> Driving:
     now = time.monotonic()
     rules, intervals = rules_of(environment, script), _intervals(environment)

@@ -32,21 +32,14 @@ from .._checkpoint import (
     same_place,
 )
 from .._coordination import CoordinatorState, WriteManifest
-from ..errors import (
-    BackstayError,
-    CheckpointError,
-    CheckpointInUse,
-    CheckpointOfAnotherJob,
-    StorageError,
-    Superseded,
-)
+from ..errors import BackstayError, CheckpointError, CheckpointInUse, CheckpointOfAnotherJob, StorageError, Superseded
 from ._continued import Continued, changes_of
 from ._storing import check_fits, patiently
 
 if TYPE_CHECKING:
     from .._checkpoint import ManifestName
+    from .._report import Reports
     from .._update import Partition, TreeSpec
-    from ._reports import Reports
 
 __all__ = ["Identity", "ManifestStorage", "NoStorage"]
 

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from .._control import ControlServer, Host, Peers
-from ._http import HttpPort
-from ._metrics import Metrics
+from .._report import HttpPort, Metrics
 
 if TYPE_CHECKING:
     from .._process import Environment

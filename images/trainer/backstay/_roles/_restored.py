@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 import jax
 
 from .._checkpoint import load
+from .._report import HttpPort, Metrics
 from .._result import Result
 from ..errors import CheckpointError
-from ._http import HttpPort
-from ._metrics import Metrics
 from ._script import evaluated
 from ._storing import patiently
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from .._checkpoint import Origin, StartFrom
     from .._compute import Computation, Layout
     from .._control import Agreement
+    from .._report import OnUpdate, StopWhen
     from .._update import Partition, Rule, ShardWire, TreeSpec, Wire
-    from ._reports import OnUpdate, StopWhen
 
 __all__ = ["Plan", "Script", "check_alone", "evaluated", "evaluation_of", "warn_of_several"]
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from backstay_rpc.control_pb2 import ReplicaState, Rollback
 
+from .._report import LearningRate
 from .._shard import Replication, ShardRuntime
 from ._history import rules_of
-from ._learning_rate import LearningRate
 from ._loading import Loader, build
 from ._storing import CheckpointWriter
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from .._checkpoint import CheckpointStore
     from .._control import Link
     from .._process import Environment
+    from .._report import Metrics
     from .._shard import Held
     from .._update import ShardEngine
     from ._arbiter import Arbiter
     from ._coordinators import CoordinatorAccess
-    from ._desired import Desired
     from ._ending import Ending
-    from ._metrics import Metrics
+    from ._live_settings import LiveSettings
     from ._script import Plan, Script
 
 __all__ = ["ServedShard"]
@@ -47,7 +47,7 @@ class ServedShard:
         link: Link | None,
         *,
         ending: Ending,
-        desired: Desired,
+        desired: LiveSettings,
         arbiter: Arbiter,
         store: CheckpointStore | None,
     ) -> None:

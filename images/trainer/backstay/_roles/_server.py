@@ -15,22 +15,20 @@ from .. import _instrument
 from .._control import Link, Links, Peers
 from .._coordination import Coordinator, Liveness
 from .._process import SIGTERM_EXIT, Environment, Stop, write_termination
+from .._report import Metrics, StatusPage, Tracing
 from .._wire import DataServer
 from ..errors import JobFailed, Superseded
 from ._arbiter import Arbiter
 from ._coordinators import CoordinatorAccess, LocalCoordinator, RemoteCoordinator
-from ._desired import Desired
 from ._ending import Ending
-from ._metrics import Metrics
+from ._live_settings import LiveSettings
 from ._ports import control_port, http_port
 from ._script import Plan, Script
 from ._served_shard import ServedShard
 from ._server_host import ServerHost
 from ._shutdown import Shutdown, wait_applied
 from ._standby import Inherited
-from ._status_page import StatusPage
 from ._storing import open_store
-from ._timeline import Tracing
 
 __all__ = ["Server"]
 
@@ -58,7 +56,7 @@ class Server:
         held = None if inherited is None else inherited.held
         config, times = environment.config, environment.timeouts
         self._env, self._metrics, self._stop, self._times = environment, metrics, stop, times
-        self._ending, self._desired = Ending(), Desired.of(config)
+        self._ending, self._desired = Ending(), LiveSettings.of(config)
         stop.then(self._ending.notice)
         self._liveness, self._lock = Liveness(config.mode, times), threading.Lock()
         self._arbiter = Arbiter(environment.index, times, self._ending)

@@ -23,16 +23,14 @@ from .._coordination import Liveness
 
 if TYPE_CHECKING:
     from .._process import Environment
+    from .._report import Metrics, StatusPage, Tracing
     from .._wire import DataServer
     from ._arbiter import Arbiter
     from ._coordinators import LocalCoordinator
-    from ._desired import Desired
     from ._ending import Ending
-    from ._metrics import Metrics
+    from ._live_settings import LiveSettings
     from ._served_shard import ServedShard
     from ._shutdown import Shutdown
-    from ._status_page import StatusPage
-    from ._timeline import Tracing
 
 __all__ = ["ServerHost"]
 
@@ -53,7 +51,7 @@ class ServerHost:
         lock: threading.Lock,
         *,
         ending: Ending,
-        desired: Desired,
+        desired: LiveSettings,
         arbiter: Arbiter,
         shutdown: Shutdown,
         page: StatusPage,

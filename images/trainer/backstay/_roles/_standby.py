@@ -23,12 +23,11 @@ from backstay_rpc.control_pb2 import (
 
 from .._control import FINAL, Agreement, ControlClient, ControlServer, Driving, Peers
 from .._process import Environment, Stop
+from .._report import HttpPort, Metrics
 from .._shard import Follower, Held
 from .._update import ShardEngine
 from .._wire import ClientStream
 from ..errors import PeerLost, Refused, Superseded
-from ._http import HttpPort
-from ._metrics import Metrics
 from ._ports import control_port, http_port
 from ._script import Plan, Script
 

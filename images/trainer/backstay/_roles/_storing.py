@@ -14,9 +14,9 @@ from backstay_rpc.control_pb2 import File, Range, Written
 from .. import _instrument
 from .._checkpoint import CheckpointStore, FileInfo, Manifest, Reader, forbidden, probe
 from .._coordination import Coordination
+from .._report import Metrics
 from .._update import MODEL_STATE, ShardEngine, Snapshot
 from ..errors import CheckpointError, StorageError
-from ._metrics import Metrics
 
 if TYPE_CHECKING:
     from .._process import Environment

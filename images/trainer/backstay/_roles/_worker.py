@@ -36,21 +36,15 @@ from .._control import ControlClient, Heartbeats
 from .._coordination import MODES, OUTCOME_OF, Outcome, Rate
 from .._data import BatchKey, CheckedBatches, Prefetcher
 from .._process import ALREADY_COMPLETE, SIGTERM_EXIT, Environment, Reporter, Stop, end_process, one_compiles
+from .._report import Carried, HttpPort, Metrics, OverlapTimer, Utilization, WorkerSeconds, hang_report, process_age
 from .._result import History, Result
 from .._update import ZeroLeaves, parts_of_leaves
 from .._wire import Arrangement, ParamBuffers, Pulled, PullKind, Push, ShardedClient, connect, record_exchange
 from ..errors import PeerLost, Refused, WaitedTooLong
-from ._ahead import Ahead
-from ._beside import Beside
-from ._black_box import hang_report
-from ._http import HttpPort
 from ._key_steps import KEY_STEPS
-from ._metrics import Metrics
+from ._next_contribution import NextContribution
 from ._script import Plan, Script
-from ._traffic import Carried
-from ._utilization import Utilization
 from ._worker_end import FIXED_BY_JOINING, Stopped, WorkerEnd
-from ._worker_seconds import WorkerSeconds, process_age
 
 __all__ = ["Worker"]
 
@@ -118,7 +112,8 @@ class Worker:
         self._arrangement = Arrangement(plan.partition)
         self._buffers = ParamBuffers(self._arrangement)
         self._computation = script.computation(plan.partition.tree, self._arrangement, self._batch)
-        self._overlaps, self._ahead, self._beside = script.overlaps(environment.config), Ahead(), Beside()
+        self._overlaps = script.overlaps(environment.config)
+        self._next, self._overlap_timer = NextContribution(), OverlapTimer()
         self._zero = ZeroLeaves(plan.partition.tree)
         self._checked = CheckedBatches(script.batches)
         self._batches = Prefetcher(Placement().placing(self._checked))
@@ -203,7 +198,7 @@ class Worker:
         self._heart.activity = TRAINING if self._compiled else COMPILING
         began = time.monotonic()
         start = Start(params, key, self._fragments)
-        ahead = self._ahead.take(self._term, key)
+        ahead = self._next.take(self._term, key)
         if ahead is None:
             self._draw(start)
         point = "compute" if self._compiled else "compile"  # the first one is mostly compiling
@@ -227,11 +222,11 @@ class Worker:
         if self._overlaps and pulled.version + 1 < self._script.steps:  # else this one may be the last
             following = replace(start, key=replace(key, step=step + 1))
             self._draw(following, due=False)
-            self._ahead.keep(self._term, begun := self._computation.start(following), pulled)
-            self._beside.begin(begun.wait)
+            self._next.keep(self._term, begun := self._computation.start(following), pulled)
+            self._overlap_timer.begin(begun.wait)
             self.seconds.began_next()
         elif (early := self._computation.early()) is not None:
-            self._beside.begin(early)
+            self._overlap_timer.begin(early)
         return contribution, at
 
     def _draw(self, start: Start, *, due: bool = True) -> None:
@@ -348,7 +343,7 @@ class Worker:
             self._metrics.worker_contributions(outcome.value).inc()
             # The servers hold a duplicate already: this worker sent it before it connected again.
             applied_at = pulled.version if outcome in {Outcome.APPLIED, Outcome.DUPLICATE} else None
-            beside, sent, answered = self._beside.seconds(began, ended), pulled.pushed_at, pulled.answered_at
+            beside, sent, answered = self._overlap_timer.seconds(began, ended), pulled.pushed_at, pulled.answered_at
             self.seconds.exchanged(sent - began, answered - began, applied_at=applied_at, beside=beside)
             self._key_steps.answered(key_step, pulled)
             self._count(pulled, info())
@@ -542,7 +537,7 @@ class Worker:
         _LOG.info("seconds of this worker: %s", shown, extra={"fields": {"workerSeconds": measured}})
         _instrument.report("worker_seconds", **measured)
         self._disconnect()
-        self._beside.close()
+        self._overlap_timer.close()
         self._heart.close()
         self._batches.close()
         self._control.leave(trained=self._returns)

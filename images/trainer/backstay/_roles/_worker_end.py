@@ -14,7 +14,7 @@ from ._script import Script, evaluation_of
 
 if TYPE_CHECKING:
     from .._process import Environment, Stop
-    from ._worker_seconds import WorkerSeconds
+    from .._report import WorkerSeconds
 
 __all__ = ["FIXED_BY_JOINING", "Stopped", "WorkerEnd", "raise_end", "report_evaluation"]
 

@@ -24,8 +24,8 @@ from backstay_rpc.control_pb2 import (
 from .. import _instrument
 from .._coordination import Coordination, UpdateMode, identity
 from .._wire import CheckpointHook, Engine, Refusal, Staging
-from ._early import Early
-from ._prepared import Hold, Operand, Prepared
+from ._operand import Hold, Operand, PreparedMean
+from ._partial_sums import PartialSums
 from ._published import Published, Publisher
 from ._replication import Replica
 from ._staging import Gradient, Gradients, describe
@@ -101,7 +101,7 @@ class Applier:
         self._mode, self._coordination, self._hook, self._wires = mode, coordination, hook, wire.parameters
         self._earliest = wire.earliest_last
         self._current: Term | None = None
-        self._early: Early | None = None
+        self._early: PartialSums | None = None
 
     def begin(self, term: Term) -> None:
         """A term begins, under the lock: unfinished work for the previous term is not published or reported."""
@@ -141,7 +141,7 @@ class Applier:
             self._check(term)
             early = self._early
             if early is None or (early.version, early.round) != (gather.version, gather.round):
-                early = Early(term.engine, gather.version, gather.round)
+                early = PartialSums(term.engine, gather.version, gather.round)
             if all(early.has(contribution.id) for contribution in contributions):
                 return  # it came again after a broken link
             held = self._held(contributions)
@@ -192,7 +192,7 @@ class Applier:
             if early is None:
                 prepared = self._standbys.prepare(term.engine, version, contributions, arrays, infos, divisor)
             else:
-                prepared = Prepared(version, contributions, early.mean(rest, arrays, divisor), infos)
+                prepared = PreparedMean(version, contributions, early.mean(rest, arrays, divisor), infos)
             term.prepared = prepared
         return prepared
 

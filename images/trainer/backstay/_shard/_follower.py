@@ -27,7 +27,7 @@ from .._coordination import CoordinatorState, after
 from .._update import ShardEngine, ShardWire, array_specs
 from .._wire import BufferPool, Bytes, Cover, Refusal, Staging, kind_of
 from ..errors import PeerLost, Refused
-from ._prepared import Prepared
+from ._operand import PreparedMean
 from ._replication import HELD
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Held:
     offset: int
     engine: ShardEngine
     last: Commit | None
-    prepared: Prepared | None = None
+    prepared: PreparedMean | None = None
     infos: tuple[GradientInfo, ...] = ()
     coordinator: CoordinatorState | None = None
     start: Rollback | None = None
@@ -232,7 +232,7 @@ class Follower:
 
         def change() -> None:
             held = self._must_hold("a mean gradient")
-            held.prepared = Prepared(mean.version, mean.contributions, staging.arrays, mean.infos)
+            held.prepared = PreparedMean(mean.version, mean.contributions, staging.arrays, mean.infos)
             before, self._staging = self._staging, staging
             if before is not None:
                 before.give()

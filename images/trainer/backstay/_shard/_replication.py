@@ -32,7 +32,7 @@ from .._timeouts import Timeouts
 from .._watchdog import at_most
 from .._wire import CHUNK_BYTES, Engine, Refusal, ServerStream, frames, kind_of
 from ..errors import PeerLost
-from ._prepared import WHOLE, Hold, Operand, Prepared
+from ._operand import WHOLE, Hold, Operand, PreparedMean
 
 __all__ = ["Replica", "Replication"]
 
@@ -274,12 +274,12 @@ class Replication:
         gradients: Sequence[Sequence[np.ndarray]],
         infos: Sequence[GradientInfo],
         divisor: float,
-    ) -> Prepared:
+    ) -> PreparedMean:
         """See `Standbys`. A separate program computes the mean, even when no standby is connected.
 
         In an update that contains the mean, the compiler might round differently.
         """
-        return Prepared.of(engine, version, contributions, gradients, infos, divisor, copy=not self.in_sync)
+        return PreparedMean.of(engine, version, contributions, gradients, infos, divisor, copy=not self.in_sync)
 
     def fill(self, replica: Replica, state: ReplicaState, snapshot: Any, prepared: Operand | None) -> None:
         """See `Standbys`."""
@@ -292,14 +292,14 @@ class Replication:
         entries = snapshot.entries
         replica.put(lambda: _state_frames(state, entries))
         if prepared is not None:
-            assert isinstance(prepared, Prepared)
+            assert isinstance(prepared, PreparedMean)
             replica.put(prepared.kept().frames)
         self._current = replica
         _LOG.info("sending the state of version %d to the standby (incarnation %d)", state.version, replica.incarnation)
 
     def send_prepared(self, prepared: Operand) -> Hold:
         """See `Standbys`."""
-        assert isinstance(prepared, Prepared)
+        assert isinstance(prepared, PreparedMean)
         return self._send(prepared.frames)
 
     def send_commit(self, commit: Commit) -> Hold:

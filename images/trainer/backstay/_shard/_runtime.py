@@ -49,8 +49,8 @@ from ..errors import PeerLost, Superseded
 from ._admission import Admission
 from ._applying import Applier, Term, TermOver
 from ._credits import Credits
+from ._operand import Operand
 from ._orders import Orders
-from ._prepared import Operand
 from ._published import Publisher
 from ._staging import Gradient, Gradients, check_address, describe
 from ._standbys import NoStandbys, Standbys

@@ -10,7 +10,7 @@ import numpy as np
 from backstay_rpc.control_pb2 import Commit, Contribution, GradientInfo, ReplicaState
 
 from .._wire import Engine
-from ._prepared import Gathered, Hold, Operand
+from ._operand import Gathered, Hold, Operand
 
 if TYPE_CHECKING:
     from ._replication import Replica

@@ -10,7 +10,7 @@
 `train_local` is the loop in one process that a synchronous job must equal.
 """
 
-from .._roles import train_local
+from .._single import train_local
 from ._pods import Job, Pod, Ports
 from ._processes import KILLED, TERMINATED, Forker, PodProcess
 from ._recording import Contribution, Death, JobResult, Rollback, Update

@@ -26,16 +26,7 @@ from .._faults import ENV_FAULTS, parse
 from ..errors import ConfigurationError, JobFailed
 from ._pods import SECONDS, Job, Pod
 from ._processes import Forker
-from ._recording import (
-    ENV_RECORD,
-    ENV_SILENT,
-    EVENTS,
-    RESULT,
-    Death,
-    JobResult,
-    account,
-    read_events,
-)
+from ._recording import ENV_RECORD, ENV_SILENT, EVENTS, RESULT, Death, JobResult, account, read_events
 from ._results import read_result
 from ._supervisor import Supervisor
 

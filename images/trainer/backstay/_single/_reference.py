@@ -21,6 +21,7 @@ import optax
 from .._compute import Gradient, GradientFn, LocalProgram, LocalTraining, initial
 from .._data import BatchKey, draw
 from .._result import Result
+from .._roles import evaluation_of
 from .._update import (
     LocalSteps,
     Mean,
@@ -39,7 +40,6 @@ from .._update import (
     warning,
 )
 from ..errors import ConfigurationError, JobFailed
-from ._script import evaluation_of
 
 _LOG = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from .._coordination import identity
 from .._update import BRANCHES, Tree
 from .._wire import Engine
 
-__all__ = ["Early"]
+__all__ = ["PartialSums"]
 
 
-class Early:
+class PartialSums:
     """The contributions to one version that a shard has added up, so that their memory is free again.
 
     The apply thread calls `add` and `mean`. The other methods are called under the shard's lock.

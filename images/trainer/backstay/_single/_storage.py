@@ -16,15 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from .._checkpoint import CheckpointStore, FolderLease, Holder, Reader, StoreTo, probe
 from .._coordination import MODES, CoordinatorState, Intervals, WriteManifest
+from .._roles import Identity, ManifestStorage, epochs_of, file_of, log_continued, patiently
 from .._update import Entry, entries_of, model_from, optimizer_state_from
 from ..errors import BackstayError
-from ._continued import log_continued
-from ._epochs import epochs_of
-from ._manifests import Identity, ManifestStorage
-from ._storing import file_of, patiently
 
 if TYPE_CHECKING:
-    from ._script import Plan, Script
+    from .._roles import Plan, Script
 
 __all__ = ["AloneStorage"]
 

@@ -25,24 +25,14 @@ from backstay_rpc.control_pb2 import (
 )
 
 from .. import _instrument
-from .._coordination import (
-    SAME,
-    CoordinatorState,
-    Counted,
-    Finished,
-    Liveness,
-    Outcome,
-    Rate,
-    SameLosses,
-    Updated,
-)
+from .._coordination import SAME, CoordinatorState, Counted, Finished, Liveness, Outcome, Rate, SameLosses, Updated
 from .._data import IMPURE
 from .._process import Reporter
 from .._update import Untrained, warning
 from ._metrics import Metrics
 from ._reports import Reports
 from ._traffic import Traffic
-from ._waits import Waits
+from ._wait_metrics import Waits
 from ._worker_reports import WorkerReports
 
 __all__ = ["JobObserver"]

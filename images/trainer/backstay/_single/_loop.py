@@ -25,6 +25,7 @@ from .._compute import AHEAD, LocalProgram, LocalTraining, Placement, examples_o
 from .._coordination import CoordinatorState, EpochEnded, advance, begin_alone
 from .._data import IMPURE, BatchKey, CheckedBatches, Prefetcher
 from .._result import History, Result
+from .._roles import Script, epochs_of, evaluated
 from .._update import (
     UPDATES,
     Objective,
@@ -40,12 +41,10 @@ from .._update import (
     warning,
 )
 from ..errors import JobFailed
-from ._epochs import epochs_of
-from ._script import Script, evaluated
 
 if TYPE_CHECKING:
     from .._process import Interrupts
-    from ._alone_storage import AloneStorage
+    from ._storage import AloneStorage
 
 __all__ = ["InterruptedAt", "Lead", "Report", "train_alone"]
 

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-__all__ = ["Beside"]
+__all__ = ["OverlapTimer"]
 
 
-class Beside:
+class OverlapTimer:
     """Notes when a computation has ended that the worker does not wait for yet. One at a time."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

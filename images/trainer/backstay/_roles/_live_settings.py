@@ -10,11 +10,11 @@ from backstay_rpc.control_pb2 import ProgressRequest
 if TYPE_CHECKING:
     from backstay_spec.runtime import RuntimeConfig
 
-__all__ = ["Desired"]
+__all__ = ["LiveSettings"]
 
 
 @dataclass
-class Desired:
+class LiveSettings:
     """The settings that the operator sent last.
 
     Attributes:
@@ -28,7 +28,7 @@ class Desired:
     keep: int
 
     @classmethod
-    def of(cls, config: RuntimeConfig) -> Desired:
+    def of(cls, config: RuntimeConfig) -> LiveSettings:
         """The settings with which this pod was created."""
         return cls(config.workers, config.stall_seconds, config.checkpoint.keep if config.checkpoint else 1)
 

@@ -12,7 +12,7 @@ from backstay_rpc.control_pb2 import Replica as ReplicaFrame
 
 from .._wire import Engine, frames
 
-__all__ = ["WHOLE", "Gathered", "Hold", "Operand", "Prepared"]
+__all__ = ["WHOLE", "Gathered", "Hold", "Operand", "PreparedMean"]
 
 WHOLE: Final = Frame(replica=ReplicaFrame(whole=True))
 
@@ -64,7 +64,7 @@ class Gathered:
         return engine.sum_of_squares(self._gradients, weights=self._weights, divisor=self._divisor)
 
 
-class Prepared:
+class PreparedMean:
     """The mean of the gradients that a decision names. A standby can hold it, and repeat the update bit for bit."""
 
     def __init__(
@@ -99,7 +99,7 @@ class Prepared:
         divisor: float,
         *,
         copy: bool,
-    ) -> Prepared:
+    ) -> PreparedMean:
         """
         Args:
             gradients, infos: the gradients and the infos of the contributions, in the same order.
@@ -113,12 +113,12 @@ class Prepared:
         mean = engine.mean(gradients, weights=weights, divisor=divisor)
         return cls(version, contributions, mean, infos)
 
-    def kept(self) -> Prepared:
+    def kept(self) -> PreparedMean:
         """A copy of the mean in its own memory, which may be sent after the mean is applied."""
         if not self._borrowed:
             return self
         blocks = [None if block is None else block.copy() for block in self._blocks]
-        return Prepared(self.version, self.contributions, blocks, self.infos)
+        return PreparedMean(self.version, self.contributions, blocks, self.infos)
 
     def is_of(self, version: int, contributions: Sequence[Contribution]) -> bool:
         return version == self.version and self.contributions == tuple(contributions)

@@ -6,10 +6,10 @@ from .._compute import Contribution
 from .._data import BatchKey
 from .._wire import Pulled
 
-__all__ = ["Ahead"]
+__all__ = ["NextContribution"]
 
 
-class Ahead:
+class NextContribution:
     """One contribution that was started early, from the parameters before the exchange of its predecessor.
 
     It belongs to one key of one term. If another key is due, it is dropped: its predecessor was refused, the world
