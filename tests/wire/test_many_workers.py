@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from backstay._coordination import MODES, Coordinator, CoordinatorState, Rules, Send
+from backstay._coordination import MODES, Coordinator, CoordinatorState, Rules, Send, ServerPosition
 from backstay._shard._credits import Credits
 from backstay._wire.client import Push
 from backstay._wire.frames import kind_of
@@ -44,7 +44,7 @@ class Driven:
         for number, shard in enumerate(shards):
             shard.coordination.report = lambda report, number=number: self.report(number, report)
         for number in range(len(shards)):
-            self.carry_out(self.coordinator.hello(0.0, number, 1, 0))
+            self.carry_out(self.coordinator.hello(0.0, ServerPosition(number, 1, 0)))
 
     def report(self, shard: int, report) -> None:
         with self.lock:
