@@ -28,7 +28,7 @@ from backstay._shard import Held
 from backstay._timeouts import Timeouts
 from backstay._update import ShardEngine
 from backstay.errors import BackstayError, CheckpointError, StorageError, Superseded
-from backstay_rpc.control_pb2 import Activity, Done, Peer, Rollback
+from backstay_rpc.control_pb2 import Activity, Done, GradientId, GradientInfo, Hello, Part, Peer, Rollback
 
 from .linked import Coordinating
 
@@ -83,26 +83,32 @@ def driving() -> Iterator[Driving]:
     made.close()
 
 
-def environment_at(control: Coordinating) -> Environment:
-    """The environment of shard 1's server, in a job whose coordinator runs."""
+def environment_of(shard: int, servers: str, config: dict[str, Any]) -> Environment:
+    """The environment of a server that listens on free ports."""
     environment = Environment.read(
         {
             "BACKSTAY_JOB": "job",
             "BACKSTAY_ROLE": "parameter-server",
-            "BACKSTAY_INDEX": "1",
+            "BACKSTAY_INDEX": str(shard),
             "BACKSTAY_INCARNATION": "1",
-            "BACKSTAY_SERVERS": f"127.0.0.1:{control.port},127.0.0.1:1",
+            "BACKSTAY_SERVERS": servers,
             "BACKSTAY_PORT": "0",
             "BACKSTAY_DATA_PORT": "0",
             "BACKSTAY_METRICS_PORT": "0",
             "BACKSTAY_BIND": "127.0.0.1",
             "BACKSTAY_POD_IP": "127.0.0.1",
             "BACKSTAY_TOKEN": TOKEN,
-            "BACKSTAY_CONFIG": json.dumps({"shards": 2, "workers": 1, "standbys": 1}),
+            "BACKSTAY_CONFIG": json.dumps(config),
         }
     )
     assert environment is not None
     return environment
+
+
+def environment_at(control: Coordinating) -> Environment:
+    """The environment of shard 1's server, in a job whose coordinator runs."""
+    servers = f"127.0.0.1:{control.port},127.0.0.1:1"
+    return environment_of(1, servers, {"shards": 2, "workers": 1, "standbys": 1})
 
 
 @pytest.fixture
@@ -160,6 +166,38 @@ def test_t8_a_server_that_took_over_at_the_end_waits_for_workers_that_lost_their
         assert worker.beat(1, server.host.incarnation, Activity.WAITING, 0.0).done
     finally:
         worker.close()
+        stop.request()
+        thread.join(30)
+
+
+def test_t8_a_contribution_that_arrives_while_a_coordinator_takes_over_is_used() -> None:
+    """The server took over and accepts contributions, but its coordinator does not have its position yet.
+
+    A job hung: the coordinator dropped the report of the contribution, and waited for the worker.
+    """
+    plan, stop, metrics = SCRIPT.plan(1), Stop(), Metrics("job", "ParameterServer", 0)
+    environment = environment_of(0, "127.0.0.1:1", {"shards": 1, "workers": 2})
+    standby = Standby(environment, SCRIPT, plan, metrics, stop)
+    engine = ShardEngine(plan.partition, 0, plan.rule, SCRIPT.initial())
+    state, start = CoordinatorState(term=1, version=0, world=2), Rollback(term=1, world=2)
+    held = Held(term=1, world=2, offset=0, engine=engine, last=None, coordinator=state, start=start)
+    inherited = Inherited(held, standby._control, standby._peers, standby._http, standby._become_ready, 0.0)
+    server = Server(environment, SCRIPT, plan, metrics, stop, inherited)
+    runtime = server.served.runtime
+
+    def contribute(rank: int) -> None:
+        peer, gradient = Peer(role="worker", index=rank), GradientId(term=1, rank=rank, attempt=1)
+        incoming = runtime.begin(Hello(peer=peer, term=1), Part(contribution=gradient))
+        runtime.complete(incoming, GradientInfo(finite=True, loss=1.0, examples=1))
+
+    contribute(0)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        until(lambda: server._local is not None and server._local.driving._sinks)
+        contribute(1)
+        until(lambda: runtime.version == 1)
+    finally:
         stop.request()
         thread.join(30)
 

@@ -103,6 +103,10 @@ class LocalCoordinator:
         leaves = [leaf.path for leaf in plan.partition.tree.parameters.leaves]
         batches = script.batches_of_update
         self.observer = JobObserver(liveness, lock, metrics, script.steps, script.log_every, leaves, batches=batches)
+        # A server that takes over serves workers before it gives its position to the coordinator, which then drops what
+        # the shard has reported (T8).
+        self._reporting = threading.Lock()
+        self._unsent: list[Report] | None = []
         self._running: Driving | None = None  # for a folder that is lost while it is read
         self._storage, self.driving = begin_history(
             environment,
@@ -139,6 +143,9 @@ class LocalCoordinator:
                 prepared=tuple(held.contributions),
             )
         self.driving.attach(sink, position)
+        while unsent := self._take_unsent():
+            for report in unsent:
+                self.driving.report(0, report)
 
     def close(self) -> None:
         self.driving.close()
@@ -153,7 +160,18 @@ class LocalCoordinator:
 
     # ---- The shard ----
 
+    def _take_unsent(self) -> list[Report]:
+        """None left: from now on, reports go to the coordinator directly."""
+        with self._reporting:
+            unsent = self._unsent or []
+            self._unsent = [] if unsent else None
+            return unsent
+
     def report(self, report: Report) -> None:
+        with self._reporting:
+            if self._unsent is not None:
+                self._unsent.append(report)
+                return
         self.driving.report(0, report)
 
     def describe(self, state: ReplicaState) -> bool:
