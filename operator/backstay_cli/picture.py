@@ -186,9 +186,9 @@ class Picture:
         view = self._view
         found = explain.job_events(view)
         for one in found[-_MOST_NEWS if self._whole else -_NEWS :]:
-            when = "" if one.at is None else clock(self._now - one.at)
+            when = "" if one.at is None else f"{clock(self._now - one.at)} ago"
             style = "yellow" if one.bad else "dim"
-            yield _line((f"{when:>6}  ", "dim"), (f"{one.what}: ", style), (one.text, "" if one.bad else "dim"))
+            yield _line((f"{when:>9}  ", "dim"), (f"{one.what}: ", style), (one.text, "" if one.bad else "dim"))
         if view.checkpoint_step is not None and not view.ended:
             age = (
                 "" if view.checkpoint_time is None else f", {duration(max(0.0, self._now - view.checkpoint_time))} ago"
@@ -225,8 +225,9 @@ def blame_words(view: JobView, entry: Mapping[str, Any]) -> str:
     """A wait in words, such as ``worker 2 on node-7, its input batches: 31 s in 40 updates of the last 5 min``."""
     rank, shard, part = entry.get("rank"), entry.get("shard"), str(entry.get("part", ""))
     who = f"worker {rank}" if shard is None else f"server {shard}, receiving from worker {rank}"
-    node = next((row.node for row in rows(view) if row.slot == who and row.node), "")
-    where = f" on {node}" if node else ""
+    found = rows(view)
+    node = next((row.node for row in found if row.slot == who), "")
+    where = f" on {node}" if node and len({row.node for row in found}) > 1 else ""
     what = "" if shard is not None else f", {contract.SLOW_PARTS.get(part, part)}"
     seconds, updates = float(entry.get("seconds") or 0.0), int(entry.get("updates") or 0)
     window = duration(float(entry.get("windowSeconds") or _WINDOW))

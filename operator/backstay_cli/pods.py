@@ -148,7 +148,7 @@ def doing_words(doing: Doing) -> str:
         return f"no heartbeat for {duration(doing.heartbeat)}"
     text = _POINTS.get(doing.point) or doing.point.replace("_", " ") or _ACTIVITIES.get(doing.activity, "")
     if text and doing.step is not None:
-        text += f", step {doing.step:,}"
+        text += f", its step {doing.step:,}"
     return f"{text}, for {duration(doing.seconds)}" if text and doing.seconds >= 2 * _SILENT_SECONDS else text
 
 

@@ -368,8 +368,8 @@ FAILURES: Final[tuple[FailureDoc, ...]] = (
     FailureDoc("InvalidSpec", "The TrainingJob is invalid.", "Run `backstay validate`. It names each mistake."),
     FailureDoc(
         "ScriptFailed",
-        "Most pods of a role raised the same exception before the first update. Or later, all workers raised the same "
-        "exception, or a worker that each update needs raised it three times in a row without a contribution.",
+        "Most pods of a role raised the same exception before the first update, or all workers after it. Or a worker "
+        "that each update needs raised it three times in a row without a contribution.",
         _SCRIPT,
     ),
     FailureDoc(

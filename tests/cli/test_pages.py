@@ -30,9 +30,19 @@ def test_the_page_of_a_job_states_what_it_does_what_died_and_what_that_cost(widt
     assert "worker 1 died: exit code 137 (SIGKILL); trains again after 4 s" in said
     assert "server 0 died: out of memory; back to the checkpoint of step 200: 12" in said
     assert "no updates for 5 s or longer" in said
-    assert "waits for its batch, step 245, for 25 s" in said
+    assert "waits for its batch, its step 245, for 25 s" in said
     assert "checkpoint of step 200, 30 s ago" in said
+    assert "1:20 ago  Running: training has begun" in said
     assert said.count("server 0") == 2, "the pod that was replaced is no row"
+
+
+def test_the_node_of_a_slow_worker_is_named_if_the_pods_run_on_several() -> None:
+    slow = [{"rank": 1, "part": "batch_wait", "seconds": 31.0, "updates": 40}]
+    shown = view(waitedFor=slow)
+    assert "worker 1, " in "\n".join(text_of(page(shown, NOW, "a cluster"), 160))
+    other = {**PODS[-1], "spec": {"nodeName": "node-2"}}
+    shown = with_page(view_of(job(waitedFor=slow), [*PODS[:-1], other], []), PAGE)
+    assert "worker 1 on node-2, " in "\n".join(text_of(page(shown, NOW, "a cluster"), 160))
 
 
 def test_a_small_terminal_gets_a_picture_that_fits_and_names_the_pods_that_are_not_ready() -> None:
@@ -73,8 +83,8 @@ def test_the_object_for_scripts_has_finite_numbers_only() -> None:
         "back to the checkpoint of step 200: 12 updates are redone",
     )
     assert [one["does"] for one in found["pods"]][1:] == [
-        "computes, step 245",
-        "waits for its batch, step 245, for 25 s",
+        "computes, its step 245",
+        "waits for its batch, its step 245, for 25 s",
     ]
     diverged = explain.as_object(view(loss=None), NOW)
     assert diverged["loss"] == 0.2

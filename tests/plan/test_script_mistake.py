@@ -99,6 +99,23 @@ def test_o4_one_worker_that_never_contributes_again_fails_the_job(training: Any)
     assert "raised by worker 1 again and again, without a contribution between" in failed["message"]
 
 
+def test_o4_one_worker_that_always_crashes_fails_the_job_before_the_first_update_too(training: Any) -> None:
+    """It took six crashes, and 40 s."""
+    cluster = training(3, step=0)
+    crash(cluster, 1, says())
+    cluster.tick(3)
+    for incarnation in (2, 3):
+        assert cluster.status["phase"] != "Failed"
+        cluster.run(cluster.named(WORKER, 1, incarnation))
+        cluster.settle()
+        crash(cluster, 1, says(), incarnation)
+        cluster.tick(3)
+        cluster.settle()
+    failed = cluster.condition("Failed")
+    assert failed["reason"] == "ScriptFailed"
+    assert "raised by worker 1 again and again, without a contribution between" in failed["message"]
+
+
 @pytest.mark.parametrize("case", ["contributed", "backups", "async", "another line"])
 def test_o4_a_worker_that_crashes_is_charged_where_its_replacement_may_help(training: Any, case: str) -> None:
     update = {"backups": {"backups": 1}, "async": {"mode": "Async"}}.get(case, {})

@@ -1,11 +1,11 @@
 """Policy: whether an exception of workers is a mistake of the script that no attempt cures, and fails the job (O4).
 
-Budgets decide about most crashes after the first update. Three cases cannot end otherwise, however often the workers
-are replaced:
+`same_exception` decides about pods that agree before the first update, and budgets about most crashes. Three cases
+cannot end otherwise, however often the workers are replaced:
 
 - `batches` of a worker raised StopIteration, at any time. Its replacement would start the iterator again, on the same
   data;
-- all workers, at least two, raised the same exception at the same line;
+- all workers, at least two, raised the same exception at the same line after the first update;
 - every update needs every worker, and one of them raised the same exception three times in a row without a contribution
   between. Its replacements compute the same batch, and no update is made without it.
 """
@@ -39,14 +39,12 @@ def judge(facts: Facts, record: Record) -> Failure | None:
     for slot, found in raised.items():
         if found[0].type == BATCHES_ENDED:
             return Failure(BATCHES_ENDED, f"{slot.text}: {found[0].text}", found[0].traceback)
-    if not facts.trained:
-        return None  # `same_exception` decides
     newest = [found[0] for found in raised.values()]
-    if len(newest) == len(slots) > 1 and len({one.key for one in newest}) == 1:
-        return _failure(newest[0], f"all {len(slots)} workers")
+    if facts.trained and len(newest) == len(slots) > 1 and len({one.key for one in newest}) == 1:
+        return _failure(newest[0], f"all {len(slots)} workers after the first update")
     for slot, found in raised.items():
         if _cannot_contribute(facts, record, slot, found):
-            return _failure(found[0], f"{slot.text} again and again, without a contribution between,")
+            return _failure(found[0], f"{slot.text} again and again, without a contribution between")
     return None
 
 
@@ -60,9 +58,11 @@ def _cannot_contribute(facts: Facts, record: Record, slot: Slot, found: Sequence
         return False
     # Of the dead pods of a slot, the last two are kept. An answer may come after the back-off counted them.
     dead = [pod.incarnation for pod in facts.pods[slot] if pod.ended]
+    if not facts.trained:
+        return world > 1  # `same_exception` decides about the only worker
     return facts.progress is not None and facts.progress.contributed.get(slot.index, 0) < dead[-2]
 
 
 def _failure(raised: Raised, pods: str) -> Failure:
-    text = f"{raised.summary}: raised by {pods} after the first update, so another attempt would fail too"
+    text = f"{raised.summary}: raised by {pods}, so another attempt would fail too"
     return Failure(same_exception.REASON, text, raised.traceback)

@@ -39,7 +39,11 @@ def judge(facts: Facts, record: Record, wanted: Collection[Slot], deleted: Colle
                 reason = "Outdated"
             if reason == "Superseded" and pod.alive and current > Record.of(facts.old).current(slot):
                 taken = facts.pod_name(slot, current)
-                events.append(normal(reason, f"{slot.text} (pod {pod.name}) is deleted: {taken} fills the slot"))
+                events.append(
+                    normal(
+                        reason, f"{slot.text} is replaced as intended: {taken} fills the slot, so {pod.name} is deleted"
+                    )
+                )
             if reason:
                 actions.append(DeletePod(pod.name, pod.uid, None, reason))
     return Effects(actions=tuple(actions), events=tuple(events))
