@@ -6,7 +6,7 @@ once, or until no action is left, or is killed while it carries out a plan.
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from backstay_spec import contract
 from backstay_spec.observed import Stalled
+from backstay_spec.planner.promotion import STARTS_WITHIN
 
 BUDGET = 2
 ROLE_FIELDS = {"parameter-server": "ParameterServer", "worker": "Worker", "evaluator": "Evaluator"}
@@ -39,13 +40,16 @@ def test_any_history_converges(make_cluster, standbys):
         def some(self, data, names):
             return data.draw(st.sampled_from(sorted(names)))
 
-        def silent_standby(self, place):
+        def awaited_standby(self, place):
             active = self.cluster.status.get("active", {}).get(place, 10**6)
             for name in self.cluster.living():
                 pod = self.cluster.pods[name]
                 labels, uid = pod["metadata"]["labels"], pod["metadata"]["uid"]
                 if f"{labels[contract.LABEL_ROLE]}-{labels[contract.LABEL_INDEX]}" == place:
-                    yield int(labels[contract.LABEL_INCARNATION]) > active and uid in self.cluster.silent
+                    made = datetime.fromisoformat(pod["metadata"]["creationTimestamp"])
+                    pending = pod["status"].get("phase") in (None, "Pending")
+                    starts = pending and self.cluster.now - made < STARTS_WITHIN
+                    yield int(labels[contract.LABEL_INCARNATION]) > active and (uid in self.cluster.silent or starts)
 
         def ended(self):
             return self.cluster.status.get("phase") in ("Failed", "Succeeded")
@@ -182,7 +186,8 @@ def test_any_history_converges(make_cluster, standbys):
                 wanted = not place.startswith("worker") or rank < cluster.job.spec.workers.replicas
                 waits = cluster.status.get("backoff", {}).get(place, {}).get("notBefore")
                 left = place in newest and cluster.pods[newest[place][1]]["status"]["phase"] == "Succeeded"
-                asked = any(self.silent_standby(place))  # it is called again before it is promoted, or given up
+                # It starts, or is called again, before it is promoted or given up.
+                asked = any(self.awaited_standby(place))
                 assert place in living or waits or left or asked or not wanted, f"{place} has no pod"
 
         # Invariants.

@@ -68,11 +68,40 @@ def test_when_both_die_both_are_replaced(training):
     assert selected(training, 0) == "3"
 
 
-def test_a_standby_that_does_not_run_yet_is_not_promoted(training):
+def both_die(training) -> str:
+    """The active server, and its successor before the new standby runs; returns the name of the standby's pod."""
     training.end(training.named(SERVER, 0, 1), 137)
     training.settle()
     assert training.status["active"][FIRST] == 2
-    training.end(training.named(SERVER, 0, 2), 137)  # the new standby, 3, is still Pending
+    training.end(training.named(SERVER, 0, 2), 137)
+    training.settle()
+    return training.named(SERVER, 0, 3)
+
+
+def test_o2_a_standby_that_starts_is_waited_for_and_takes_over(training):
+    """It was deleted, and another two pods were created: with load, both needed twice the time."""
+    standby = both_die(training)
+    assert training.status["active"][FIRST] == 2
+    assert training.plan().requeue_after is not None
+    training.tick(3)
+    training.run(standby, ready=False)
+    training.settle()
+    assert training.status["active"][FIRST] == 3
+    assert selected(training, 0) == "3"
+    assert training.status["incarnations"][FIRST] == 4, "the new standby"
+    assert [(d.incarnation, d.charged) for d in training.deaths] == [(1, True), (2, True)]
+
+
+@pytest.mark.parametrize("case", ["pending", "no place", "its clock"])
+def test_t8_a_standby_that_does_not_start_is_not_waited_for(training, case):
+    standby = both_die(training)
+    if case == "no place":
+        condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no node"}
+        training.pods[standby]["status"]["conditions"] = [condition]
+    elif case == "its clock":
+        training.pods[standby]["metadata"]["creationTimestamp"] = "2099-01-01T00:00:00Z"
+    else:
+        training.tick(11)
     training.settle()
     assert training.status["active"][FIRST] == 4
     assert selected(training, 0) == "4"

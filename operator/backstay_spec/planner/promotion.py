@@ -6,8 +6,10 @@ active server. The Service is patched and the servers are informed afterwards. S
 finishes the promotion after its restart.
 
 A standby without the complete state of its server is promoted too: it starts from the newest checkpoint, as any other
-server would, but sooner. One case waits: the server was requested to stop, still answers, and is storing a checkpoint.
-The checkpoint comes first, within the server's grace period.
+server would, but sooner. That holds for a standby whose pod was created a moment ago and is starting.
+
+One case waits: the server was requested to stop, still answers, and is storing a checkpoint. The checkpoint comes
+first, within the server's grace period.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ from datetime import datetime, timedelta
 from typing import Final, TypeAlias
 
 from backstay_spec.actions import Death
-from backstay_spec.causes import Cause, Verdict, outcome_of, verdict_of
+from backstay_spec.causes import Blocked, Cause, Verdict, obstacle_of, outcome_of, verdict_of
 from backstay_spec.events import warning
 from backstay_spec.names import Slot
 from backstay_spec.planner import budgets, hung, leaving
 from backstay_spec.planner.effects import Decision, Effects
 from backstay_spec.planner.facts import Facts
-from backstay_spec.planner.pods import PodView, gone_by
+from backstay_spec.planner.pods import PodView, created_at, gone_by
 from backstay_spec.planner.record import Record, standby_key
 
 __all__ = ["GONE", "AskFirst", "Keep", "Promote", "StoreFirst", "judge", "promoted", "standby_of", "successor"]
@@ -31,6 +33,9 @@ __all__ = ["GONE", "AskFirst", "Keep", "Promote", "StoreFirst", "judge", "promot
 # After this many unanswered calls (about a minute), a standby is not waited for: another server takes the slot.
 GIVEN_UP_CALLS: Final = 30
 ASK_AGAIN: Final = timedelta(milliseconds=250)
+# A standby whose pod is younger is waited for until its container runs: another pod would start later. A pod without a
+# place, or whose image is pulled for longer, is not.
+STARTS_WITHIN: Final = timedelta(seconds=10)
 GONE: Final = Verdict(Cause.VANISHED, "it no longer exists")
 
 
@@ -48,8 +53,8 @@ class StoreFirst:
 
 @dataclass(frozen=True, slots=True)
 class AskFirst:
-    """The active server is dead, but the standby has not answered the newest call. A silent standby is never promoted,
-    so the operator calls again before it decides."""
+    """The active server is dead, but the standby is starting, or has not answered the newest call. A silent standby is
+    never promoted, so the operator calls again before it decides."""
 
     until: datetime
 
@@ -94,8 +99,10 @@ def judge(facts: Facts, record: Record, slot: Slot) -> Promotion:
 def successor(facts: Facts, record: Record, slot: Slot, pod: str, verdict: Verdict) -> Promote | AskFirst | None:
     """The promotion of the shard's standby after its active server (pod `pod`) died; None: no standby can take over."""
     standby = standby_of(facts, record, slot) if slot.key in record.active else None
-    if standby is None or not standby.alive or not standby.started:
+    if standby is None or not standby.alive:
         return None
+    if not standby.started:
+        return AskFirst(facts.now + ASK_AGAIN) if _starts_soon(facts, standby) else None
     if isinstance(hung.judge_server(facts, record, standby, "it"), hung.Hung):
         return None
     if facts.contact is None or not facts.contact.answers(standby.uid):
@@ -146,6 +153,14 @@ def _stores_until(facts: Facts, record: Record, slot: Slot, server: PodView) -> 
     if silence is not None and hung.is_unanswered(silence):
         return None
     return until if facts.now < until else None
+
+
+def _starts_soon(facts: Facts, standby: PodView) -> bool:
+    created, obstacle = created_at(standby), obstacle_of(standby.raw)
+    if created is None or (obstacle is not None and obstacle.blocked is not Blocked.NOT_STARTED):
+        return False
+    # The two times come from two clocks, which may differ by any amount.
+    return abs(facts.now - created) < STARTS_WITHIN
 
 
 def _in_sync(facts: Facts, slot: Slot, standby: PodView) -> bool:
