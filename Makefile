@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PATH := $(CURDIR)/.tools/bin:$(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test lint prose docs lowest bench tools generate pictures lock clean chaos
+.PHONY: demo test quick lint prose docs lowest bench tools generate pictures lock clean chaos
 .DEFAULT_GOAL := test
 
 $(VENV)/.installed: requirements.lock pyproject.toml
@@ -29,6 +29,9 @@ prose: $(VENV)/.installed  ## the wording of docs, docstrings, comments and mess
 
 docs: $(VENV)/.installed  ## the documentation's site, in site/; a broken link is an error
 	$(BIN)/zensical build --strict --clean
+
+quick: $(VENV)/.installed  ## the tests of the pure parts: coordinator, planner, spec; half a minute
+	$(BIN)/python -m pytest -n auto -q tests/coordination tests/plan tests/spec
 
 test: lint docs  ## everything that CI runs
 	$(BIN)/python -m pytest -n auto

@@ -99,15 +99,26 @@ def test_o4_one_worker_that_never_contributes_again_fails_the_job(training: Any)
     assert "raised by worker 1 again and again, without a contribution between" in failed["message"]
 
 
-def test_o4_one_worker_that_always_crashes_fails_the_job_before_the_first_update_too(training: Any) -> None:
+@pytest.mark.parametrize("worked", [False, True])
+def test_o4_one_worker_that_always_crashes_fails_the_job_before_the_first_update_too(
+    make_cluster: Any, *, worked: bool
+) -> None:
     """It took six crashes, and 40 s."""
-    cluster = training(3, step=0)
+    cluster = make_cluster({"parameterServers": {"replicas": 1}, "workers": {"replicas": 3}})
+    cluster.settle()
+    if worked:
+        cluster.run_all()
+        cluster.tick(5)
+        cluster.answer(term=1, step=0, contributed=dict.fromkeys(range(3), 0))
+        cluster.settle()
     crash(cluster, 1, says())
     cluster.tick(3)
+    cluster.settle()
     for incarnation in (2, 3):
         assert cluster.status["phase"] != "Failed"
-        cluster.run(cluster.named(WORKER, 1, incarnation))
-        cluster.settle()
+        if worked:
+            cluster.run(cluster.named(WORKER, 1, incarnation))
+            cluster.settle()
         crash(cluster, 1, says(), incarnation)
         cluster.tick(3)
         cluster.settle()

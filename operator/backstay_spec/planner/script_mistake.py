@@ -59,7 +59,9 @@ def _cannot_contribute(facts: Facts, record: Record, slot: Slot, found: Sequence
     # Of the dead pods of a slot, the last two are kept. An answer may come after the back-off counted them.
     dead = [pod.incarnation for pod in facts.pods[slot] if pod.ended]
     if not facts.trained:
-        return world > 1  # `same_exception` decides about the only worker
+        # The first crash counts for the back-off only if that pod never worked. `same_exception` decides about the only
+        # worker.
+        return world > 1 and dead[-1] > _FAILURES
     return facts.progress is not None and facts.progress.contributed.get(slot.index, 0) < dead[-2]
 
 
