@@ -7,11 +7,11 @@ export PATH := $(CURDIR)/.tools/bin:$(CURDIR)/$(BIN):$(PATH)
 .PHONY: demo test quick lint prose docs lowest bench tools generate pictures lock clean chaos
 .DEFAULT_GOAL := test
 
-$(VENV)/.installed: requirements.lock pyproject.toml
+$(VENV)/.installed: requirements.lock pyproject.toml operator/backstay_cluster/pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "backstay needs Python 3.11 or newer, this is " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e operator/backstay_cluster -e .
 	touch $@
 
 demo: $(VENV)/.installed  ## the main job on the embedded cluster, live
@@ -41,7 +41,7 @@ LOWEST := .venv-lowest
 $(LOWEST)/.installed: requirements.lowest.lock $(VENV)/.installed
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(LOWEST)
 	$(BIN)/uv pip sync --quiet --python $(LOWEST)/bin/python --require-hashes requirements.lowest.lock
-	$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python --no-deps --no-build-isolation -e .
+	$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python --no-deps --no-build-isolation -e operator/backstay_cluster -e .
 	touch $@
 
 lowest: $(LOWEST)/.installed  ## a part of the tests with the lowest versions that pyproject.toml allows
@@ -84,10 +84,13 @@ chaos: $(VENV)/.installed  ## deaths at chosen moments; ten minutes of faults by
 tools:
 	sh tests/tools.sh
 
-lock:  ## rewrites requirements.lock from pyproject.toml
+# The embedded cluster is installed from its folder, without a hash.
+PROJECTS := pyproject.toml operator/backstay_cluster/pyproject.toml
+OWN := --no-emit-package backstay-cluster
+lock:  ## rewrites requirements.lock from both files pyproject.toml
 	$(PYTHON) -m venv .lock-venv && .lock-venv/bin/pip install --quiet uv
-	.lock-venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --extra dev -o requirements.lock pyproject.toml requirements.build.in
-	.lock-venv/bin/uv pip compile --quiet --universal --python-version 3.11 --resolution lowest-direct --generate-hashes --no-emit-index-url --extra test -o requirements.lowest.lock pyproject.toml requirements.build.in
+	.lock-venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url $(OWN) --extra dev -o requirements.lock $(PROJECTS) requirements.build.in
+	.lock-venv/bin/uv pip compile --quiet --universal --python-version 3.11 --resolution lowest-direct --generate-hashes --no-emit-index-url $(OWN) --extra test -o requirements.lowest.lock $(PROJECTS) requirements.build.in
 	PATH="$(CURDIR)/.lock-venv/bin:$(PATH)" sh images/locks/update.sh
 	rm -rf .lock-venv
 

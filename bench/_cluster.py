@@ -1,4 +1,4 @@
-"""Shared code of the benchmarks of whole jobs: an embedded cluster, jobs of witness.py, and deaths of pods."""
+"""Starts an embedded cluster with jobs of witness.py for benchmarks of whole jobs, and observes deaths of pods."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ import aiohttp
 import numpy as np
 import psutil
 
-from backstay_cli.kube import JOBS, Api, ApiError
-from backstay_cli.preload import preload
-from backstay_cli.session import start_session
+from backstay_client.embedded.preload import preload
+from backstay_client.embedded.session import start_session
+from backstay_client.kube import JOBS, ApiCalls, ApiRequestError
 from backstay_spec import contract
 from backstay_spec.records import merged
 
@@ -39,19 +39,19 @@ def row(what: str, value: str, goal: str = "") -> None:
 
 
 @dataclass
-class Cluster:
+class BenchCluster:
     """An embedded cluster with the operator."""
 
     folder: Path
     kubeconfig: Path
-    api: Api
+    api: ApiCalls
     operators: list[asyncio.subprocess.Process] = field(default_factory=list)
 
     async def try_request(self, method: str, path: str, body: Any = None, **parameters: str) -> Any:
         """The answer, or None when the API server refuses the request or does not answer."""
         try:
             return await self.api.request(method, path, body, **parameters)
-        except (ApiError, *_UNAVAILABLE):
+        except (ApiRequestError, *_UNAVAILABLE):
             return None
 
     def part(self, module: str) -> psutil.Process | None:
@@ -75,7 +75,7 @@ class Cluster:
 
 
 @contextlib.asynccontextmanager
-async def cluster(keep: str | None = None, *, forked: bool = True) -> AsyncIterator[Cluster]:
+async def cluster(keep: str | None = None, *, forked: bool = True) -> AsyncIterator[BenchCluster]:
     """A cluster in a folder that is deleted at the end, or in `keep`.
 
     Args:
@@ -88,7 +88,7 @@ async def cluster(keep: str | None = None, *, forked: bool = True) -> AsyncItera
         )
         modules = preload(environ=PLATFORM) if forked else None
         async with start_session(folder, preload=modules) as session:
-            made = Cluster(folder, session.kubeconfig, session.api)
+            made = BenchCluster(folder, session.kubeconfig, session.api)
             try:
                 yield made
             finally:
@@ -101,7 +101,7 @@ async def cluster(keep: str | None = None, *, forked: bool = True) -> AsyncItera
 
 
 @dataclass
-class Update:
+class BenchUpdate:
     """One update in the coordinator's log."""
 
     at: float
@@ -122,12 +122,12 @@ class Fact:
     notes: dict[str, Any]
 
 
-class Job:
+class BenchJob:
     """A job of one of the scripts; the default is witness.py."""
 
     def __init__(
         self,
-        on: Cluster,
+        on: BenchCluster,
         name: str,
         *,
         steps: int,
@@ -230,7 +230,7 @@ class Job:
         (self.timeline / "go").touch()
 
     def marks(self, pod: str) -> list[tuple[float, str]]:
-        """The marks that a pod wrote: time and name."""
+        """Returns the marks that a pod wrote, each with its time and name."""
         return marks_in(self.timeline / pod)
 
     def pods(self, slot: str) -> list[str]:
@@ -238,10 +238,10 @@ class Job:
         found = [path.name for path in self.timeline.iterdir() if f"-{slot}-" in path.name]
         return sorted(found, key=lambda name: min(at for at, _ in self.marks(name)))
 
-    def updates(self) -> list[Update]:
+    def updates(self) -> list[BenchUpdate]:
         """Every update that was decided, in order of time. The list has an update twice if it was lost and redone."""
         found = [
-            Update(at, int(what.split()[1]), pod)
+            BenchUpdate(at, int(what.split()[1]), pod)
             for pod in self.pods("ps-0")
             for at, what in self.marks(pod)
             if what.startswith("step ") and what.split()[1].isdigit()
@@ -293,30 +293,32 @@ class Job:
 
 
 def marks_in(file: Path) -> list[tuple[float, str]]:
-    """The marks in a file of a timeline (`scripts/_timeline.py`): time and name. None if the file does not exist."""
+    """Returns the marks in a file of a timeline (`scripts/_timeline.py`), each with its time and name. None if the file
+    does not exist."""
     lines = file.read_text().splitlines() if file.exists() else []
     # A killed process may leave half a line.
     return [(float(at), what) for at, _, what in (line.partition(" ") for line in lines) if what]
 
 
 def incarnation_of(pod: str) -> int:
-    """The incarnation in a pod's name: ``<job>-worker-3-<incarnation>-<hash>``."""
+    """Returns the incarnation in a pod's name, which has the form ``<job>-worker-3-<incarnation>-<hash>``."""
     return int(pod.rsplit("-", 2)[1])
 
 
 def shard_of(pod: str) -> int | None:
-    """The shard of a server's pod: ``<job>-ps-1-<incarnation>-<hash>``; None: it is another pod."""
+    """Returns the shard in the name of a server's pod, ``<job>-ps-1-<incarnation>-<hash>``, and None for another
+    pod."""
     role, shard = pod.rsplit("-", 4)[1:3]
     return int(shard) if role == "ps" else None
 
 
-def gaps(updates: Sequence[Update], begin: float, end: float) -> float:
+def gaps(updates: Sequence[BenchUpdate], begin: float, end: float) -> float:
     """The longest time without an update that overlaps an interval, in seconds."""
     times = [update.at for update in updates]
     return max((b - a for a, b in itertools.pairwise(times) if b > begin and a < end), default=0.0)
 
 
-def seconds_per_step(updates: Sequence[Update]) -> float:
+def seconds_per_step(updates: Sequence[BenchUpdate]) -> float:
     """Mean seconds of an update, from the first one to the last. Redone updates count once."""
     return (updates[-1].at - updates[0].at) / max(1, updates[-1].step - updates[0].step)
 
@@ -343,7 +345,7 @@ async def alone(script: str, arguments: Sequence[str] = (), **environment: str) 
         return marks_in(Path(folder) / "alone")
 
 
-def stored(job: Job) -> tuple[int, dict[str, np.ndarray]]:
+def stored(job: BenchJob) -> tuple[int, dict[str, np.ndarray]]:
     """The step and the parameters of the job's last checkpoint."""
     import backstay
 

@@ -15,7 +15,7 @@ SECONDS = 300.0
 
 
 @dataclass(frozen=True)
-class Run:
+class CommandRun:
     """One command, whose files are in a folder."""
 
     process: subprocess.Popen[bytes]
@@ -38,7 +38,7 @@ class Run:
 
 
 @contextmanager
-def backstay_run(folder: Path, *arguments: str) -> Iterator[Run]:
+def backstay_run(folder: Path, *arguments: str) -> Iterator[CommandRun]:
     """Run ``backstay run`` with these arguments, and interrupt it at the end.
 
     Args:
@@ -48,7 +48,7 @@ def backstay_run(folder: Path, *arguments: str) -> Iterator[Run]:
     with (folder / "command.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     try:
-        yield Run(process, folder)
+        yield CommandRun(process, folder)
     finally:
         process.send_signal(signal.SIGINT)
         process.wait()

@@ -1,4 +1,4 @@
-"""Shared code of the benchmarks of the data plane: roles as processes that read commands line by line.
+"""Shared code of the benchmarks of the data plane, which run roles as processes that read commands line by line.
 
 A benchmark starts one server process and some worker processes, with the allocator settings of a pod. It controls them
 through their standard input and output. All rows of one table are therefore measured in one run, in turns.
@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from backstay_rpc.credentials import Credentials
+
 REPO = Path(__file__).resolve().parent.parent
 TOKEN = "benchmark"
 RAW_BYTES = 64 << 20
@@ -34,7 +36,7 @@ def allocator_environment() -> dict[str, str]:
     return dict(ALLOCATOR)
 
 
-class Process:
+class BenchProcess:
     """A role of a benchmark in its own process. Both sides send one JSON object on each line.
 
     Args:
@@ -80,9 +82,9 @@ class Process:
 
 
 @contextmanager
-def processes() -> Iterator[list[Process]]:
+def processes() -> Iterator[list[BenchProcess]]:
     """A list of processes that are killed at the end, even after an exception."""
-    running: list[Process] = []
+    running: list[BenchProcess] = []
     try:
         yield running
     finally:
@@ -91,7 +93,7 @@ def processes() -> Iterator[list[Process]]:
 
 
 def commands() -> Iterator[dict[str, Any]]:
-    """The commands that a role receives from its `Process`."""
+    """The commands that a role receives from its `BenchProcess`."""
     for line in sys.stdin:
         yield json.loads(line)
 
@@ -191,17 +193,18 @@ class Quorum:
         )
 
 
-class Server:
+class BenchServer:
     """One shard with all its parts, as in a pod."""
 
     def __init__(self, params: Any, optimizer: Any, workers: int, wire: Any = None) -> None:
-        from backstay._shard import ShardRuntime
+        from backstay._coordination import Rules
+        from backstay._shard import Admission, ShardRuntime
+        from backstay._transport._tensors._server import DataServer
         from backstay._update._codecs import Wire, coded_leaves, shard_wires
         from backstay._update._engine import ShardEngine
         from backstay._update._partition import partition
         from backstay._update._rules import analyse
         from backstay._update._tree import describe
-        from backstay._wire.server import DataServer
 
         tree = describe(params)
         rule = analyse(optimizer, tree)
@@ -212,13 +215,14 @@ class Server:
         engine = ShardEngine(layout, 0, rule, params)
         engine.compile([workers], wires=wires.gradients, parameters=wires.parameters)
         coordination = Quorum(workers)
-        self.shard = ShardRuntime(layout.shards[0], layout.digest, coordination, incarnation=1, mode="Sync", wire=wires)
+        self.shard = ShardRuntime(wires, Admission(0, 1, layout.digest), coordination, Rules("Sync", shards=1, steps=0))
         coordination.sink = self.shard
-        self.server = DataServer(self.shard, host=HOST, port=0, token=TOKEN)
+        self.shard.fence({f"worker-{rank}": 1 for rank in range(workers)})  # as after their joins
+        self.server = DataServer(self.shard, host=HOST, port=0, credentials=Credentials(TOKEN))
         self.shard.reset(1, engine, workers)
 
 
-class Worker:
+class BenchWorker:
     """The data plane of one worker. Gradients are in JAX's memory, and JAX uses received parameters without a copy."""
 
     def __init__(self, params: Any, optimizer: Any, port: int, rank: int, wire: Any = None) -> None:
@@ -226,12 +230,12 @@ class Worker:
         import jax.numpy as jnp
 
         from backstay._compute._encoding import Encoder
+        from backstay._transport._tensors._buffers import Arrangement, ParamBuffers
+        from backstay._transport._tensors._client import connect
         from backstay._update._codecs import Wire, coded_leaves, shard_wires
         from backstay._update._partition import partition
         from backstay._update._rules import analyse
         from backstay._update._tree import describe
-        from backstay._wire.buffers import Arrangement, ParamBuffers
-        from backstay._wire.client import connect
         from backstay_rpc.control_pb2 import Hello, Peer
 
         tree = describe(params)
@@ -248,7 +252,9 @@ class Worker:
         self._gradient = jax.jit(self._arrangement.pack)([jnp.full_like(jnp.asarray(leaf), 1e-3) for leaf in leaves])
         jax.block_until_ready(self._gradient)
         hello = Hello(peer=Peer(role="worker", index=rank, incarnation=1), term=1, partition_digest=layout.digest)
-        self._client = connect([f"{HOST}:{port}"], layout.shards, [hello], token=TOKEN, mode="Sync", wires=wires)
+        self._client = connect(
+            [f"{HOST}:{port}"], layout.shards, [hello], credentials=Credentials(TOKEN), mode="Sync", wires=wires
+        )
         slot = self._buffers.take()
         self._version = self._client.exchange_all(None, 0, slot.blocks).version
         self._params = slot.host()
@@ -262,7 +268,7 @@ class Worker:
         return SimpleNamespace(key=BatchKey(step=self._version, rank=self._rank, world=1), blocks=blocks)
 
     def step(self) -> None:
-        from backstay._wire.client import Push
+        from backstay._transport._tensors._client import Push
         from backstay_rpc.control_pb2 import GradientId, GradientInfo
 
         gradient = GradientId(

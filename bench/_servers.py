@@ -10,6 +10,9 @@ import grpc.aio
 
 from backstay_rpc import control_pb2, control_pb2_grpc
 from backstay_spec import contract
+from backstay_spec.job_report import JobReport
+
+_REPORT = JobReport(step=100, term=1, examples_per_second=1000.0).encoded()
 
 
 class Trains(control_pb2_grpc.ControlServicer):
@@ -29,7 +32,7 @@ class Trains(control_pb2_grpc.ControlServicer):
             term=1,
             step=100,
             world=request.world,
-            examples_per_second=1000.0,
+            report=_REPORT,
             contributed=ranks,
             beating=ranks,
         )

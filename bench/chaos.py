@@ -30,9 +30,9 @@ from typing import Any
 import numpy as np
 from _cluster import (
     NAMESPACE,
-    Cluster,
-    Job,
-    Update,
+    BenchCluster,
+    BenchJob,
+    BenchUpdate,
     cluster,
     gaps,
     incarnation_of,
@@ -54,7 +54,7 @@ _ORDER = ("Sync", "Async")
 
 
 @dataclass(frozen=True)
-class Target:
+class ChaosTarget:
     """The target of a fault from outside the pods; false: there is none now.
 
     Attributes:
@@ -72,28 +72,28 @@ class Target:
         return " ".join([*self.pods, *([] if self.seconds is None else [f"for {self.seconds:.1f} s"])])
 
 
-NOTHING = Target()
+NOTHING = ChaosTarget()
 
 
 @dataclass
-class Fault:
+class ChaosFault:
     """A fault that this benchmark causes from outside the pods."""
 
     at: float
     kind: str
-    target: Target
+    target: ChaosTarget
 
 
 class Chaos:
     """Causes faults in a job by a seed, and records them."""
 
-    def __init__(self, on: Cluster, job: Job, seed: int, standbys: int) -> None:
+    def __init__(self, on: BenchCluster, job: BenchJob, seed: int, standbys: int) -> None:
         self.on, self.job = on, job
         self.rng = random.Random(seed)
-        self.faults: list[Fault] = []
+        self.faults: list[ChaosFault] = []
         self._later: set[asyncio.Task[None]] = set()
         # Rare faults are in the list once, and frequent ones several times.
-        self._kinds: list[Callable[[], Awaitable[Target]]] = [
+        self._kinds: list[Callable[[], Awaitable[ChaosTarget]]] = [
             *[self.kill_worker] * 5,
             *[self.stop_worker] * 2,
             self.lose_worker,
@@ -117,18 +117,18 @@ class Chaos:
             await self.cause(self.rng.choice(self._kinds))
         await asyncio.gather(*self._later)
 
-    async def cause(self, what: Callable[[], Awaitable[Target]]) -> None:
+    async def cause(self, what: Callable[[], Awaitable[ChaosTarget]]) -> None:
         at = time.time()
         if target := await what():
-            self.faults.append(Fault(at, what.__name__.replace("_", " "), target))
+            self.faults.append(ChaosFault(at, what.__name__.replace("_", " "), target))
             print(f"  {time.strftime('%H:%M:%S')}  {self.faults[-1].kind}: {target}", file=sys.stderr, flush=True)
 
     def _pick(self, role: str) -> str:
         """A running pod of a role, or an empty string."""
         return self.rng.choice(sorted(pod for pod in self.job.processes() if f"-{role}-" in pod) or [""])
 
-    def _kill(self, pod: str) -> Target:
-        return Target((pod,)) if pod and self.job.signal(pod, signal.SIGKILL) else NOTHING
+    def _kill(self, pod: str) -> ChaosTarget:
+        return ChaosTarget((pod,)) if pod and self.job.signal(pod, signal.SIGKILL) else NOTHING
 
     def _in(self, seconds: float, what: Callable[[], Any]) -> None:
         async def later() -> None:
@@ -141,77 +141,77 @@ class Chaos:
         self._later.add(task)
         task.add_done_callback(self._later.discard)
 
-    def _pause(self, pod: str, seconds: float) -> Target:
+    def _pause(self, pod: str, seconds: float) -> ChaosTarget:
         if not pod or not self.job.signal(pod, signal.SIGSTOP):
             return NOTHING
         self._in(seconds, lambda: self.job.signal(pod, signal.SIGCONT))
-        return Target((pod,), seconds)
+        return ChaosTarget((pod,), seconds)
 
-    async def _delete(self, pod: str, **parameters: str) -> Target:
+    async def _delete(self, pod: str, **parameters: str) -> ChaosTarget:
         path = f"/api/v1/namespaces/{NAMESPACE}/pods/{pod}"
         deleted = pod and await self.on.try_request("DELETE", path, **parameters) is not None
-        return Target((pod,)) if deleted else NOTHING
+        return ChaosTarget((pod,)) if deleted else NOTHING
 
-    async def kill_worker(self) -> Target:
+    async def kill_worker(self) -> ChaosTarget:
         return self._kill(self._pick("worker"))
 
-    async def stop_worker(self) -> Target:
+    async def stop_worker(self) -> ChaosTarget:
         return self._pause(self._pick("worker"), self.rng.uniform(0.5, 4))
 
-    async def lose_worker(self) -> Target:
+    async def lose_worker(self) -> ChaosTarget:
         """Stop a worker until it has been replaced, and continue it afterwards."""
         return self._pause(self._pick("worker"), 25)
 
-    async def delete_worker(self) -> Target:
+    async def delete_worker(self) -> ChaosTarget:
         return await self._delete(self._pick("worker"))
 
-    async def delete_worker_immediately(self) -> Target:
+    async def delete_worker_immediately(self) -> ChaosTarget:
         return await self._delete(self._pick("worker"), gracePeriodSeconds="0")
 
-    async def evict_worker(self) -> Target:
+    async def evict_worker(self) -> ChaosTarget:
         pod = self._pick("worker")
         body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": NAMESPACE}}
         path = f"/api/v1/namespaces/{NAMESPACE}/pods/{pod}/eviction"
         evicted = pod and await self.on.try_request("POST", path, body) is not None
-        return Target((pod,)) if evicted else NOTHING
+        return ChaosTarget((pod,)) if evicted else NOTHING
 
-    async def kill_server(self) -> Target:
+    async def kill_server(self) -> ChaosTarget:
         return self._kill(self._pick("ps"))
 
-    async def kill_active_server(self) -> Target:
+    async def kill_active_server(self) -> ChaosTarget:
         """Kill the server of a shard that serves, and not its standby."""
         shard = self.rng.randrange(self.job.servers)
         active = ((await self.job.look()).get("active") or {}).get(f"parameter-server-{shard}")
         return self._kill(self._pick(f"ps-{shard}" if active is None else f"ps-{shard}-{active}"))
 
-    async def stop_server(self) -> Target:
+    async def stop_server(self) -> ChaosTarget:
         return self._pause(self._pick("ps"), self.rng.uniform(0.5, 6))
 
-    async def delete_server(self) -> Target:
+    async def delete_server(self) -> ChaosTarget:
         return await self._delete(self._pick("ps"))
 
-    async def kill_several(self) -> Target:
+    async def kill_several(self) -> ChaosTarget:
         pods = sorted(self.job.processes())
         some = self.rng.sample(pods, min(len(pods), self.rng.randint(2, 4)))
-        return Target(tuple(pod for pod in sorted(some) if self._kill(pod)))
+        return ChaosTarget(tuple(pod for pod in sorted(some) if self._kill(pod)))
 
-    async def kill_operator(self) -> Target:
+    async def kill_operator(self) -> ChaosTarget:
         operator = self.on.part("backstay_operator")
         if operator is None:
             return NOTHING
         operator.kill()
         away = self.rng.uniform(0, 5)
         self._in(away, self.on.start_operator)
-        return Target(seconds=away)
+        return ChaosTarget(seconds=away)
 
-    async def stop_api_server(self) -> Target:
+    async def stop_api_server(self) -> ChaosTarget:
         server = self.on.part("backstay_cluster")
         if server is None or self._later:  # only when no other process is stopped
             return NOTHING
         away = self.rng.uniform(1, 6)
         server.suspend()
         self._in(away, server.resume)
-        return Target(seconds=away)
+        return ChaosTarget(seconds=away)
 
 
 def inside(rng: random.Random, steps: int, workers: int, servers: int, standbys: int, seconds: float) -> str:
@@ -252,7 +252,7 @@ def inside(rng: random.Random, steps: int, workers: int, servers: int, standbys:
     return "; ".join(script)
 
 
-def witness_of(job: Job) -> Applied:
+def witness_of(job: BenchJob) -> Applied:
     """The lost and repeated gradients in the job's last checkpoint."""
     step, params = stored(job)
     if step != job.steps:
@@ -262,7 +262,7 @@ def witness_of(job: Job) -> Applied:
     return count_applied(params["count"], steps=rows, quorum=quorum, grace="grace" in job.spec["update"])
 
 
-def injected(job: Job) -> Counter[str]:
+def injected(job: BenchJob) -> Counter[str]:
     """The number of injected faults of each kind."""
     faults = [fact.notes for fact in job.facts("fault")]
     return Counter(f"inside: {fault['action']} {fault['role']} at {fault['where']}" for fault in faults)
@@ -293,7 +293,7 @@ def unprotected(
     return found
 
 
-def explained(job: Job, faults: Sequence[Fault]) -> int:
+def explained(job: BenchJob, faults: Sequence[ChaosFault]) -> int:
     """How many rollbacks of the job one standby cannot prevent, from the faults, its history and its pods' reports."""
     began: dict[int, float] = {}  # by term; a coordinator that takes over continues the term
     for fact in (*job.facts("start"), *job.facts("rollback")):
@@ -320,7 +320,7 @@ def explained(job: Job, faults: Sequence[Fault]) -> int:
     return unprotected(backs, faulted, filled)
 
 
-def print_gaps(faults: Sequence[Fault], updates: Sequence[Update]) -> None:
+def print_gaps(faults: Sequence[ChaosFault], updates: Sequence[BenchUpdate]) -> None:
     """Print a table of the faults by kind, with the time without an update around each fault."""
     print(f"\n{'faults by kind':<40}{'times':>8}{'without an update, median':>28}{'worst':>10}")
     for kind in sorted({fault.kind for fault in faults}):
@@ -332,19 +332,19 @@ def print_gaps(faults: Sequence[Fault], updates: Sequence[Update]) -> None:
         print(f"{kind:<40}{len(of_kind):>8}{median(around):>26.2f} s{max(around):>8.2f} s")
 
 
-def redone_of(updates: Sequence[Update]) -> int:
+def redone_of(updates: Sequence[BenchUpdate]) -> int:
     """The number of updates that were computed again after a rollback."""
     return len(updates) - len({update.step for update in updates})
 
 
-def rate_of(updates: Sequence[Update], begin: float, end: float) -> float:
+def rate_of(updates: Sequence[BenchUpdate], begin: float, end: float) -> float:
     """Seconds of an update between two times. Updates that a rollback lost in this interval do not count."""
     before = max((update.step for update in updates if update.at <= begin), default=0)
     after = [update for update in updates if update.at <= end][-1]
     return (end - begin) / max(1, after.step - before)
 
 
-async def train(job: Job, chaos: Chaos | None, seconds: float, every: float) -> tuple[list[Update], float]:
+async def train(job: BenchJob, chaos: Chaos | None, seconds: float, every: float) -> tuple[list[BenchUpdate], float]:
     """Run the job from beginning to end. Return its updates, and the seconds of an update during the chaos."""
     await job.submit()
     await job.wait("it trains", lambda: len(job.updates()) >= 5)
@@ -359,7 +359,7 @@ async def train(job: Job, chaos: Chaos | None, seconds: float, every: float) -> 
     return updates, rate_of(updates, began, min(ended, updates[-1].at))
 
 
-async def mixed(on: Cluster, mode: str, arguments: argparse.Namespace, seconds: float) -> bool:
+async def mixed(on: BenchCluster, mode: str, arguments: argparse.Namespace, seconds: float) -> bool:
     """Run the job with faults of every kind, and then without faults."""
     steps = int(seconds / STEP_SECONDS) * (1 if mode == "Sync" else arguments.workers)
     shape: dict[str, Any] = {
@@ -380,7 +380,7 @@ async def mixed(on: Cluster, mode: str, arguments: argparse.Namespace, seconds: 
     script = inside(rng, steps, arguments.workers, 2, arguments.standbys, seconds)
     print(f"\n{mode}: {steps} updates, 2 servers, {arguments.standbys} standbys, {arguments.workers} workers, "
           f"seed {arguments.seed}\nFAULT_INJECTION={script!r}", flush=True)  # fmt: skip
-    job = Job(on, f"chaos-{mode.lower()}", env={"FAULT_INJECTION": script}, **shape)
+    job = BenchJob(on, f"chaos-{mode.lower()}", env={"FAULT_INJECTION": script}, **shape)
     chaos = Chaos(on, job, arguments.seed, arguments.standbys)
     updates, noisy = await train(job, chaos, seconds, arguments.every)
     status = dict(job.status)
@@ -401,7 +401,7 @@ async def mixed(on: Cluster, mode: str, arguments: argparse.Namespace, seconds: 
     row("workers replaced: crashes + disruptions", pods.get("Worker", ""))
     row("servers replaced: crashes + disruptions", pods.get("ParameterServer", ""))
     await job.delete()
-    quiet = Job(on, f"quiet-{mode.lower()}", **shape)
+    quiet = BenchJob(on, f"quiet-{mode.lower()}", **shape)
     _, peaceful = await train(quiet, None, seconds, 0)
     row("goodput in the chaos against the quiet run", f"{peaceful / noisy:.1%}")
     row("  seconds an update, chaos and quiet", f"{noisy:.3f} {peaceful:.3f}")

@@ -1,4 +1,5 @@
-"""The cost of a checkpoint: updates of 64 MB one after another, with and without a checkpoint being written.
+"""Measures the cost of a checkpoint with updates of 64 MB one after another, with and without a checkpoint being
+written.
 
 The pause is the time by which an update exceeds the quiet median, from the snapshot until the file is stored. The
 table compares the rate of writing the file with memcpy, and with a plain write and fsync of the same bytes.
@@ -20,16 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 from apply import OPTIMIZERS, aligned, median_ms
 
-from backstay._checkpoint import CheckpointStore
-from backstay._report._metrics import Metrics
-from backstay._roles._storing import CheckpointWriter
+from backstay._checkpoint import CheckpointStore, CheckpointWriter
 from backstay._update._engine import ShardEngine
 from backstay._update._partition import gather, partition
 from backstay._update._rules import analyse
 from backstay._update._tree import describe
 
 
-class Reports:
+class CheckpointReports:
     """A coordinator that only receives the report of a stored checkpoint."""
 
     def __init__(self) -> None:
@@ -83,14 +82,14 @@ def main() -> None:
         return (time.perf_counter() - start) * 1e3
 
     with tempfile.TemporaryDirectory(prefix="backstay-bench-", dir=options.folder) as scratch:
-        folder, reports = Path(scratch), Reports()
+        folder, reports = Path(scratch), CheckpointReports()
         writer = CheckpointWriter(
             CheckpointStore(str(folder / "checkpoints")),
             reports,
             shard=0,
             shards=1,
             incarnation=0,
-            metrics=Metrics("bench", "ParameterServer", 0),
+            stored=lambda seconds, size: None,
             history=lambda: "0" * 16,
         )
         quiet, during, snapshots, writes, pauses, raws = [], [], [], [], [], []

@@ -24,7 +24,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from _cluster import NAMESPACE, Job, alone, cluster
+from _cluster import NAMESPACE, BenchJob, alone, cluster
 
 REPO = Path(__file__).resolve().parent.parent
 EXAMPLE = REPO / "examples" / "images" / "train.py"
@@ -38,7 +38,7 @@ ENDED = re.compile(r"epoch (\d+) has ended: \d+ samples: (\d+) used, (\d+) dropp
 
 
 @dataclass(frozen=True)
-class Run:
+class ClassifierRun:
     """One of the runs that are compared.
 
     Attributes:
@@ -74,9 +74,9 @@ JOBS = (
     ("Async", {"mode": "Async"}, 1e-3),
 )
 RUNS = (
-    Run("one process", batch=BATCH),
-    *(Run(name, update, rate=rate) for name, update, rate in JOBS),
-    *(Run(f"{name}, late gradients", update, rate=rate, late=True) for name, update, rate in JOBS),
+    ClassifierRun("one process", batch=BATCH),
+    *(ClassifierRun(name, update, rate=rate) for name, update, rate in JOBS),
+    *(ClassifierRun(f"{name}, late gradients", update, rate=rate, late=True) for name, update, rate in JOBS),
 )
 
 
@@ -98,7 +98,7 @@ class Point:
     accuracy: float
 
 
-async def in_one_process(run: Run) -> list[Point]:
+async def in_one_process(run: ClassifierRun) -> list[Point]:
     """The script in one process; the time of its evaluations does not count."""
     every = run.steps // POINTS
     points: list[Point] = []
@@ -115,13 +115,13 @@ async def in_one_process(run: Run) -> list[Point]:
     return points
 
 
-async def as_job(run: Run) -> list[Point]:
+async def as_job(run: ClassifierRun) -> list[Point]:
     """The script as a job; its checkpoints are evaluated after it."""
     assert run.update is not None
     async with cluster() as on:
         faults = {"FAULT_INJECTION": delays(run)} if run.late else {}
         every = run.steps // POINTS
-        job = Job(
+        job = BenchJob(
             on, "images", steps=run.steps, workers=WORKERS, mode=run.update["mode"], every_steps=every,
             script="images.py", env=faults,
         )  # fmt: skip
@@ -140,7 +140,7 @@ async def as_job(run: Run) -> list[Point]:
         return sorted((point for point in found if point is not None), key=lambda point: point.step)
 
 
-def delays(run: Run) -> str:
+def delays(run: ClassifierRun) -> str:
     """Each rank computes a part of its gradients `LATE_SECONDS` late, by a seed."""
     rng = random.Random(0)
     own = run.steps if run.update and run.update["mode"] == "Sync" else run.steps // WORKERS
@@ -193,7 +193,7 @@ LOW = 0.85  # lower points are not drawn
 
 
 def draw(results: dict[str, list[Point]]) -> str:
-    """An SVG picture: accuracy over examples, over time, and over time with late gradients."""
+    """Draws accuracy over examples, over time, and over time with late gradients, as SVG."""
     single = RUNS[0].name
     usual = {name: points for name, points in results.items() if "late" not in name}
     late = {single: results[single], **{name: results[f"{name}, late gradients"] for name in usual if name != single}}

@@ -1,4 +1,4 @@
-"""Short jobs, each many times: how they end (O10). `docs/decisions/0061` has what was measured.
+"""Runs short jobs many times, and reports how they end (O10). `docs/decisions/0062` has what was measured.
 
     python bench/ends.py [--times 20] [--only TEXT] [--load 2] [--operator pause|kill]
 
@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from _cluster import NAMESPACE, Cluster, Job, cluster, median
+from _cluster import NAMESPACE, BenchCluster, BenchJob, cluster, median
 from _common import table
 
 LIMIT = 240.0
@@ -74,7 +74,7 @@ def phases(pods: list[dict[str, Any]]) -> set[str]:
     return {pod.get("status", {}).get("phase", "Pending") for pod in pods}
 
 
-async def without_operator(on: Cluster, job: Job, how: str, pods: int) -> None:
+async def without_operator(on: BenchCluster, job: BenchJob, how: str, pods: int) -> None:
     """Stop or kill the operator when all pods have started, until all have ended."""
     deadline = time.monotonic() + LIMIT
     while time.monotonic() < deadline:
@@ -96,11 +96,11 @@ async def without_operator(on: Cluster, job: Job, how: str, pods: int) -> None:
         await on.start_operator()
 
 
-async def run(on: Cluster, case: Case, name: str, how: str) -> tuple[str, float]:
+async def run(on: BenchCluster, case: Case, name: str, how: str) -> tuple[str, float]:
     """A job of one case; returns how it ended, and its seconds."""
     env = {"STEPS": str(case.steps)} | ({} if case.seconds is None else {"EVALUATE": str(case.seconds)})
     shape = {"steps": case.steps, "servers": case.servers, "workers": case.workers, "standbys": case.standbys}
-    job = Job(on, name, script="short.py", env=env, **shape)  # type: ignore[arg-type]
+    job = BenchJob(on, name, script="short.py", env=env, **shape)  # type: ignore[arg-type]
     if not case.stores:
         job.spec["checkpoint"] = {}
     if case.evaluator:

@@ -17,7 +17,7 @@ import sys
 import time
 from typing import Any
 
-from _cluster import Cluster, Job, cluster, seconds_per_step, stored
+from _cluster import BenchCluster, BenchJob, cluster, seconds_per_step, stored
 from _common import table
 from chaos import Chaos, witness_of
 
@@ -38,7 +38,7 @@ CASES: tuple[tuple[str, str, float, dict[str, Any]], ...] = (
 )
 
 
-def all_train(job: Job) -> bool:
+def all_train(job: BenchJob) -> bool:
     """Whether every rank has computed."""
     return all(
         any(what.startswith("step") for pod in job.pods(f"worker-{rank}") for _, what in job.marks(pod))
@@ -46,7 +46,7 @@ def all_train(job: Job) -> bool:
     )
 
 
-def reported(job: Job) -> dict[str, float]:
+def reported(job: BenchJob) -> dict[str, float]:
     """The seconds that the workers which ended by themselves reported at their end."""
     found: dict[str, float] = {}
     for fact in job.facts("worker_seconds"):
@@ -55,10 +55,10 @@ def reported(job: Job) -> dict[str, float]:
     return found
 
 
-async def run(on: Cluster, arguments: argparse.Namespace, case: int) -> tuple[Job, float, int]:
+async def run(on: BenchCluster, arguments: argparse.Namespace, case: int) -> tuple[BenchJob, float, int]:
     """A job of one case; returns it with the seconds of an update, and how many pods were killed."""
     _, what, every, shape = CASES[case]
-    job = Job(
+    job = BenchJob(
         on,
         f"goodput-{case}",
         steps=int(arguments.seconds / COMPUTE),

@@ -23,8 +23,8 @@ from typing import Any
 
 import psutil
 
+from backstay_cluster.client import ApiClient
 from backstay_cluster.cluster import ClusterProcess
-from backstay_cluster.kubelet.api import ApiClient
 from backstay_cluster.kubelet.fake import FakeKubelet
 from backstay_spec import contract
 from backstay_spec.crd import build_crd
@@ -47,7 +47,7 @@ PREEMPTED = {
 
 
 def job_of(name: str) -> dict[str, Any]:
-    """A job with 10 pods: 2 servers and 8 workers."""
+    """A job with 2 servers and 8 workers."""
     return {
         "apiVersion": contract.API_VERSION,
         "kind": contract.KIND,

@@ -1,4 +1,4 @@
-"""`train` in one process beside a plain jitted loop: the time of a step, in one run and by turns.
+"""Measures the time of a step of `train` in one process and of a plain jitted loop, in one run and by turns.
 
 Both train the same network on the same batches with Adam. The plain loop is typical for a JAX user: one
 jitted function with donated buffers, and no value is read before the end. The benchmark prints one line for each size:

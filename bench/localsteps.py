@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import _link
-from _cluster import Cluster, Job, cluster
+from _cluster import BenchCluster, BenchJob, cluster
 from chaos import Chaos
 
 REPO = Path(__file__).resolve().parent.parent
@@ -48,7 +48,7 @@ STREAMED = {"count": COUNT, "fragments": 4, "overlap": 2}
 
 
 @dataclass(frozen=True)
-class Row:
+class LocalStepsRow:
     """One way to train.
 
     Attributes:
@@ -80,24 +80,24 @@ class Row:
 
 
 ROWS = (
-    Row("Sync"),
-    Row("Sync, 1 backup, no grace", update={"mode": "Sync", "backups": 1}),
-    Row("Sync, 1 backup, grace Auto", update={"mode": "Sync", "backups": 1, "grace": "Auto"}),
-    Row("24 local steps, no warm-up", local={"count": COUNT}, outer=("--warm-up", "0")),
-    Row("24 local steps, outer SGD 1.0", local={"count": COUNT}, outer=("--outer-rate", "1.0")),
-    Row("24 local steps", local={"count": COUNT}),
-    Row("24 local steps", workers=8, local={"count": COUNT}),
-    Row(
+    LocalStepsRow("Sync"),
+    LocalStepsRow("Sync, 1 backup, no grace", update={"mode": "Sync", "backups": 1}),
+    LocalStepsRow("Sync, 1 backup, grace Auto", update={"mode": "Sync", "backups": 1, "grace": "Auto"}),
+    LocalStepsRow("24 local steps, no warm-up", local={"count": COUNT}, outer=("--warm-up", "0")),
+    LocalStepsRow("24 local steps, outer SGD 1.0", local={"count": COUNT}, outer=("--outer-rate", "1.0")),
+    LocalStepsRow("24 local steps", local={"count": COUNT}),
+    LocalStepsRow("24 local steps", workers=8, local={"count": COUNT}),
+    LocalStepsRow(
         "24 local steps, 4 fragments, overlap 2, Int4",
         local=STREAMED,
         wire={"gradients": "Int4"},
     ),
-    Row("Async, 24 local steps", local={"count": COUNT}, update={"mode": "Async"}),
+    LocalStepsRow("Async, 24 local steps", local={"count": COUNT}, update={"mode": "Async"}),
 )
 
 
 @dataclass(frozen=True)
-class Result:
+class LocalStepsResult:
     """The measurements of one run.
 
     Attributes:
@@ -115,14 +115,16 @@ class Result:
     killed: int
 
 
-async def run(on: Cluster, row: Row, size: str, seed: int, killing: bool) -> Result:
+async def run(on: BenchCluster, row: LocalStepsRow, size: str, seed: int, killing: bool) -> LocalStepsResult:
     """Train one row as a job."""
     from scripts.text import example
 
     import backstay
 
     steps, updates = STEPS[size] // row.workers, row.updates(size)
-    job = Job(on, f"text-{next(_NUMBERS)}", steps=updates, workers=row.workers, every_steps=100_000, script="text.py")
+    job = BenchJob(
+        on, f"text-{next(_NUMBERS)}", steps=updates, workers=row.workers, every_steps=100_000, script="text.py"
+    )
     job.spec["args"] = [
         *("--size", size, "--worker-steps", str(steps), "--updates", str(updates), "--seed", str(seed)),
         *(("--local", json.dumps(row.local)) if row.local else ()),
@@ -157,19 +159,19 @@ async def run(on: Cluster, row: Row, size: str, seed: int, killing: bool) -> Res
     await job.delete()
     goodput = seconds["applied"] / sum(seconds.values())
     tokens = steps * row.workers * module.BATCH * module.CONTEXT
-    return Result(float(bits), sent / tokens, goodput, times[-1] - times[0], len(chaos.faults))
+    return LocalStepsResult(float(bits), sent / tokens, goodput, times[-1] - times[0], len(chaos.faults))
 
 
-def found(results: Mapping[str, Result], size: str, row: int, killing: bool) -> list[Result]:
+def found(results: Mapping[str, LocalStepsResult], size: str, row: int, killing: bool) -> list[LocalStepsResult]:
     """The runs of all seeds that there are."""
     return [result for key, result in results.items() if key.rpartition("/")[0] == name(size, row, killing)]
 
 
-def mean(of: Callable[[Result], float], runs: Iterable[Result]) -> float:
+def mean(of: Callable[[LocalStepsResult], float], runs: Iterable[LocalStepsResult]) -> float:
     return statistics.mean(map(of, runs))
 
 
-def table(results: Mapping[str, Result], size: str, rows: Iterable[int]) -> str:
+def table(results: Mapping[str, LocalStepsResult], size: str, rows: Iterable[int]) -> str:
     """The table of all runs that are done, in Markdown."""
     lines = [
         "| row | workers | updates | seeds | killed | held-out bits per byte | bytes per token | goodput | seconds |",
@@ -194,7 +196,7 @@ def sizes_of(results: Iterable[str]) -> list[str]:
     return [size for size in STEPS if any(key.startswith(f"{size}/") for key in results)]
 
 
-def deviation(runs: Iterable[Result]) -> float:
+def deviation(runs: Iterable[LocalStepsResult]) -> float:
     """The standard deviation of the bits per byte; 0 for a single run."""
     bits = [run.bits for run in runs]
     return statistics.stdev(bits) if len(bits) > 1 else 0.0
@@ -207,8 +209,8 @@ INK, GRID = "#24292f", "#d8dee4"
 WIDTH, HEIGHT, LEFT, TOP, GAP, BOTTOM = 330, 220, 56, 44, 64, 60  # pixels of a panel, and around it
 
 
-def draw(results: Mapping[str, Result]) -> str:
-    """An SVG picture: for each size, bits over bytes, bits over time, and goodput. Hollow: with deaths."""
+def draw(results: Mapping[str, LocalStepsResult]) -> str:
+    """Draws bits over bytes, bits over time, and goodput for each size, as SVG. Hollow marks are runs with deaths."""
     sizes = sizes_of(results)
     tall = TOP + HEIGHT + BOTTOM
     width, height = LEFT + 3 * (WIDTH + GAP), len(sizes) * tall + 22 * math.ceil(len(ROWS) / 3) + 8
@@ -236,11 +238,11 @@ def draw(results: Mapping[str, Result]) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-Points = Mapping[tuple[int, bool], list[Result]]
+Points = Mapping[tuple[int, bool], list[LocalStepsResult]]
 
 
-def scatter(points: Points, title: str, along: Callable[[Result], float], *, log: bool) -> Iterator[str]:
-    """One point for each row: the mean, and a line for the standard deviation of the bits."""
+def scatter(points: Points, title: str, along: Callable[[LocalStepsResult], float], *, log: bool) -> Iterator[str]:
+    """One point for each row, with a line for the standard deviation of the bits."""
     scale = math.log10 if log else float
     places = {key: (scale(mean(along, runs)), mean(lambda run: run.bits, runs)) for key, runs in points.items()}
     bits = [bits for _, bits in places.values()]
@@ -283,7 +285,7 @@ def bars(points: Points, title: str) -> Iterator[str]:
         )
 
 
-def write(results: Mapping[str, Result]) -> None:
+def write(results: Mapping[str, LocalStepsResult]) -> None:
     """The tables of both sizes in their page, and the picture."""
     text = PAGE.read_text()
     for size in sizes_of(results):
@@ -299,13 +301,13 @@ def name(size: str, row: int, killing: bool) -> str:
     return f"{size}/{row}/{'killed' if killing else 'quiet'}"
 
 
-def stored(path: Path | None) -> dict[str, Result]:
+def stored(path: Path | None) -> dict[str, LocalStepsResult]:
     """The results in a file."""
     kept = json.loads(path.read_text()) if path and path.exists() else {}
-    return {key: Result(**values) for key, values in kept.items()}
+    return {key: LocalStepsResult(**values) for key, values in kept.items()}
 
 
-async def measure(arguments: argparse.Namespace, results: dict[str, Result]) -> None:
+async def measure(arguments: argparse.Namespace, results: dict[str, LocalStepsResult]) -> None:
     """The runs that are not in the results, in one cluster."""
     due = [
         (number, killing, seed)

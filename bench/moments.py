@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-from _cluster import Cluster, Job, cluster, gaps, stored
+from _cluster import BenchCluster, BenchJob, cluster, gaps, stored
 from chaos import injected, redone_of, witness_of
 
 STEPS, EVERY_STEPS, STALL_SECONDS, WORKERS = 60, 20, 8, 2
@@ -78,7 +78,7 @@ LOST = (
 class Moments:
     """The jobs of one run, and the runs without faults that they are compared with."""
 
-    def __init__(self, on: Cluster, seconds: float) -> None:
+    def __init__(self, on: BenchCluster, seconds: float) -> None:
         self._on, self._seconds = on, seconds
         self._quiet: dict[int, dict[str, np.ndarray]] = {}
         self._number = 0
@@ -118,15 +118,15 @@ class Moments:
         await job.delete()
         return counted.lost == counted.twice == 0 and faults > 0 and bits != "NO" and not (free and redone)
 
-    def _job(self, mode: str, standbys: int, **env: str) -> Job:
+    def _job(self, mode: str, standbys: int, **env: str) -> BenchJob:
         self._number += 1
-        return Job(
+        return BenchJob(
             self._on, f"moment-{self._number}-{mode.lower()}", steps=STEPS, workers=WORKERS, servers=2, mode=mode,
             pause=0.03, standbys=standbys, every_steps=EVERY_STEPS, stall_seconds=STALL_SECONDS, env=env,
         )  # fmt: skip
 
 
-def _in_sync(job: Job) -> bool:
+def _in_sync(job: BenchJob) -> bool:
     conditions = job.status.get("conditions", [])
     return any(each["type"] == "StandbysInSync" and each["status"] == "True" for each in conditions)
 

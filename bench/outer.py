@@ -1,4 +1,4 @@
-"""Outer optimizers of local steps, computed in one process: held-out bits per byte for many ways to train.
+"""Measures the held-out bits per byte of outer optimizers of local steps, for many ways to train in one process.
 
 It needs no root and no cluster, so it is the place to compare outer optimizers. `bench/localsteps.py` measures bytes
 and time of real jobs. All rows train the byte-level transformer of `examples/bytes` on the same number of tokens,

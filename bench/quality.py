@@ -1,4 +1,4 @@
-"""The quality of training with codecs, computed in one process: held-out bits per byte, and bytes of an update.
+"""Measures the held-out bits per byte of training with codecs in one process, and the bytes of an update.
 
 All rows train the byte-level transformer of `examples/bytes` with 4 workers, the same batches and the same inner
 optimizer. No row is tuned. The ranks are computed one after another, with the rounding of a job (promises T4 and T10),

@@ -18,7 +18,7 @@ import signal
 import time
 from typing import Any
 
-from _cluster import NAMESPACE, Cluster, Job, cluster, gaps, incarnation_of, median, row
+from _cluster import NAMESPACE, BenchCluster, BenchJob, cluster, gaps, incarnation_of, median, row
 
 SETTLE_SECONDS = 3.0
 PARTS = (
@@ -32,7 +32,7 @@ PARTS = (
 )
 
 
-async def death(job: Job, slot: str) -> dict[str, float]:
+async def death(job: BenchJob, slot: str) -> dict[str, float]:
     """Kill a worker. Return when each part of its replacement was complete, in seconds since the kill."""
     victim = job.newest(slot)
     assert victim is not None
@@ -60,14 +60,14 @@ async def death(job: Job, slot: str) -> dict[str, float]:
     raise SystemExit(f"{victim} was not replaced within 120 s\n{job.describe()}")
 
 
-async def begin(job: Job) -> None:
+async def begin(job: BenchJob) -> None:
     """Submit a job, and wait until it trains."""
     await job.submit()
     await job.wait("it trains", lambda: len(job.updates()) >= 10)
     await asyncio.sleep(SETTLE_SECONDS)
 
 
-async def workers(on: Cluster, kills: int) -> None:
+async def workers(on: BenchCluster, kills: int) -> None:
     """Kill workers of a job without backups. Each next update needs the replacement."""
     for cache in (False, True):
         name = "cached" if cache else "uncached"
@@ -76,7 +76,7 @@ async def workers(on: Cluster, kills: int) -> None:
             if cache
             else {"JAX_COMPILATION_CACHE_DIR": ""}
         )
-        job = Job(on, name, steps=4000, workers=2, pause=0.05, env=env)
+        job = BenchJob(on, name, steps=4000, workers=2, pause=0.05, env=env)
         await begin(job)
         found = []
         for _ in range(kills):
@@ -94,9 +94,9 @@ async def workers(on: Cluster, kills: int) -> None:
             before = at
 
 
-async def backup(on: Cluster, kills: int) -> None:
+async def backup(on: BenchCluster, kills: int) -> None:
     """Kill workers of a job with a backup. No update waits for the dead worker (T2)."""
-    job = Job(on, "backup", steps=4000, workers=4, backups=1, servers=2, pause=0.1)
+    job = BenchJob(on, "backup", steps=4000, workers=4, backups=1, servers=2, pause=0.1)
     await begin(job)
     began = time.time() - SETTLE_SECONDS
     await asyncio.sleep(5.0)
@@ -123,9 +123,11 @@ async def backup(on: Cluster, kills: int) -> None:
     row("  until the replacement computes (its start takes CPU), worst", f"{max(b for _, b in around):.2f} s")
 
 
-async def server(on: Cluster, kills: int, standbys: int) -> None:
+async def server(on: BenchCluster, kills: int, standbys: int) -> None:
     """Kill the server of each shard in turn."""
-    job = Job(on, f"server-{standbys}", steps=4000, workers=2, servers=2, pause=0.1, standbys=standbys, every_steps=20)
+    job = BenchJob(
+        on, f"server-{standbys}", steps=4000, workers=2, servers=2, pause=0.1, standbys=standbys, every_steps=20
+    )
     await begin(job)
     found: dict[int, list[tuple[float, int]]] = {0: [], 1: []}
     for number in range(kills * 2):
@@ -156,7 +158,7 @@ async def server(on: Cluster, kills: int, standbys: int) -> None:
         row("  updates redone, mean", redone, "0" if standbys else "at most 20")
 
 
-def _active(job: Job, shard: int) -> str:
+def _active(job: BenchJob, shard: int) -> str:
     """The serving pod of a shard. With standbys, a shard has two pods."""
     living = [pod for pod in job.processes() if f"-ps-{shard}-" in pod]
     if not living:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
-from _command import Run, backstay_run
+from _command import CommandRun, backstay_run
 
 from backstay_spec import contract
 
@@ -78,7 +78,7 @@ def refills(option: str, kills: int) -> Iterator[float]:
                 yield time.monotonic() - began
 
 
-def wait(run: Run, filled: int) -> None:
+def wait(run: CommandRun, filled: int) -> None:
     """Wait until the servers have reported this number of standbys in sync."""
     run.wait(lambda logs: len(HOLDS.findall(logs)) >= filled)
 

@@ -1,4 +1,4 @@
-"""Many workers on one server: memory, time of an update and fairness, side by side.
+"""Measures memory, time of an update and fairness with many workers on one server, side by side.
 
     python bench/scale.py [--workers 8 32 128] [--updates 3] [--mib 64] [--backups 0]
 
@@ -19,14 +19,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _common import TOKEN, Process, commands, float_tree, processes, reply, table
+from _common import TOKEN, BenchProcess, commands, float_tree, processes, reply, table
+
+from backstay_rpc.credentials import Credentials
 
 ARRAYS = 4
 THREADS_OF_A_PROCESS = 32
 
 
 def memory() -> dict[str, float]:
-    """Resident memory of this process in MiB: now, and at most so far."""
+    """Returns the resident memory of this process in MiB, now and at most so far."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {"now": int(fields["VmRSS"].split()[0]) / 1024, "most": int(fields["VmHWM"].split()[0]) / 1024}
 
@@ -77,10 +79,10 @@ class Loop:
 
 def server(world: int, mib: int, backups: int, held: int) -> None:
     from backstay._coordination import Rules
-    from backstay._shard import ShardRuntime
+    from backstay._shard import Admission, ShardRuntime
+    from backstay._transport._tensors._server import DataServer
     from backstay._update._codecs import ShardWire
     from backstay._update._engine import ShardEngine
-    from backstay._wire.server import DataServer
 
     params, rule, layout = partitioned(mib)
     engine = ShardEngine(layout, 0, rule, params)
@@ -90,9 +92,10 @@ def server(world: int, mib: int, backups: int, held: int) -> None:
     rules = Rules(mode="Sync", shards=1, steps=1 << 30, backups=backups, **given)
     loop = Loop(rules, world)
     wire = ShardWire.exactly(layout.shards[0].blocks)
-    shard = ShardRuntime(layout.shards[0], layout.digest, loop, incarnation=1, mode="Sync", wire=wire, rules=rules)
+    shard = ShardRuntime(wire, Admission(0, 1, layout.digest), loop, rules)
     loop.sink = shard
-    data = DataServer(shard, host="127.0.0.1", port=0, token=TOKEN)
+    shard.fence({f"worker-{rank}": 1 for rank in range(world)})  # as after their joins
+    data = DataServer(shard, host="127.0.0.1", port=0, credentials=Credentials(TOKEN))
     shard.reset(1, engine, world)
     loop.start()
     Path("/proc/self/clear_refs").write_text("5")  # `VmHWM` begins again: compiling needs memory too
@@ -105,8 +108,8 @@ def workers(first: int, count: int, mib: int, port: int) -> None:
     """`count` ranks, each with its own connection and thread."""
     import numpy as np
 
-    from backstay._wire.client import Push, connect
-    from backstay._wire.memory import aligned_empty
+    from backstay._transport._tensors._client import Push, connect
+    from backstay._transport._tensors._memory import aligned_empty
     from backstay_rpc.control_pb2 import GradientId, GradientInfo, Hello, Peer
 
     _, _, layout = partitioned(mib)
@@ -117,7 +120,9 @@ def workers(first: int, count: int, mib: int, port: int) -> None:
     versions = dict.fromkeys(range(first, first + count), 0)
     for rank in versions:
         hello = Hello(peer=Peer(role="worker", index=rank, incarnation=1), term=1, partition_digest=layout.digest)
-        clients[rank] = connect([f"127.0.0.1:{port}"], layout.shards, [hello], token=TOKEN, mode="Sync")
+        clients[rank] = connect(
+            [f"127.0.0.1:{port}"], layout.shards, [hello], credentials=Credentials(TOKEN), mode="Sync"
+        )
         versions[rank] = clients[rank].exchange_all(None, 0, into).version
     reply(ready=True)
 
@@ -152,7 +157,7 @@ def measure(world: int, mib: int, updates: int, backups: int, held: int) -> dict
     script = Path(__file__).name
     shape = ("--mib", str(mib))
     with processes() as running:
-        started = Process(
+        started = BenchProcess(
             script, "server", "--world", str(world), "--backups", str(backups), "--held", str(held), *shape
         )
         running.append(started)
@@ -160,7 +165,7 @@ def measure(world: int, mib: int, updates: int, backups: int, held: int) -> dict
         groups = []
         for at in range(0, world, THREADS_OF_A_PROCESS):
             count = min(THREADS_OF_A_PROCESS, world - at)
-            group = Process(
+            group = BenchProcess(
                 script, "worker", "--rank", str(at), "--count", str(count), "--port", str(first["port"]), *shape
             )
             running.append(group)

@@ -1,4 +1,5 @@
-"""The cost of a step's spans: no instrumentation, spans that are not kept, and spans that are kept.
+"""Measures the cost of a step's spans without instrumentation, with spans that are not kept, and with spans that are
+kept.
 
 A worker makes empty steps with a real server, with all spans of a job's step. The worker records the spans of both
 pods, so their whole cost is in the time of the step. The states take turns, in blocks of steps. Then the benchmark
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from _common import Process, Server, Worker, commands, float_tree, median, processes, reply, table
+from _common import BenchProcess, BenchServer, BenchWorker, commands, float_tree, median, processes, reply, table
 
 STATES = ("none", "off", "on")
 STEP = 10e-3
@@ -35,7 +36,7 @@ def server() -> None:
 
     from backstay import _instrument
 
-    one = Server(float_tree(3, 10), optax.sgd(1e-3), 1)
+    one = BenchServer(float_tree(3, 10), optax.sgd(1e-3), 1)
     _instrument.keep(0)
     reply(port=one.server.port)
     for _ in commands():
@@ -86,7 +87,7 @@ def switch(state: str, of_module: dict[str, Callable[..., Any]]) -> None:
 def packing(spans: int) -> float:
     """Processor seconds for one message with this number of spans."""
     from backstay import _instrument
-    from backstay._control import Outbox
+    from backstay._transport import Outbox
     from backstay_rpc.control_pb2 import Peer
 
     _instrument.keep(_instrument.CAPACITY)
@@ -115,7 +116,7 @@ def worker() -> None:
             reply(seconds=packing(command["spans"]))
             continue
         if number == 0:
-            one = Worker(float_tree(3, 10), optax.sgd(1e-3), command["port"], 0)
+            one = BenchWorker(float_tree(3, 10), optax.sgd(1e-3), command["port"], 0)
             one.seconds(500)
         switch(command["state"], of_module)
         times = []
@@ -142,8 +143,8 @@ def main() -> None:
     alone: dict[str, list[float]] = {state: [] for state in STATES}
     spans = round(PERIOD / STEP) * SPANS_OF_WORKER
     with processes() as running:
-        running.append(server_process := Process("spans.py", "server"))
-        running.append(worker_process := Process("spans.py", "worker"))
+        running.append(server_process := BenchProcess("spans.py", "server"))
+        running.append(worker_process := BenchProcess("spans.py", "worker"))
         port = server_process.receive()["port"]
         for _ in range(arguments.blocks):
             for state in STATES:

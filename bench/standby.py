@@ -1,4 +1,4 @@
-"""The cost of a hot standby: push, update and pull with 4 workers and 1 server.
+"""Measures the cost of a hot standby by push, update and pull with 4 workers and 1 server.
 
 The benchmark measures with and without a standby, in turns.
 
@@ -13,7 +13,22 @@ import sys
 import threading
 from typing import Any
 
-from _common import HOST, TOKEN, Process, Quorum, Server, Worker, commands, float_tree, median, processes, reply, table
+from _common import (
+    HOST,
+    TOKEN,
+    BenchProcess,
+    BenchServer,
+    BenchWorker,
+    Quorum,
+    commands,
+    float_tree,
+    median,
+    processes,
+    reply,
+    table,
+)
+
+from backstay_rpc.credentials import Credentials
 
 CASES = ("sgd", "sgd+standby", "adam", "adam+standby")
 WORKERS = 4
@@ -67,13 +82,15 @@ class Replicated:
     """A shard with a standby, as in the pod of an active server."""
 
     def __init__(self, params: Any, rule_of: Any) -> None:
-        from backstay._shard import ShardRuntime
+        from backstay._coordination import Rules
+        from backstay._shard import Admission, ShardRuntime
         from backstay._shard._replication import Replication
+        from backstay._transport._tensors._server import DataServer, StreamHandlers
+        from backstay._update._codecs import ShardWire
         from backstay._update._engine import ShardEngine
         from backstay._update._partition import partition
         from backstay._update._rules import analyse
         from backstay._update._tree import describe
-        from backstay._wire.server import DataServer
 
         described = describe(params)
         rule = analyse(rule_of, described)
@@ -89,10 +106,21 @@ class Replicated:
             coordinator=lambda state: True,
         )
         self.shard = ShardRuntime(
-            layout.shards[0], layout.digest, coordination, incarnation=1, mode="Sync", standbys=self.replication
+            ShardWire.exactly(layout.shards[0].blocks),
+            Admission(0, 1, layout.digest),
+            coordination,
+            Rules("Sync", shards=1, steps=0),
+            standbys=self.replication,
         )
         coordination.lead(self.shard)
-        self.server = DataServer(self.shard, host=HOST, port=0, token=TOKEN, replicate=self.replication.serve)
+        self.shard.fence({f"worker-{rank}": 1 for rank in range(WORKERS)})  # as after their joins
+        self.server = DataServer(
+            self.shard,
+            host=HOST,
+            port=0,
+            credentials=Credentials(TOKEN),
+            handlers=StreamHandlers(self.replication.serve),
+        )
         self.shard.reset(1, engine, WORKERS)
 
     def _admit(self) -> None:
@@ -102,7 +130,9 @@ class Replicated:
 def server(mib: int) -> None:
     params = tree(mib)
     servers: dict[str, Any] = {
-        case: Replicated(params, optimizer(case)) if "standby" in case else Server(params, optimizer(case), WORKERS)
+        case: Replicated(params, optimizer(case))
+        if "standby" in case
+        else BenchServer(params, optimizer(case), WORKERS)
         for case in CASES
     }
     reply(ports={case: one.server.port for case, one in servers.items()})
@@ -112,10 +142,10 @@ def server(mib: int) -> None:
 
 def standby(mib: int) -> None:
     from backstay._shard._follower import Follower
+    from backstay._transport._streams._tcp import ClientStream
     from backstay._update._partition import partition
     from backstay._update._rules import analyse
     from backstay._update._tree import describe
-    from backstay._wire.tcp import ClientStream
     from backstay_rpc.control_pb2 import Hello, Peer
 
     described = describe(tree(mib))
@@ -126,7 +156,7 @@ def standby(mib: int) -> None:
                 layout = partition(described, rule, 1)
                 peer = Peer(role="parameter-server", incarnation=2)
                 hello = Hello(peer=peer, expected_incarnation=1, term=1, partition_digest=layout.digest)
-                stream = ClientStream(f"{HOST}:{port}", hello, TOKEN)
+                stream = ClientStream(f"{HOST}:{port}", hello, Credentials(TOKEN))
                 follower = Follower(layout, 0, rule)
                 threading.Thread(target=follow, args=(follower, stream), daemon=True).start()
         reply()
@@ -141,10 +171,12 @@ def follow(follower: Any, stream: Any) -> None:
 
 def worker(rank: int, mib: int) -> None:
     params = tree(mib)
-    workers: dict[str, Worker] = {}
+    workers: dict[str, BenchWorker] = {}
     for command in commands():
         if command["do"] == "connect":
-            workers = {case: Worker(params, optimizer(case), port, rank) for case, port in command["ports"].items()}
+            workers = {
+                case: BenchWorker(params, optimizer(case), port, rank) for case, port in command["ports"].items()
+            }
             reply()
         else:
             reply(seconds=workers[command["do"]].seconds(command["steps"]))
@@ -155,9 +187,9 @@ def measure(rounds: int, steps: int, mib: int) -> dict[str, float]:
     times: dict[str, list[float]] = {case: [] for case in CASES}
     size = ("--mib", str(mib))
     with processes() as running:
-        running.append(server_process := Process("standby.py", "server", *size))
-        running.append(standby_process := Process("standby.py", "standby", *size))
-        workers = [Process("standby.py", "worker", "--rank", str(rank), *size) for rank in range(WORKERS)]
+        running.append(server_process := BenchProcess("standby.py", "server", *size))
+        running.append(standby_process := BenchProcess("standby.py", "standby", *size))
+        workers = [BenchProcess("standby.py", "worker", "--rank", str(rank), *size) for rank in range(WORKERS)]
         running.extend(workers)
         ports = server_process.receive()["ports"]
         standby_process.ask(ports=ports)

@@ -1,4 +1,4 @@
-"""The time from `backstay run` to the first update, with forked pods and with executed pods (docs/decisions/0024).
+"""The time from `backstay run` to the first update, with forked pods and with executed pods (docs/decisions/0070).
 
 Both are measured in turns. The benchmark also prints the processor time of the whole process tree. Divided by the
 number of cores, that is a lower bound of the time on a quiet machine.

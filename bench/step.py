@@ -26,8 +26,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
-from _cluster import SCRIPTS, Cluster, Job, cluster
-from _common import Process, Server, Worker, commands, float_tree, median, processes, reply, table
+from _cluster import SCRIPTS, BenchCluster, BenchJob, cluster
+from _common import BenchProcess, BenchServer, BenchWorker, commands, float_tree, median, processes, reply, table
 
 MANY_STEPS = 20
 ROLES = ("server", "worker", "plain", "local", "parts", "gradient")
@@ -36,7 +36,7 @@ ROLES = ("server", "worker", "plain", "local", "parts", "gradient")
 def server() -> None:
     import optax
 
-    one = Server(float_tree(3, 10), optax.sgd(1e-3), 1)
+    one = BenchServer(float_tree(3, 10), optax.sgd(1e-3), 1)
     reply(port=one.server.port)
     for _ in commands():
         pass
@@ -46,7 +46,7 @@ def worker() -> None:
     import optax
 
     for command in commands():
-        one = Worker(float_tree(3, 10), optax.sgd(1e-3), command["port"], 0)
+        one = BenchWorker(float_tree(3, 10), optax.sgd(1e-3), command["port"], 0)
         one.seconds(200)
         reply(seconds=one.seconds(command["steps"]))
 
@@ -73,7 +73,7 @@ def timed(step: Callable[[], None], began: float) -> None:
 
 
 def plain(leaves: int) -> None:
-    """A training step in JAX alone: one jitted function."""
+    """Measures a training step of one jitted function in JAX alone."""
     import jax
     import numpy as np
     import optax
@@ -124,11 +124,11 @@ def parts(leaves: int) -> None:
     import optax
 
     from backstay._compute._gradient import GradientFn
+    from backstay._transport._tensors._buffers import Arrangement, ParamBuffers
     from backstay._update._engine import ShardEngine
     from backstay._update._partition import partition
     from backstay._update._rules import analyse
     from backstay._update._tree import describe
-    from backstay._wire.buffers import Arrangement, ParamBuffers
 
     params, batch = float_tree(leaves, 64), np.ones((4, 8), np.float32)
     began = time.perf_counter()
@@ -160,7 +160,7 @@ def many_leaves(leaves: int) -> None:
     named = {"plain": "plain JAX", "local": "train, one process", "parts": "worker + server, no wire"}
     for role, name in named.items():  # one at a time, each in a process that has compiled nothing
         with processes() as running:
-            running.append(process := Process("step.py", role, "--leaves", str(leaves)))
+            running.append(process := BenchProcess("step.py", role, "--leaves", str(leaves)))
             received = process.receive()
         rows.append((name, f"{received['first']:.1f}", f"{received['step'] * 1e3:.2f}"))
     print("\n" + table(rows))
@@ -169,8 +169,8 @@ def many_leaves(leaves: int) -> None:
 def empty(steps: int) -> None:
     """The table of the empty step."""
     with processes() as running:
-        running.append(server_process := Process("step.py", "server"))
-        running.append(worker_process := Process("step.py", "worker"))
+        running.append(server_process := BenchProcess("step.py", "server"))
+        running.append(worker_process := BenchProcess("step.py", "worker"))
         seconds = sorted(worker_process.ask(port=server_process.receive()["port"], steps=steps)["seconds"])
     quantiles = [seconds[int(q * (len(seconds) - 1))] * 1e3 for q in (0.5, 0.9, 0.99)]
     rows: list[tuple[str, ...]] = [("empty step", "median ms", "90 %", "99 %", "goal")]
@@ -185,7 +185,7 @@ SIZE = 250_000
 """Elements of a parameter of a job."""
 
 
-def processor_seconds(job: Job) -> dict[str, float]:
+def processor_seconds(job: BenchJob) -> dict[str, float]:
     """The processor time of all processes of a job's pods, in seconds by role."""
     found = dict.fromkeys(("worker", "ps", "standby"), 0.0)
     active = {f"ps-{slot.rpartition('-')[2]}-{n}" for slot, n in (job.status.get("active") or {}).items()}
@@ -200,7 +200,7 @@ def processor_seconds(job: Job) -> dict[str, float]:
 
 
 def gradient() -> None:
-    """The gradient of a job's worker, without Backstay: one for each command."""
+    """Computes the gradient of a job's worker without Backstay, once for each command."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(STEPS="100", WORLD="1", COMPUTE=str(COMPUTE), SIZE=str(SIZE), TIMELINE=folder)
         sys.path.insert(0, str(SCRIPTS))
@@ -222,7 +222,7 @@ def gradient() -> None:
 def alone(workers: int, steps: int) -> tuple[str, ...]:
     """The row of the gradients without Backstay."""
     with processes() as running:
-        running += [Process("step.py", "gradient") for _ in range(workers)]
+        running += [BenchProcess("step.py", "gradient") for _ in range(workers)]
         for each in running:
             each.receive()
         seconds, used = [], []
@@ -237,11 +237,13 @@ def alone(workers: int, steps: int) -> tuple[str, ...]:
     return (f"{workers} gradients, no Backstay", *numbers, *"----", f"{1e3 * processor:.1f}", *"--")
 
 
-async def one_job(on: Cluster, workers: int, steps: int) -> tuple[str, ...]:
+async def one_job(on: BenchCluster, workers: int, steps: int) -> tuple[str, ...]:
     """The row of one job."""
     name = f"step-{workers}"
     shape: dict[str, Any] = {"workers": workers, "servers": 2, "standbys": 1, "pause": 0.0, "every_steps": 100_000}
-    job = Job(on, name, steps=steps + 20, env={"COMPUTE": str(COMPUTE), "SIZE": str(SIZE), "LOG_EVERY": "1"}, **shape)
+    job = BenchJob(
+        on, name, steps=steps + 20, env={"COMPUTE": str(COMPUTE), "SIZE": str(SIZE), "LOG_EVERY": "1"}, **shape
+    )
     await job.submit()
     await job.wait("20 steps", lambda: any(update.step >= 20 for update in job.updates()), 300)
     before, began = processor_seconds(job), job.updates()[-1]

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from multiprocessing.synchronize import Event
 from typing import Final
 
-from _cluster import NAMESPACE, Cluster, Job, Update, cluster, gaps, row
+from _cluster import NAMESPACE, BenchCluster, BenchJob, BenchUpdate, cluster, gaps, row
 
 from backstay_spec import contract
 
@@ -85,18 +85,18 @@ def attacker(host: str, port: str, callers: int, sources: int, eager: bool, begu
     asyncio.run(attack(host, port, names, callers, eager))
 
 
-async def address_of(on: Cluster, pod: str) -> str:
+async def address_of(on: BenchCluster, pod: str) -> str:
     """The address of a pod."""
     found = await on.api.request("GET", f"/api/v1/namespaces/{NAMESPACE}/pods/{pod}")
     return str(found["status"]["podIP"])
 
 
-def rate(job: Job, began: float, ended: float) -> float:
+def rate(job: BenchJob, began: float, ended: float) -> float:
     """Updates a second in an interval."""
     return sum(began <= update.at < ended for update in job.updates()) / (ended - began)
 
 
-async def measure(on: Cluster, job: Job, slot: str, port: str, args: argparse.Namespace) -> None:
+async def measure(on: BenchCluster, job: BenchJob, slot: str, port: str, args: argparse.Namespace) -> None:
     """One attack, and its row."""
     before = set(job.processes())
     pod = job.newest(slot)
@@ -121,7 +121,7 @@ async def measure(on: Cluster, job: Job, slot: str, port: str, args: argparse.Na
     await job.look()
     first, during = rate(job, quiet, start), rate(job, start, end)
     # The gap may last until now.
-    longest = gaps([*job.updates(), Update(end, 0, "")], start, end)
+    longest = gaps([*job.updates(), BenchUpdate(end, 0, "")], start, end)
     lost = ", ".join(sorted(before - set(job.processes()))) or "no pod replaced"
     row(
         f"{port} of {slot}: {during:.1f} updates a second instead of {first:.1f}",
@@ -133,7 +133,7 @@ async def measure(on: Cluster, job: Job, slot: str, port: str, args: argparse.Na
 async def run(args: argparse.Namespace) -> None:
     """All attacks on one job."""
     async with cluster(args.keep) as on:
-        job = Job(
+        job = BenchJob(
             on, "strangers", steps=100_000, workers=2, servers=2, standbys=args.standbys, pause=0.05, every_steps=100,
         )  # fmt: skip
         await job.submit()

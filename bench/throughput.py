@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 
-from _cluster import Cluster, Job, Update, alone, cluster, median, row
+from _cluster import BenchCluster, BenchJob, BenchUpdate, alone, cluster, median, row
 
 from backstay_spec.quorum import quorum_of
 
@@ -20,7 +20,7 @@ SHAPES = ((1, 1, 0), (1, 2, 0), (2, 2, 0), (4, 2, 1))
 SKIPPED_UPDATES = 10  # compilation, and new connections
 
 
-def examples_per_second(updates: list[Update], batch: int, quorum: int) -> float:
+def examples_per_second(updates: list[BenchUpdate], batch: int, quorum: int) -> float:
     """Examples per second, without the first few updates."""
     kept = updates[SKIPPED_UPDATES:]
     return (kept[-1].step - kept[0].step) * batch * quorum / (kept[-1].at - kept[0].at)
@@ -29,15 +29,15 @@ def examples_per_second(updates: list[Update], batch: int, quorum: int) -> float
 async def in_one_process(batch: int, steps: int) -> float:
     """Run the script in one process, and return its examples per second."""
     marks = await alone("digits.py", BATCH=str(batch), STEPS=str(steps))
-    updates = [Update(at, int(what.split()[1]), "alone") for at, what in marks if what.startswith("step ")]
+    updates = [BenchUpdate(at, int(what.split()[1]), "alone") for at, what in marks if what.startswith("step ")]
     return examples_per_second(updates, batch, 1)
 
 
 async def as_job(
-    on: Cluster, name: str, batch: int, steps: int, workers: int, servers: int, backups: int
+    on: BenchCluster, name: str, batch: int, steps: int, workers: int, servers: int, backups: int
 ) -> tuple[float, float]:
     """Run the script as a job, and return its examples and updates per second."""
-    job = Job(
+    job = BenchJob(
         on, name, steps=steps, workers=workers, servers=servers, backups=backups, every_steps=100_000,
         env={"BATCH": str(batch)}, script="digits.py",
     )  # fmt: skip

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from _cluster import SCRIPTS, Job, Update, cluster, gaps, marks_in, median, stored
+from _cluster import SCRIPTS, BenchJob, BenchUpdate, cluster, gaps, marks_in, median, stored
 from _common import free_address, table
 from chaos import witness_of
 from goodput import all_train
@@ -57,13 +57,13 @@ class Running:
         finish: ends the job; returns the number of gradients of each update, int[steps].
     """
 
-    updates: Callable[[], list[Update]]
+    updates: Callable[[], list[BenchUpdate]]
     kill: Callable[[int], bool]
     finish: Callable[[], Awaitable[np.ndarray]]
 
 
 @dataclass(frozen=True)
-class Case:
+class TorchftCase:
     """One row.
 
     Attributes:
@@ -122,18 +122,18 @@ class Replicas:
     def _name(rank: int) -> str:
         return f"replica-{rank}"
 
-    def _steps(self, rank: int) -> list[Update]:
+    def _steps(self, rank: int) -> list[BenchUpdate]:
         name = self._name(rank)
         marks = marks_in(self._folder / name)
-        return [Update(at, int(what.split()[1]), name) for at, what in marks if what.startswith("step ")]
+        return [BenchUpdate(at, int(what.split()[1]), name) for at, what in marks if what.startswith("step ")]
 
     def all_train(self) -> bool:
         """Whether every replica has made an update."""
         return all(self._steps(rank) for rank in range(WORKERS))
 
-    def updates(self) -> list[Update]:
+    def updates(self) -> list[BenchUpdate]:
         """The first mark of each update."""
-        first: dict[int, Update] = {}
+        first: dict[int, BenchUpdate] = {}
         for update in sorted((u for rank in range(WORKERS) for u in self._steps(rank)), key=lambda u: u.at):
             first.setdefault(update.step, update)
         return list(first.values())
@@ -211,7 +211,7 @@ async def backstay(keep: Path, seconds: float, backups: int, *, forked: bool = F
     """
     keep.mkdir(parents=True)
     async with cluster(str(keep), forked=forked) as on:
-        job = Job(
+        job = BenchJob(
             on,
             "compared",
             steps=int((SETTLE + seconds + EVERY) / COMPUTE),
@@ -241,7 +241,7 @@ async def backstay(keep: Path, seconds: float, backups: int, *, forked: bool = F
         yield Running(job.updates, kill, finish)
 
 
-async def measure(case: Case, seconds: float, seed: int) -> tuple[str, ...]:
+async def measure(case: TorchftCase, seconds: float, seed: int) -> tuple[str, ...]:
     """The row of one case.
 
     Raises:
@@ -279,7 +279,7 @@ async def measure(case: Case, seconds: float, seed: int) -> tuple[str, ...]:
     return row
 
 
-def cases(python: str, folder: Path, seconds: float) -> list[Case]:
+def cases(python: str, folder: Path, seconds: float) -> list[TorchftCase]:
     """All rows in the order in which they run."""
 
     def theirs(timeout: float, name: str) -> Callable[[], contextlib.AbstractAsyncContextManager[Running]]:
@@ -294,12 +294,12 @@ def cases(python: str, folder: Path, seconds: float) -> list[Case]:
         made
         for kills, suffix in ((False, "quiet"), (True, "killed"))
         for made in (
-            Case(f"torchft, defaults, {suffix}", theirs(5.0, f"torchft-{suffix}"), kills),
-            Case(f"Backstay, no backups, {suffix}", ours(0, f"backstay-0-{suffix}"), kills),
-            Case(f"torchft, 1 s, {suffix}", theirs(1.0, f"torchft-1s-{suffix}"), kills),
-            Case(f"Backstay, 1 backup, grace Auto, {suffix}", ours(1, f"backstay-1-{suffix}"), kills),
+            TorchftCase(f"torchft, defaults, {suffix}", theirs(5.0, f"torchft-{suffix}"), kills),
+            TorchftCase(f"Backstay, no backups, {suffix}", ours(0, f"backstay-0-{suffix}"), kills),
+            TorchftCase(f"torchft, 1 s, {suffix}", theirs(1.0, f"torchft-1s-{suffix}"), kills),
+            TorchftCase(f"Backstay, 1 backup, grace Auto, {suffix}", ours(1, f"backstay-1-{suffix}"), kills),
         )
-    ] + [Case("Backstay, no backups, killed, forked pods", ours(0, "backstay-forked", True), True)]
+    ] + [TorchftCase("Backstay, no backups, killed, forked pods", ours(0, "backstay-forked", True), True)]
 
 
 async def compare(arguments: argparse.Namespace, folder: Path) -> None:

@@ -29,11 +29,11 @@ from typing import Any
 import _link
 from _common import (
     RAW_BYTES,
-    Process,
+    BenchProcess,
+    BenchServer,
+    BenchWorker,
     RawClient,
     RawServer,
-    Server,
-    Worker,
     commands,
     float_tree,
     free_address,
@@ -81,7 +81,9 @@ def optimizer(case: str) -> Any:
 def server() -> None:
     params = float_tree(ARRAYS, ELEMENTS)
     raw = RawServer()
-    servers = {case: Server(params, optimizer(case), 2 if case in TWO_WORKERS else 1, wire_of(case)) for case in CASES}
+    servers = {
+        case: BenchServer(params, optimizer(case), 2 if case in TWO_WORKERS else 1, wire_of(case)) for case in CASES
+    }
     reply(raw=raw.port, ports={case: s.server.port for case, s in servers.items()})
     for _ in commands():
         pass
@@ -90,13 +92,14 @@ def server() -> None:
 def worker(rank: int) -> None:
     params = float_tree(ARRAYS, ELEMENTS)
     raw: RawClient | None = None
-    workers: dict[str, Worker] = {}
+    workers: dict[str, BenchWorker] = {}
     for command in commands():
         if command["do"] == "connect":
             raw = RawClient(command["raw"])
             cases = CASES if rank == 0 else TWO_WORKERS
             workers = {
-                case: Worker(params, optimizer(case), command["ports"][case], rank, wire_of(case)) for case in cases
+                case: BenchWorker(params, optimizer(case), command["ports"][case], rank, wire_of(case))
+                for case in cases
             }
             reply(nbytes={case: worker.nbytes for case, worker in workers.items()})
         elif command["do"] == "raw":
@@ -107,7 +110,7 @@ def worker(rank: int) -> None:
 
 
 def gloo(rank: int, coordinator: str) -> None:
-    """One of two processes of data parallelism in JAX: the mean of both gradients by Gloo, and SGD."""
+    """One of two processes of data parallelism in JAX, with the mean of both gradients by Gloo, and SGD."""
     sys.stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # Gloo writes to the standard output
     import jax
@@ -139,23 +142,23 @@ def gloo(rank: int, coordinator: str) -> None:
         reply(seconds=seconds)
 
 
-def started_gloo(running: list[Process]) -> list[Process]:
+def started_gloo(running: list[BenchProcess]) -> list[BenchProcess]:
     """The two processes of `gloo`, started."""
     coordinator = free_address()
-    both = [Process("wire.py", "gloo", "--rank", str(rank), "--coordinator", coordinator) for rank in range(2)]
+    both = [BenchProcess("wire.py", "gloo", "--rank", str(rank), "--coordinator", coordinator) for rank in range(2)]
     running.extend(both)
     for process in both:
         process.receive()
     return both
 
 
-def started_tensorflow(running: list[Process], python: str, workers: int) -> list[Process]:
+def started_tensorflow(running: list[BenchProcess], python: str, workers: int) -> list[BenchProcess]:
     """The workers of a parameter server of TensorFlow, which runs beside them."""
     cluster = {"ps": [free_address()], "worker": [free_address() for _ in range(workers)]}
     size = ("--cluster", json.dumps(cluster), "--arrays", str(ARRAYS), "--elements", str(ELEMENTS))
-    running.append(Process("_tensorflow.py", "ps", *size, python=python))
+    running.append(BenchProcess("_tensorflow.py", "ps", *size, python=python))
     started = [
-        Process("_tensorflow.py", "worker", "--rank", str(rank), *size, python=python) for rank in range(workers)
+        BenchProcess("_tensorflow.py", "worker", "--rank", str(rank), *size, python=python) for rank in range(workers)
     ]
     running.extend(started)
     for process in started:
@@ -178,8 +181,8 @@ def measure(rounds: int, steps: int, limited: bool, tensorflow: str | None) -> t
     """
     times: dict[str, list[float]] = defaultdict(list)
     with processes() as running:
-        running.append(server_process := Process("wire.py", "server"))
-        workers = [Process("wire.py", "worker", "--rank", str(rank)) for rank in range(2)]
+        running.append(server_process := BenchProcess("wire.py", "server"))
+        workers = [BenchProcess("wire.py", "worker", "--rank", str(rank)) for rank in range(2)]
         running.extend(workers)
         ports = server_process.receive()
         for process in workers:

@@ -15,9 +15,11 @@ from typing import Any
 import typer.main
 from prometheus_client.metrics import MetricWrapperBase
 
-from backstay._report._metrics import Metrics as PodMetrics
+from backstay._report._metrics import PodMetrics
+from backstay._serving._metrics import ServingMetrics
 from backstay_cli.main import app
-from backstay_operator.metrics import Metrics as OperatorMetrics
+from backstay_operator.metrics import OperatorMetrics
+from backstay_spec import silence
 from backstay_spec.crd_schema import openapi_schema
 from backstay_spec.end_of_job import WAITS
 from backstay_spec.reasons import CONDITIONS, EVENTS, FAILURES
@@ -205,13 +207,19 @@ def pod_rows() -> Iterator[tuple[str, ...]]:
 
 
 def operator_rows() -> Iterator[tuple[str, ...]]:
-    """The metrics of the operator: of itself, and of each job."""
+    """The metrics of the operator about itself and about each job."""
     metrics = OperatorMetrics()
     families = [value for value in vars(metrics).values() if isinstance(value, MetricWrapperBase)]
     rows = [metric_row(f._name, f._type, f._labelnames, f._documentation) for f in families]
     watches = metrics.watches.collect()
     rows += [metric_row(f.name, f.type, f._labelnames, f.documentation) for f in (*metrics.job.describe(), *watches)]
     yield from sorted(rows)
+
+
+def serving_rows() -> Iterator[tuple[str, ...]]:
+    """The metrics of processes that serve a model."""
+    for family in sorted(ServingMetrics().families, key=lambda one: str(one._name)):
+        yield metric_row(family._name, family._type, family._labelnames, family._documentation)
 
 
 def metrics() -> str:
@@ -234,6 +242,10 @@ def metrics() -> str:
         + "The operator that leads exports the series of all jobs (`backstay_job_*`); another one exports none.\n"
         + "Each exports `process_*` too.\n\n"
         + table(head, operator_rows())
+        + "\n## Serving processes\n\n"
+        + "A process of `backstay.serve` has its metrics on its port of HTTP, with `process_*`.\n"
+        + "It keeps the series of the last five versions.\n\n"
+        + table(head, serving_rows())
         + "\nThe histograms have fixed buckets: the Python client library exports no native histograms.\n"
     )
 
@@ -274,19 +286,22 @@ def conditions() -> str:
 
 
 def decisions() -> str:
-    """The list of the decision records."""
+    """The list of the decision records, each with the numbers of the records that it replaces."""
     rows = []
     for record in sorted((FOLDER.parent / "decisions").glob("[0-9]*.md")):
-        title = record.read_text(encoding="utf-8").splitlines()[0]
-        number, _, text = title.removeprefix("# ").partition(" ")
-        rows.append((number.rstrip(":."), f"[{cell(text)}]({record.name})"))
+        text = record.read_text(encoding="utf-8")
+        number, _, title = text.splitlines()[0].removeprefix("# ").partition(" ")
+        status = " ".join(text.split("\n\n")[1].split())
+        replaced = re.findall(r"\b0\d{3}\b", status.partition("Replaces")[2].partition(". ")[0])
+        rows.append((number.rstrip(":."), f"[{cell(title)}]({record.name})", ", ".join(replaced)))
     return (
         NOTE
         + "# Decisions\n\n"
-        + "Each record states a decision, its reasons, what was rejected, and what was measured. "
+        + "There is one record for each subject. It states the decisions, their reasons, what was rejected, and what "
+        "was measured. A number without a record is in the column of replaced ones. "
         "Names such as T6 and O4 are the [promises](../promises.md) of training and of the operator. "
         "The [glossary](../glossary.md) explains the words of this project.\n\n"
-        + table(("number", "decision"), iter(rows))
+        + table(("number", "decision", "replaces"), iter(rows))
     )
 
 
@@ -298,10 +313,35 @@ def end_of_job() -> str:
 After the last update, the coordinator stores the last version, waits for its evaluation, and sends
 `Done`. Every pod that has received `Done` writes it into its termination message, and leaves. The
 first of these messages sets the condition Trained ([decision
-0061](../decisions/0061-the-end-is-certain.md)). Then the operator waits only for the script of
+0062](../decisions/0062-the-end-of-a-job.md)). Then the operator waits only for the script of
 worker 0, for `spec.runPolicy.afterTrainingSeconds`.
 
 {table(("waits", "until", "at most", "afterwards"), iter(rows))}"""
+
+
+def silences() -> str:
+    """The times after which a silent process is replaced."""
+    rows = iter(silence.table())
+    header = ("`stallSeconds`", "reported without a heartbeat for", "health request", "replaced after at least")
+    return f"""{NOTE}# Silence
+
+A process that has ended is observed immediately: its connection is closed, and its pod has ended.
+This page is about a process that runs and does not answer. It may be stopped, it may have no
+processor time, or it may hold the interpreter's lock. [Decision
+0073](../decisions/0073-silence-and-faults.md) has the reasons. The numbers are in
+`backstay_spec/silence.py`.
+
+A worker sends a heartbeat every {silence.HEARTBEAT:.0f} s. The grace of an update does not wait for a worker
+without a heartbeat for {silence.LOST:.0f} s. The worker is replaced later. First the coordinator reports the
+worker. Then the worker must leave a health request of the operator unanswered. Together this takes
+`workers.stallSeconds`. A limit between 30 s and 300 s has the times of 30 s, and a longer limit
+those of its tenth:
+
+{table(header, rows)}
+A server is called every {silence.PERIOD:.0f} s, with a deadline of {silence.CALL:.1f} s. It is hung if it left
+{silence.MISSED_CALLS} calls in a row and a health request of {silence.HEALTH:.0f} s unanswered. If no other process
+confirms this, {silence.NO_WITNESS_CALLS} calls are needed. `stallSeconds` has no effect on servers.
+"""
 
 
 # Path from `docs` -> its text.
@@ -311,6 +351,7 @@ PAGES = {
     "reference/metrics.md": metrics,
     "reference/conditions.md": conditions,
     "internals/end-of-a-job.md": end_of_job,
+    "internals/silence.md": silences,
     "decisions/index.md": decisions,
 }
 

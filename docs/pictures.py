@@ -1,4 +1,4 @@
-"""Draws the pictures in `docs/pictures`, of the dashboards and of a timeline: `make pictures`, about four minutes.
+"""Draws the pictures of the dashboards and of a timeline in `docs/pictures` (`make pictures`), in about four minutes.
 
 A job with a slow worker, deaths, a failover, a full disk and a rollback runs on the embedded cluster. A real
 Prometheus observes it. It is the run of `tests/dashboard/test_prometheus.py`. Each panel's queries are answered by that
@@ -38,7 +38,7 @@ POINTS = 160
 
 @dataclass
 class Series:
-    """One line of a panel: `values` has None where there is no point."""
+    """One line of a panel, whose `values` has None where there is no point."""
 
     name: str
     values: list[float | None]

@@ -1,4 +1,4 @@
-"""Draws `docs/pictures/timeline.svg`: a part of a real timeline, from the file that `backstay run --trace` writes.
+"""Draws `docs/pictures/timeline.svg` from a part of the file that `backstay run --trace` writes.
 
 `make pictures` runs it; alone: `python docs/timeline_picture.py`. A job with two servers and three workers runs on the
 embedded cluster. Rank 2 reads its batches slowly, and rank 1 is killed. The places of slices and arrows are the file's.

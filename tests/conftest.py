@@ -1,7 +1,6 @@
-"""Shared by all tests: a test that needs an installed program has the mark ``@pytest.mark.tool("helm")``.
+"""All tests share how they are spread over processes, installed programs, and the chart.
 
-Without the program, such a test is skipped with a message. With ``BACKSTAY_REQUIRE_TOOLS=1``, as in CI, it fails:
-otherwise CI would never run that check.
+`shared_settings` is of the embedded cluster's tests, which also run without these.
 """
 
 from __future__ import annotations
@@ -17,28 +16,18 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
+
+from backstay_cluster.tests.shared_settings import ToolPath, require_tools
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART_NAMESPACE = "backstay-system"
-TOOLS = ROOT / ".tools" / "bin"  # where tests/tools.sh installs
-
-# No test asserts a time. A busy machine must not fail a test, neither in an example nor in generating examples.
-settings.register_profile("search", deadline=None, derandomize=False, suppress_health_check=[HealthCheck.too_slow])
-# The same examples in each run: a new one must not fail the tests of another change. `search` looks for new ones.
-settings.register_profile("backstay", settings.get_profile("search"), derandomize=True, database=None)
-settings.load_profile("backstay")
-
-
-def find_tool(name: str) -> str | None:
-    """The path of an installed program, or None: .tools/bin first, then PATH."""
-    return shutil.which(name, path=os.pathsep.join([str(TOOLS), os.environ.get("PATH", os.defpath)]))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # The runs that tests start are not the user's. The processes of one session share the folder.
-    if "BACKSTAY_STATE" not in os.environ:
+    # The runs that tests start are not the user's. Each process of pytest-xdist has its own folder, so that no test
+    # meets a run of a test beside it.
+    if "BACKSTAY_STATE" not in os.environ or "PYTEST_XDIST_WORKER" in os.environ:
         folder = tempfile.mkdtemp(prefix="backstay-tests-")
         os.environ["BACKSTAY_STATE"] = folder
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
@@ -50,14 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    wanted = [name for mark in item.iter_markers("tool") for name in mark.args]
-    missing = sorted({name for name in wanted if find_tool(name) is None})
-    if not missing:
-        return
-    what = f"not installed: {', '.join(missing)} (`make tools` installs what it can)"
-    if os.environ.get("BACKSTAY_REQUIRE_TOOLS") == "1":
-        pytest.fail(f"{what}; BACKSTAY_REQUIRE_TOOLS=1 forbids to skip", pytrace=False)
-    pytest.skip(what)
+    require_tools(item)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -126,15 +108,6 @@ def root() -> Path:
 def tool() -> ToolPath:
     """The path of an installed program; its test is marked with ``tool``."""
     return ToolPath()
-
-
-class ToolPath:
-    """Finds programs; a test that requests a missing one lacks its mark."""
-
-    def __call__(self, name: str) -> str:
-        path = find_tool(name)
-        assert path is not None, f"{name} is not installed: mark the test with tool({name!r})"
-        return path
 
 
 class Helm:

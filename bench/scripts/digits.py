@@ -1,4 +1,4 @@
-"""The digits example with its updates marked: BATCH examples a worker, STEPS updates; in one process or as a pod."""
+"""The digits example with marked updates, BATCH examples a worker and STEPS updates, in one process or as a pod."""
 
 from _timeline import follow, mark  # isort: split
 

@@ -32,7 +32,7 @@ def adamw(steps):
 
 
 def inner(steps):
-    """The inner optimizer: `adamw` with a bound for each gradient."""
+    """The inner optimizer, which is `adamw` with a bound for each gradient."""
     return optax.chain(optax.clip_by_global_norm(1.0), adamw(steps))
 
 

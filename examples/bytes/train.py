@@ -20,7 +20,8 @@ NEAR = 4  # each position reads this byte and the three before it; small models 
 
 
 def read_sources():
-    """Bytes of all modules of the standard library: (training, held-out); every 20th file is held out."""
+    """Returns the bytes of all modules of the standard library as (training, held-out), where every 20th file is held
+    out."""
     root = Path(sysconfig.get_path("stdlib"))
     skip = {"site-packages", "test", "tests", "idlelib", "__pycache__", "lib2to3", "pydoc_data", "encodings"}
     files = sorted(path for path in root.rglob("*.py") if not skip & set(path.relative_to(root).parts))

@@ -1,4 +1,4 @@
-"""A small convolutional net on scikit-learn's handwritten digits: 97 % of held-out digits right in about 300 updates.
+"""A small convolutional net that classifies 97 % of scikit-learn's held-out handwritten digits after about 300 updates.
 
 In one process: python train.py    As a job: backstay run job.yaml
 """

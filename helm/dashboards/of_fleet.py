@@ -1,4 +1,4 @@
-"""The dashboard of all jobs: which of them needs attention, and their cost."""
+"""The dashboard of all jobs, which shows the jobs that need attention, and their cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboard of one job: what it does now, what it costs to lose pods, where a step's time goes, who is slow."""
+"""The dashboard of one job, which shows its state, the cost of lost pods, the parts of a step, and slow ranks."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def now(expr: str, legend: str) -> Json:
 
 
 def steps(*pairs: tuple[float | None, str]) -> Json:
-    """Thresholds: (lowest value, colour), the first for all below."""
+    """Thresholds as (lowest value, colour), where the first is for all lower values."""
     return {"mode": "absolute", "steps": [{"value": value, "color": colour} for value, colour in pairs]}
 
 
@@ -261,7 +261,7 @@ def stat(
     spark: bool = False,
     **more: Any,
 ) -> Json:
-    """One or a few numbers: the last of the time range, so that they stay after a job or the operator is gone.
+    """One or a few numbers at the end of the time range, so that they stay after a job or the operator is gone.
 
     Args:
         thresholds: values with their colours; None: one colour.

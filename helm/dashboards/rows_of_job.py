@@ -12,7 +12,7 @@ def _needs(text: str) -> Json:
 
 
 def _model() -> Json:
-    """Numbers that only some scripts and devices provide: docs/monitoring.md lists the conditions."""
+    """Numbers that only some scripts and devices provide, under the conditions in docs/monitoring.md."""
     per_rank = f"* on (index) max by (index) (backstay_contribution_flops{{{WORKERS}}})"
 
     def flops(select: str) -> str:

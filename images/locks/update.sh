@@ -13,3 +13,4 @@ lock build requirements.build.in
 lock operator pyproject.toml --extra operator
 lock trainer-cpu pyproject.toml --extra trainer --extra examples
 lock trainer-cuda pyproject.toml images/locks/cuda.in --extra trainer --extra examples
+lock trainer-serving pyproject.toml --extra serving --extra examples

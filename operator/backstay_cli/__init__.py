@@ -1,4 +1,4 @@
-"""The `backstay` command: try a TrainingJob on this machine as it would run on a cluster."""
+"""The `backstay` command, which tries a TrainingJob on this machine as it would run on a cluster."""
 
 from backstay_cli import interrupts
 

@@ -24,8 +24,9 @@ import yaml
 from rich.console import Console
 from rich.live import Live
 
-from backstay_cli.clusters import (
-    Cluster,
+from backstay_cli.program import FAILED, INTERRUPTED, is_of_output, refuse
+from backstay_client.finding.clusters import (
+    FoundCluster,
     NoSuchJob,
     Where,
     default_kubeconfig,
@@ -33,11 +34,11 @@ from backstay_cli.clusters import (
     open_cluster,
     runs_of,
 )
-from backstay_cli.follow import JobView, look
-from backstay_cli.jobfile import BadInput
-from backstay_cli.known_runs import KnownRun
-from backstay_cli.kube import ApiError
-from backstay_cli.program import FAILED, INTERRUPTED, is_of_output, refuse
+from backstay_client.finding.known_runs import KnownRun
+from backstay_client.jobfiles.jobfile import BadInput
+from backstay_client.kube import ApiRequestError
+from backstay_client.pod_ends import PodsRemain, until_gone
+from backstay_client.view.follow import JobView, look
 
 __all__ = [
     "Output",
@@ -49,7 +50,6 @@ __all__ = [
 
 _TOP_SECONDS = 2.0
 _LIVE_SECONDS = 0.5
-_GONE_SECONDS = 90.0
 _NO_TERMINAL = 4096  # columns
 
 _T = TypeVar("_T")
@@ -90,7 +90,7 @@ Job = Annotated[
 ]
 
 
-def with_cluster(where: Where, work: Callable[[Cluster], Awaitable[_T]], job: str | None = None) -> _T:
+def with_cluster(where: Where, work: Callable[[FoundCluster], Awaitable[_T]], job: str | None = None) -> _T:
     """Connect and do the work; turn errors into a message and an exit status.
 
     Args:
@@ -104,8 +104,8 @@ def with_cluster(where: Where, work: Callable[[Cluster], Awaitable[_T]], job: st
         try:
             async with open_cluster(where, job) as cluster:
                 return await _noted(cluster, work)
-        except (ApiError, NoSuchJob) as error:
-            missing = isinstance(error, NoSuchJob) or error.status == 404
+        except (ApiRequestError, NoSuchJob) as error:
+            missing = isinstance(error, NoSuchJob) or error.code == 404
             if job is None or not missing or not cluster.is_default:
                 raise
             async with contextlib.AsyncExitStack() as stack:
@@ -138,7 +138,7 @@ def _reported(work: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
         raise typer.Exit(INTERRUPTED) from None
     except BadInput as error:
         refuse(str(error))
-    except ApiError as error:
+    except ApiRequestError as error:
         print(f"error: {_refusal(error)}", file=sys.stderr)
         raise typer.Exit(FAILED) from None
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -151,16 +151,16 @@ def _reported(work: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
         raise typer.Exit(FAILED) from None
 
 
-async def _noted(cluster: Cluster, work: Callable[[Cluster], Awaitable[_T]]) -> _T:
+async def _noted(cluster: FoundCluster, work: Callable[[FoundCluster], Awaitable[_T]]) -> _T:
     if cluster.note:
         print(f"note: {cluster.note}", file=sys.stderr)
     return await work(cluster)
 
 
-def _refusal(error: ApiError) -> str:
-    if error.status == 404 and "the server could not find the requested resource" in str(error):
+def _refusal(error: ApiRequestError) -> str:
+    if error.code == 404 and "the server could not find the requested resource" in str(error):
         return "this cluster has no TrainingJobs: install Backstay with `helm install backstay`"
-    return str(error) or f"the API server answered with HTTP status {error.status}"
+    return str(error) or f"the API server answered with HTTP status {error.code}"
 
 
 def write_object(found: Any, output: Output) -> None:
@@ -171,8 +171,8 @@ def write_object(found: Any, output: Output) -> None:
         print(yaml.safe_dump(found, sort_keys=False, allow_unicode=True), end="")
 
 
-async def choose(cluster: Cluster) -> str:
-    """The job's name: the one that is given, or that of the only job.
+async def choose(cluster: FoundCluster) -> str:
+    """Returns the job's name, which is given or that of the only job.
 
     Raises:
         BadInput: no name is given, and the namespace has none or several jobs.
@@ -216,10 +216,10 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
 
         Exit status: 0: the job is shown; 1: the job does not exist, or the cluster refused; 2: the input is invalid.
         """
-        from backstay_cli import explain
         from backstay_cli.picture import page
+        from backstay_client.view import explain
 
-        async def show(cluster: Cluster) -> tuple[JobView, str]:
+        async def show(cluster: FoundCluster) -> tuple[JobView, str]:
             return await look(cluster.api, cluster.namespace, await choose(cluster)), cluster.name
 
         view, name = with_cluster(where(kubeconfig, context, namespace, local=local), show, job)
@@ -249,7 +249,7 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
 
         chosen = where(kubeconfig, context, namespace, local=local)
 
-        async def of_cluster(cluster: Cluster) -> tuple[list[JobView], str]:
+        async def of_cluster(cluster: FoundCluster) -> tuple[list[JobView], str]:
             jobs = await cluster.api.list_jobs(None if everywhere else cluster.namespace)
             return listing.views(jobs), f"namespace {cluster.namespace} of {cluster.name}"
 
@@ -283,7 +283,7 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
         """Show all jobs, or one job with its pods, redrawn until Ctrl-C; only once if the output is not a terminal."""
         console = _console()
 
-        async def show(cluster: Cluster) -> None:
+        async def show(cluster: FoundCluster) -> None:
             if job is not None:
                 await _top_job(cluster, job, console)
             else:
@@ -318,14 +318,14 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
         local: Local = False,
     ) -> None:
         """Print the logs of a job's pods. Unless one pod is chosen, each line begins with its pod."""
-        from backstay_cli.logs import ROLES, Wanted, show_logs
+        from backstay_client.reading.logs import ROLES, WantedLogs, show_logs
 
         chosen = _Role.WORKER if role is None and rank is not None else role
-        wanted = Wanted(None if chosen is None else ROLES[chosen.value], rank, previous, follow, tail)
+        wanted = WantedLogs(None if chosen is None else ROLES[chosen.value], rank, previous, follow, tail)
         if previous and follow:
             refuse("--previous and --follow cannot be used together: a replaced pod writes no more")
 
-        async def show(cluster: Cluster) -> None:
+        async def show(cluster: FoundCluster) -> None:
             await show_logs(cluster, await choose(cluster), wanted, lambda line: print(line, flush=follow))
 
         with_cluster(where(kubeconfig, context, namespace, local=local), show, job)
@@ -363,11 +363,11 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
         Exit status: 0: the file is written; 1: there is no such job, or the cluster refused; 2: the input is invalid,
         or there is no timeline.
         """
-        from backstay_cli.trace import Wanted, Written, trace_of_file, trace_of_job
+        from backstay_client.reading.trace import WantedTrace, Written, trace_of_file, trace_of_job
 
-        wanted = Wanted(last, jax_profile, rank)
+        wanted = WantedTrace(last, jax_profile, rank)
 
-        async def write(cluster: Cluster) -> Written:
+        async def write(cluster: FoundCluster) -> Written:
             name = await choose(cluster)
             return await trace_of_job(cluster, name, out or Path(f"{name}.trace.json"), wanted)
 
@@ -397,9 +397,9 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
 
         Exit status: 0: the history is shown; 1: the cluster refused; 2: the input is invalid, or there is no history.
         """
-        from backstay_cli.history import History, as_object, history_of_job, history_of_place, lines
+        from backstay_client.reading.history import JobHistory, as_object, history_of_job, history_of_place, lines
 
-        async def find(cluster: Cluster) -> History:
+        async def find(cluster: FoundCluster) -> JobHistory:
             return await history_of_job(cluster, await choose(cluster))
 
         if stored is not None:
@@ -431,10 +431,10 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
 
         chosen = where(kubeconfig, context, namespace, local=local)
 
-        async def remove_all(cluster: Cluster) -> bool:
+        async def remove_all(cluster: FoundCluster) -> bool:
             return await _delete(cluster, jobs, wait=wait)
 
-        async def remove(cluster: Cluster) -> bool:
+        async def remove(cluster: FoundCluster) -> bool:
             return await _delete(cluster, [await choose(cluster)], wait=wait)
 
         if context is not None or _kubeconfig(chosen) is not None:
@@ -474,7 +474,7 @@ def _console() -> Console:
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=_NO_TERMINAL)
 
 
-async def _top_jobs(cluster: Cluster, console: Console, *, everywhere: bool) -> None:
+async def _top_jobs(cluster: FoundCluster, console: Console, *, everywhere: bool) -> None:
     from backstay_cli import listing
 
     async def picture() -> Any:
@@ -490,7 +490,7 @@ async def _top_jobs(cluster: Cluster, console: Console, *, everywhere: bool) -> 
             await asyncio.sleep(_TOP_SECONDS)
 
 
-async def _top_job(cluster: Cluster, job: str, console: Console) -> None:
+async def _top_job(cluster: FoundCluster, job: str, console: Console) -> None:
     from backstay_cli.picture import Losses, Picture
 
     losses = Losses()
@@ -521,34 +521,23 @@ async def _screen(console: Console) -> AsyncIterator[Live]:
         yield live
 
 
-async def _has_pods(cluster: Cluster, job: str) -> bool:
-    """Whether a deleted job still has pods; the embedded cluster of `backstay run` ends with its job."""
-    try:
-        return bool(await cluster.api.pods_of(cluster.namespace, job))
-    except (aiohttp.ClientError, TimeoutError, OSError):
-        if cluster.folder is None:
-            raise
-        return False
-
-
-async def _delete(cluster: Cluster, names: Sequence[str], *, wait: bool) -> bool:
+async def _delete(cluster: FoundCluster, names: Sequence[str], *, wait: bool) -> bool:
     """Whether all jobs existed and are deleted."""
     deleted = []
     for name in names:
         try:
             await cluster.api.delete_job(cluster.namespace, name)
-        except ApiError as error:
-            if error.status != 404:
+        except ApiRequestError as error:
+            if error.code != 404:
                 raise
             print(f"error: there is no TrainingJob {name} in namespace {cluster.namespace}", file=sys.stderr)
             continue
         deleted.append(name)
         print(f"deleted {name}", flush=True)
-    deadline = time.monotonic() + _GONE_SECONDS
     for name in deleted if wait else ():
-        while await _has_pods(cluster, name):
-            if time.monotonic() > deadline:
-                print(f"error: pods of {name} still exist after {_GONE_SECONDS:.0f} s", file=sys.stderr)
-                return False
-            await asyncio.sleep(0.2)
+        try:
+            await until_gone(cluster, cluster.namespace, name)
+        except PodsRemain as error:
+            print(f"error: {error}", file=sys.stderr)
+            return False
     return len(deleted) == len(names)

@@ -1,4 +1,4 @@
-"""`backstay run --dry-run`: two updates, one evaluation and one checkpoint, and a line for each check."""
+"""Makes two updates, one evaluation and one checkpoint, with a line for each check (`backstay run --dry-run`)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from backstay_cli.follow import JobView
-from backstay_cli.words import count, number, on_one_line, plain, shown
+from backstay_client.view.follow import JobView
+from backstay_client.words import count, number, on_one_line, plain, shown
 from backstay_spec import contract
 
-__all__ = ["ENVIRONMENT", "Check", "checks_of", "dry_job", "has_one_server", "lines", "needs_one_server", "run_dry"]
+__all__ = [
+    "ENVIRONMENT",
+    "CheckOutcome",
+    "checks_of",
+    "dry_job",
+    "has_one_server",
+    "lines",
+    "needs_one_server",
+    "run_dry",
+]
 
 _UPDATES: Final = 2
 _MOST_PODS: Final = 4
@@ -29,8 +38,8 @@ ENVIRONMENT: Final = {contract.ENV_MOST_STEPS: str(_UPDATES)}
 
 
 @dataclass(frozen=True)
-class Check:
-    """The outcome of a check: `ok`, `failed`, `warning` or `not checked`."""
+class CheckOutcome:
+    """The outcome of a check, which is `ok`, `failed`, `warning` or `not checked`."""
 
     name: str
     outcome: str
@@ -38,7 +47,8 @@ class Check:
 
 
 def dry_job(job: dict[str, Any], folder: Path, servers: int = _SERVERS) -> dict[str, Any]:
-    """The job of a dry run: at least two servers, at most four pods of a role, and checkpoints in the run's folder.
+    """Returns the job of a dry run, with at least two servers, at most four pods of a role, and checkpoints in the
+    run's folder.
 
     The first crash of a pod ends it.
 
@@ -75,7 +85,7 @@ def needs_one_server(view: JobView) -> bool:
     return view.phase == "Failed" and _REFUSED in view.message
 
 
-def checks_of(view: JobView, job: dict[str, Any], read: Callable[[str], tuple[bool, str]]) -> list[Check]:
+def checks_of(view: JobView, job: dict[str, Any], read: Callable[[str], tuple[bool, str]]) -> list[CheckOutcome]:
     """The checks that a dry run made.
 
     Args:
@@ -83,45 +93,47 @@ def checks_of(view: JobView, job: dict[str, Any], read: Callable[[str], tuple[bo
         job: the TrainingJob.
         read: reads the checkpoint of a URI; returns whether it can be read, and a text.
     """
-    spec, step = job["spec"], view.step or 0
+    spec, step = job["spec"], view.report.step or 0
     servers, workers = spec["parameterServers"]["replicas"], spec["workers"]["replicas"]
     why = "" if view.phase == "Succeeded" else plain(view.message)[0] or "the job did not end"
-    trained = step >= min(_UPDATES, view.goal_steps or _UPDATES)
+    trained = step >= min(_UPDATES, view.report.goal_steps or _UPDATES)
     pods = f"{count(servers, 'server')}, {count(workers, 'worker')}"
 
-    def check(name: str, passed: bool, text: str, before: bool = True) -> Check:
+    def check(name: str, passed: bool, text: str, before: bool = True) -> CheckOutcome:
         if passed:
-            return Check(name, _OK, text)
-        return Check(name, _FAILED, why) if before else Check(name, _SKIPPED)
+            return CheckOutcome(name, _OK, text)
+        return CheckOutcome(name, _FAILED, why) if before else CheckOutcome(name, _SKIPPED)
 
     found = []
     if servers > 1:
         divided = not needs_one_server(view)
         found.append(check("several servers", divided, f"the optimizer can be divided over {count(servers, 'server')}"))
         if divided and not step:
-            found[-1] = Check("several servers", _SKIPPED)
+            found[-1] = CheckOutcome("several servers", _SKIPPED)
         trains = divided
     else:
         trains = True
-    loss = "" if view.loss is None else f", loss {number(view.loss)}"
+    loss = "" if view.report.loss is None else f", loss {number(view.report.loss)}"
     found.append(check(f"{count(_UPDATES, 'update')}", trained, f"{count(step, 'update')} with {pods}{loss}", trains))
-    if view.evaluation_error:
-        found.append(Check("evaluation", _FAILED, on_one_line(view.evaluation_error)))
-    elif view.metrics:
-        found.append(Check("evaluation", _OK, shown(view.metrics)))
+    if view.report.evaluation_error:
+        found.append(CheckOutcome("evaluation", _FAILED, on_one_line(view.report.evaluation_error)))
+    elif view.report.metrics:
+        found.append(CheckOutcome("evaluation", _OK, shown(view.report.metrics)))
     else:
-        found.append(Check("evaluation", _SKIPPED, "the script has no `evaluate`" if trained and not why else ""))
+        found.append(
+            CheckOutcome("evaluation", _SKIPPED, "the script has no `evaluate`" if trained and not why else "")
+        )
     if view.checkpoint is None:
-        found.append(check("checkpoint", False, "", trained and not view.evaluation_error))
+        found.append(check("checkpoint", False, "", trained and not view.report.evaluation_error))
     else:
         readable, text = read(view.checkpoint)
-        found.append(Check("checkpoint", _OK if readable else _FAILED, text))
+        found.append(CheckOutcome("checkpoint", _OK if readable else _FAILED, text))
     if trained:
         found.append(check("end of the script", not why, "exit code 0"))
     return found
 
 
-def lines(found: Sequence[Check]) -> Iterator[str]:
+def lines(found: Sequence[CheckOutcome]) -> Iterator[str]:
     """The checks as lines to print."""
     width = max((len(check.name) for check in found), default=0)
     for check in found:
@@ -139,7 +151,7 @@ def read_back(uri: str, folder: Path) -> tuple[bool, str]:
 
 def run_dry(
     job: dict[str, Any], folder: Path, run: Callable[[dict[str, Any]], JobView | None], *, chosen: bool
-) -> list[Check]:
+) -> list[CheckOutcome]:
     """Run the job once; if its optimizer needs one server, a second time with one.
 
     Args:
@@ -152,10 +164,10 @@ def run_dry(
     divided = dry_job(job, folder)
     view = run(divided)
     if view is None:
-        return [Check("start", _FAILED, "the job did not run")]
+        return [CheckOutcome("start", _FAILED, "the job did not run")]
     found = checks_of(view, divided, lambda uri: read_back(uri, folder))
     if one and needs_one_server(view):
-        refused = Check("several servers", _WARNING if chosen else _FAILED, found[0].text)
+        refused = CheckOutcome("several servers", _WARNING if chosen else _FAILED, found[0].text)
         shutil.rmtree(folder / _CHECKPOINTS, ignore_errors=True)
         single = dry_job(job, folder, servers=1)
         view = run(single)

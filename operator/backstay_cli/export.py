@@ -1,4 +1,4 @@
-"""`backstay export`: starts the trainer's program for it, because the command itself imports neither JAX nor it."""
+"""Starts the trainer's program for `backstay export`, because the command itself imports neither JAX nor it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`backstay list` and `backstay top`: one row for each job."""
+"""Prints one row for each job (`backstay list` and `backstay top`)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import aiohttp
 from rich.table import Table
 from rich.text import Text
 
-from backstay_cli import explain
-from backstay_cli.clusters import ANSWER_SECONDS, open_run
-from backstay_cli.curve import bar
-from backstay_cli.follow import JobView, ready_of, view_of
-from backstay_cli.jobfile import BadInput
-from backstay_cli.known_runs import KnownRun
-from backstay_cli.kube import ApiError
-from backstay_cli.words import clock, count, duration, number, shortened
+from backstay_client.finding.clusters import ANSWER_SECONDS, open_run
+from backstay_client.finding.known_runs import KnownRun
+from backstay_client.jobfiles.jobfile import BadInput
+from backstay_client.kube import ApiRequestError
+from backstay_client.show.curve import bar
+from backstay_client.view import explain
+from backstay_client.view.follow import JobView, ready_of, view_of
+from backstay_client.words import clock, count, duration, number, shortened
 
 __all__ = ["as_rows", "notes", "table", "top_table", "views", "views_of_runs", "without_old"]
 
@@ -51,7 +51,7 @@ async def _views_of_run(run: KnownRun, namespace: str | None) -> list[JobView]:
         async with asyncio.timeout(ANSWER_SECONDS), open_run(run) as cluster:
             jobs = await cluster.api.list_jobs(namespace)
         found = [view_of(job, [], []) for job in jobs]
-    except (BadInput, ApiError, aiohttp.ClientError, OSError):  # a TimeoutError is an OSError
+    except (BadInput, ApiRequestError, aiohttp.ClientError, OSError):  # a TimeoutError is an OSError
         # The cluster is being started, or its process is stopped.
         found = [JobView(run.job, run.namespace, phase="NoAnswer", started=run.started)] if run.job else []
     return [replace(view, folder=str(run.folder)) for view in found]
@@ -84,7 +84,7 @@ def notes(
 
 
 def _created(view: JobView) -> float:
-    from backstay_cli.follow import unix_time
+    from backstay_client.view.follow import unix_time
 
     return unix_time((view.job.get("metadata") or {}).get("creationTimestamp")) or view.started or 0.0
 
@@ -97,12 +97,12 @@ def as_rows(found: Sequence[JobView], now: float | None = None) -> list[dict[str
             "name": view.name,
             "namespace": view.namespace,
             "phase": view.phase,
-            "step": view.step,
-            "goalSteps": view.goal_steps,
+            "step": view.report.step,
+            "goalSteps": view.report.goal_steps,
             "progress": explain.progress_of(view),
             "secondsLeft": view.seconds_left,
-            "examplesPerSecond": view.examples_per_second,
-            "loss": view.loss,
+            "examplesPerSecond": view.report.examples_per_second,
+            "loss": view.report.loss,
             "goodput": view.goodput,
             "workersReady": view.roles["Worker"].ready if "Worker" in view.roles else 0,
             "workersDesired": view.roles["Worker"].desired if "Worker" in view.roles else 0,
@@ -177,8 +177,8 @@ def top_table(found: Sequence[JobView], *, everywhere: bool, width: int, now: fl
             Text(view.name, no_wrap=True, overflow="ellipsis"),
             Text(view.phase, _PHASES.get(view.phase, "")),
         ]
-        row += [progress, "–" if left is None else clock(left), number(view.examples_per_second, 3)]
-        row.append(number(view.loss))
+        row += [progress, "–" if left is None else clock(left), number(view.report.examples_per_second, 3)]
+        row.append(number(view.report.loss))
         if wide:
             row.append("–" if view.goodput is None else f"{100 * view.goodput:.0f} %")
         if widest:

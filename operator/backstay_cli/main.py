@@ -1,7 +1,8 @@
-"""The `backstay` command line: reads arguments, calls `run`, turns invalid input into exit status 2."""
+"""Reads arguments, calls `run`, and turns invalid input into exit status 2 (the `backstay` command line)."""
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -14,8 +15,10 @@ from typing import Annotated, Any
 import typer
 
 from backstay_cli.cluster_commands import add_commands
-from backstay_cli.follow import JobView
-from backstay_cli.jobfile import (
+from backstay_cli.program import BAD_INPUT, FAILED, INTERRUPTED, OK, refuse, run_app
+from backstay_cli.script_command import ScriptCommand
+from backstay_cli.serve_command import add_serve
+from backstay_client.jobfiles.jobfile import (
     LOCAL_IMAGE,
     BadInput,
     ScriptOptions,
@@ -32,10 +35,9 @@ from backstay_cli.jobfile import (
     variables_of,
     with_variables,
 )
-from backstay_cli.program import BAD_INPUT, FAILED, INTERRUPTED, OK, refuse, run_app
-from backstay_cli.script_command import ScriptCommand
-from backstay_cli.template_fields import wrong_fields
-from backstay_cli.words import shortened
+from backstay_client.jobfiles.template_fields import wrong_fields
+from backstay_client.view.follow import JobView
+from backstay_client.words import shortened
 from backstay_spec.sidecars import misspelt_containers
 from backstay_spec.validation import parse_job
 
@@ -172,7 +174,8 @@ def run(
 
     Exit status: 0: the job succeeded; 1: the job failed; 2: the input is invalid; 130: interrupted.
     """
-    from backstay_cli.run import as_yaml, new_folder, run_job
+    from backstay_cli.run import as_yaml, run_job
+    from backstay_client.embedded.lasting import new_folder
 
     if output not in {"text", "json"}:
         refuse(f"--output is {output!r}: must be text or json")
@@ -236,7 +239,7 @@ def run(
 
 
 def _chosen(job: dict[str, Any], servers: int | None) -> bool:
-    """Whether the user chose the number of servers: a script has an option for it, and a TrainingJob a field."""
+    """Whether the user chose the number of servers, by an option for a script or by a field of a TrainingJob."""
     is_script = job["spec"].get("image") == LOCAL_IMAGE
     return servers is not None if is_script else "replicas" in (job["spec"].get("parameterServers") or {})
 
@@ -244,7 +247,8 @@ def _chosen(job: dict[str, Any], servers: int | None) -> bool:
 def _dry_run(job: dict[str, Any], *, user_environment: bool, preloaded: bool, chosen: bool) -> int:
     """Run the job as a dry run; return the exit status."""
     from backstay_cli import dry_run, report
-    from backstay_cli.run import new_folder, run_job
+    from backstay_cli.run import run_job
+    from backstay_client.embedded.lasting import new_folder
 
     folder = new_folder(f"{job['metadata']['name']}-dry-run")
     ends: list[JobView] = []
@@ -292,8 +296,8 @@ def up(
     ] = True,
 ) -> None:
     """Keep an embedded cluster with the operator running, for kubectl."""
-    from backstay_cli.run import new_folder
     from backstay_cli.run import up as keep_up
+    from backstay_client.embedded.lasting import new_folder
 
     folder = new_folder("up") if data_dir is None else data_dir.resolve()
     try:
@@ -327,8 +331,60 @@ def export(
 
 
 @app.command()
+def simulate(
+    file: Annotated[
+        Path | None, typer.Argument(help="A TrainingJob (YAML; - for standard input).", show_default=False)
+    ] = None,
+    assume: Annotated[Path | None, typer.Option(help="Assumptions (YAML): times, sizes, rates, failures.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="One assumption, such as step.seconds=0.5; may be repeated.", show_default=False),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="How many simulations, each with the next seed.")] = 1,
+    measured: Annotated[
+        Path | None, typer.Option("--from", help="A trace that `backstay trace` wrote: steps are fitted to it.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the first simulation as a trace for https://ui.perfetto.dev.")
+    ] = None,
+    print_assumptions: Annotated[
+        bool, typer.Option("--print-assumptions", help="Print all assumptions as YAML, and simulate nothing.")
+    ] = False,
+    output: Annotated[str, typer.Option("--output", "-o", help="text or json.")] = "text",
+) -> None:
+    """Simulate a job with the real coordinator and the real planner, in simulated time.
+
+    The same seed gives the same result. The result depends on the assumptions: print them with --print-assumptions.
+
+    Exit status: 0: simulated; 2: the job, an assumption or the trace is invalid.
+    """
+    from backstay_cli import simulate as simulator
+
+    if output not in {"text", "json"}:
+        refuse(f"--output is {output!r}: must be text or json")
+    try:
+        assumed = simulator.assumptions_of(assume, settings or ())
+        if print_assumptions:
+            print(simulator.default_assumptions(assumed), end="")
+            return
+        if file is None:
+            raise BadInput("name a TrainingJob: backstay simulate job.yaml")
+        job = read_job(file)
+        fit = None if measured is None else str(measured)
+        found = simulator.simulated(job, assumed, seed=seed, seeds=seeds, fit=fit, trace=trace)
+    except BadInput as error:
+        refuse(str(error))
+    if output == "json":
+        print(json.dumps(found, indent=2, sort_keys=True))
+        return
+    for line in simulator.lines(found):
+        print(line)
+
+
+@app.command()
 def validate(files: Annotated[list[Path], typer.Argument(help="TrainingJobs (YAML).")]) -> None:
-    """Check TrainingJobs without running them: every mistake with its path and the valid values.
+    """Check TrainingJobs without running them, and print every mistake with its path and the valid values.
 
     Unknown fields and values of a wrong type in pod templates and in checkpoint.volume are warnings. A cluster checks
     most other values there only when the operator creates the pods.
@@ -355,6 +411,7 @@ def validate(files: Annotated[list[Path], typer.Argument(help="TrainingJobs (YAM
 
 
 add_commands(app, embedded=True)
+add_serve(app)
 
 
 def command_again(argv: Sequence[str], volumes_in: Path | None) -> str:

@@ -10,12 +10,12 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from backstay_cli import explain
-from backstay_cli.curve import bar, curve, thin
-from backstay_cli.follow import JobView, carried, ready_of, spent
-from backstay_cli.pods import PodRow, rows, summary
-from backstay_cli.waiting import no_update, waiting_for
-from backstay_cli.words import clock, count, duration, number, on_one_line, shown
+from backstay_client.show.curve import bar, curve, thin
+from backstay_client.view import explain
+from backstay_client.view.follow import JobView, carried, ready_of, spent
+from backstay_client.view.pods import PodRow, rows, summary
+from backstay_client.view.waiting import no_update, waiting_for
+from backstay_client.words import clock, count, duration, number, on_one_line, shown
 from backstay_spec import contract
 
 __all__ = ["Losses", "Picture", "page"]
@@ -38,11 +38,11 @@ class Losses:
 
     def add(self, view: JobView) -> None:
         """Add the loss of the newest update. After a rollback, the losses of the redone steps are dropped."""
-        if view.step is None or view.loss is None or not view.step:
+        if view.report.step is None or view.report.loss is None or not view.report.step:
             return
-        while self._points and self._points[-1][0] >= view.step:
+        while self._points and self._points[-1][0] >= view.report.step:
             self._points.pop()
-        self._points = thin([*self._points, (float(view.step), view.loss)], _MOST_POINTS)
+        self._points = thin([*self._points, (float(view.report.step), view.report.loss)], _MOST_POINTS)
 
     def lines(self, width: int) -> list[str]:
         """The curve."""
@@ -98,36 +98,36 @@ class Picture:
             "  ",
             (view.phase, _PHASES.get(view.phase, "bold")),
             f"  {clock(self._elapsed)}",
-            (f"  {waiting_for(view)}", "yellow" if view.step else "dim"),
+            (f"  {waiting_for(view)}", "yellow" if view.report.step else "dim"),
             no_wrap=True,
             overflow="ellipsis",
         )
         fraction = explain.progress_of(view)
-        if fraction is not None and view.step is not None and view.goal_steps:
+        if fraction is not None and view.report.step is not None and view.report.goal_steps:
             yield self._progress(fraction, width)
-        elif view.step is not None:
-            yield Text.assemble(("step ", "dim"), number(view.step))
+        elif view.report.step is not None:
+            yield Text.assemble(("step ", "dim"), number(view.report.step))
         yield from self._numbers(width)
         for label, values in (
-            ("metrics of loss", view.train_metrics),
-            (f"evaluation of step {number(view.evaluated_step)}", view.metrics),
+            ("metrics of loss", view.report.train_metrics),
+            (f"evaluation of step {number(view.report.evaluated_step)}", view.report.metrics),
         ):
             if values:
                 yield _line((f"{label}  ", "dim"), shown(values))
-        if view.evaluation_error:
-            yield _line(("the evaluation failed: ", "red"), on_one_line(view.evaluation_error))
+        if view.report.evaluation_error:
+            yield _line(("the evaluation failed: ", "red"), on_one_line(view.report.evaluation_error))
         if waits := no_update(view):
             yield _line((waits, "yellow"))
         yield Text()
 
     def _progress(self, fraction: float, width: int) -> Text:
         view = self._view
-        assert view.step is not None
-        text = f" {100 * fraction:3.0f} %  step {view.step:,} of {view.goal_steps:,}"
-        if view.local_steps:
-            text += f"  local step {view.step * view.local_steps:,}"
-        if view.updates_per_second and not view.ended:
-            text += f"  {number(view.updates_per_second, 3)} updates/s"
+        assert view.report.step is not None
+        text = f" {100 * fraction:3.0f} %  step {view.report.step:,} of {view.report.goal_steps:,}"
+        if view.report.local_steps:
+            text += f"  local step {view.report.step * view.report.local_steps:,}"
+        if view.report.updates_per_second and not view.ended:
+            text += f"  {number(view.report.updates_per_second, 3)} updates/s"
         if (left := view.seconds_left) is not None and fraction < 1:
             text += f"  {clock(left)} left"
         style = "red" if view.phase == "Failed" else "green" if fraction >= 1 else "cyan"
@@ -135,11 +135,11 @@ class Picture:
 
     def _numbers(self, width: int) -> Iterator[RenderableType]:
         view = self._view
-        if view.loss is None and not view.examples_per_second:
+        if view.report.loss is None and not view.report.examples_per_second:
             return
-        text = Text.assemble(("loss ", "dim"), number(view.loss), no_wrap=True, overflow="ellipsis")
-        if view.examples_per_second and not view.ended:
-            text.append_text(Text.assemble(("   examples/s ", "dim"), number(view.examples_per_second, 3)))
+        text = Text.assemble(("loss ", "dim"), number(view.report.loss), no_wrap=True, overflow="ellipsis")
+        if view.report.examples_per_second and not view.ended:
+            text.append_text(Text.assemble(("   examples/s ", "dim"), number(view.report.examples_per_second, 3)))
         if view.goodput is not None:
             text.append_text(Text.assemble(("   goodput ", "dim"), f"{100 * view.goodput:.0f} %"))
         yield text
@@ -235,7 +235,7 @@ def blame_words(view: JobView, entry: Mapping[str, Any]) -> str:
 
 
 def page(view: JobView, now: float, cluster: str) -> Group:
-    """The page of `backstay status`: one screen that explains the job."""
+    """Draws the page of `backstay status`, which explains the job on one screen."""
     ended = view.completed if view.completed is not None else now
     elapsed = 0.0 if view.started is None else max(0.0, ended - view.started)
     parts: list[RenderableType] = []
@@ -248,7 +248,7 @@ def page(view: JobView, now: float, cluster: str) -> Group:
     blame = [_line((label, "dim"), blame_words(view, entry)) for entry in view.blame[:3]]
     parts += [Picture(view, elapsed, now=lambda: now, whole=True), *goodput, *blame]
     parts += [Text.assemble(("next  ", "bold"), step) for step in steps]
-    if not view.live and not view.ended and view.step is not None:
+    if not view.live and not view.ended and view.report.step is not None:
         parts.append(Text("the numbers are from the job's status, which the operator writes every 10 s", "dim"))
     parts.append(_line((f"in {cluster}, namespace {view.namespace}", "dim")))
     return Group(*parts)

@@ -1,4 +1,4 @@
-"""`kubectl backstay`: the commands about jobs, as a plugin of kubectl.
+"""Provides the commands about jobs as a plugin of kubectl (`kubectl backstay`).
 
 https://kubernetes.io/docs/tasks/extend-kubectl/kubectl-plugins/
 """

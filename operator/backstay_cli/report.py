@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backstay_cli.follow import JobView, carried, spent
-from backstay_cli.words import count, number, on_one_line, plain, printable, shortened, shown
+from backstay_client.view.follow import JobView, carried, spent
+from backstay_client.words import count, number, on_one_line, plain, printable, shortened, shown
 
 _TAIL_LINES = 15
 _MISSING_PACKAGE = "ModuleNotFoundError: No module named"
@@ -40,15 +40,15 @@ def summary(
         "phase": view.phase,
         "reason": reason or None,
         "message": message or None,
-        "step": view.step,
+        "step": view.report.step,
         "seconds": round(seconds, 3),
-        "examplesPerSecond": _finite(view.examples_per_second),
-        "loss": _finite(view.loss),
-        "metrics": {name: _finite(value) for name, value in view.metrics.items()},
-        "trainMetrics": {name: _finite(value) for name, value in view.train_metrics.items()},
+        "examplesPerSecond": _finite(view.report.examples_per_second),
+        "loss": _finite(view.report.loss),
+        "metrics": {name: _finite(value) for name, value in view.report.metrics.items()},
+        "trainMetrics": {name: _finite(value) for name, value in view.report.train_metrics.items()},
         "goodput": _finite(view.goodput),
         "workerSeconds": dict(view.worker_seconds),
-        "traffic": dict(view.traffic),
+        "traffic": dict(view.report.traffic),
         "restarts": view.restarts,
         "disruptions": view.disruptions,
         "checkpoint": view.checkpoint,
@@ -74,8 +74,8 @@ def lines(view: JobView, seconds: float, logs: Path) -> Iterator[str]:
     shape = count(desired.get("ParameterServer", 0) - standbys, "server")
     shape += f", {count(standbys, 'standby')}" if standbys else ""
     shape += f", {count(desired.get('Worker', 0), 'worker')}"
-    if view.step or view.phase == "Succeeded":
-        when = f"after {number(view.step)} updates in {seconds:.1f} s"
+    if view.report.step or view.phase == "Succeeded":
+        when = f"after {number(view.report.step)} updates in {seconds:.1f} s"
     else:
         when = f"before its first update, after {seconds:.1f} s"
     yield f"{view.name} {view.phase.lower()} {when} ({shape})"
@@ -85,18 +85,20 @@ def lines(view: JobView, seconds: float, logs: Path) -> Iterator[str]:
             yield f"  {line}"
         if view.phase == "Failed" and _MISSING_PACKAGE in view.message:
             yield f"  the pods run the Python of this command, {sys.executable}: install the package there"
-    if view.loss is not None or view.examples_per_second is not None:
-        rate = "" if not view.examples_per_second else f", {number(view.examples_per_second, 3)} examples/s"
-        yield f"  loss {number(view.loss)}{rate}"
+    if view.report.loss is not None or view.report.examples_per_second is not None:
+        rate = (
+            "" if not view.report.examples_per_second else f", {number(view.report.examples_per_second, 3)} examples/s"
+        )
+        yield f"  loss {number(view.report.loss)}{rate}"
     if goodput := spent(view):
         yield f"  {goodput}"
     if traffic := carried(view):
         yield f"  {traffic}"
-    if view.metrics:
-        at = "" if view.evaluated_step is None else f" of step {number(view.evaluated_step)}"
-        yield f"  evaluation{at}: {shown(view.metrics)}"
-    if view.evaluation_error:
-        yield f"  the evaluation failed: {on_one_line(view.evaluation_error)}"
+    if view.report.metrics:
+        at = "" if view.report.evaluated_step is None else f" of step {number(view.report.evaluated_step)}"
+        yield f"  evaluation{at}: {shown(view.report.metrics)}"
+    if view.report.evaluation_error:
+        yield f"  the evaluation failed: {on_one_line(view.report.evaluation_error)}"
     if view.restarts or view.disruptions:
         yield f"  pods replaced: {view.restarts} after crashes, {view.disruptions} after disruptions"
     if view.checkpoint:
@@ -109,7 +111,7 @@ def lines(view: JobView, seconds: float, logs: Path) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class End:
+class ContainerEnd:
     """How the container of one pod ended with an error."""
 
     pod: str
@@ -117,7 +119,7 @@ class End:
     log: Path
 
 
-def ends(view: JobView, logs: Path) -> Iterator[End]:
+def ends(view: JobView, logs: Path) -> Iterator[ContainerEnd]:
     """The pods that ended with an error, as far as they still exist."""
     for pod in view.pods:
         meta, status = pod["metadata"], pod.get("status", {})
@@ -126,12 +128,12 @@ def ends(view: JobView, logs: Path) -> Iterator[End]:
             if ended is None or ended.get("exitCode") == 0:
                 continue
             log = logs / meta["namespace"] / meta["name"] / f"{container['name']}.log"
-            yield End(meta["name"], f"exit code {ended.get('exitCode')} ({ended.get('reason', '')})", log)
+            yield ContainerEnd(meta["name"], f"exit code {ended.get('exitCode')} ({ended.get('reason', '')})", log)
 
 
 def _failures(view: JobView, logs: Path) -> Iterator[str]:
     """How each pod ended. Pods with the same end are reported together, with one traceback or the end of one log."""
-    groups: dict[tuple[str, tuple[str, ...]], list[End]] = {}
+    groups: dict[tuple[str, tuple[str, ...]], list[ContainerEnd]] = {}
     for end in ends(view, logs):
         groups.setdefault((end.how, tuple(tail(end.log))), []).append(end)
     for (how, output), group in groups.items():

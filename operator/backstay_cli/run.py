@@ -1,16 +1,14 @@
-"""`backstay run` and `backstay up`: an embedded cluster, with a job or without one."""
+"""Starts an embedded cluster, with a job or without one (`backstay run` and `backstay up`)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,19 +16,23 @@ import aiohttp
 import yaml
 from rich.console import Console
 
-from backstay_cli import compiled, report, stopping
-from backstay_cli.follow import JobView, look
-from backstay_cli.jobfile import BadInput, claims_of
-from backstay_cli.known_runs import RESULT, KnownRun, register, write_json
-from backstay_cli.kube import JOBS, Api, ApiError
-from backstay_cli.pods import has_ended, slot_of
-from backstay_cli.preload import preload
+from backstay_cli import report, stopping
 from backstay_cli.program import BAD_INPUT, FAILED, INTERRUPTED, OK, is_of_output
 from backstay_cli.script_output import ScriptOutput
-from backstay_cli.session import RESTARTS, Session, SessionError, start_session
-from backstay_cli.stored_run import StateFile
-from backstay_cli.view import Display, LineDisplay, LiveDisplay
-from backstay_cli.words import shortened
+from backstay_cli.view import LiveDisplay
+from backstay_client.creating import create_job
+from backstay_client.embedded import compiled
+from backstay_client.embedded.lasting import lasting_session, store_result
+from backstay_client.embedded.preload import preload
+from backstay_client.embedded.session import RESTARTS, Session, SessionError, start_session
+from backstay_client.finding.known_runs import KnownRun, register
+from backstay_client.finding.stored_run import StateFile
+from backstay_client.jobfiles.jobfile import BadInput
+from backstay_client.kube import ApiCalls, ApiRequestError
+from backstay_client.show.lines import Display, LineDisplay
+from backstay_client.view.follow import JobView, look
+from backstay_client.view.pods import has_ended, slot_of
+from backstay_client.words import shortened
 from backstay_spec import contract
 
 _LAST_SECONDS = 2.0
@@ -38,21 +40,6 @@ _POLL_SECONDS = 0.25
 _LOGS = "pods"
 _COMPILED = "compiled"  # the folder of JAX's cache of compilations in the cluster
 _UNSEEN_SECONDS = 60.0
-_KEEP_SECONDS = 2.0
-
-
-def new_folder(name: str, base: Path | None = None) -> Path:
-    """A new folder for one run: ``.backstay/runs/<job>-<time>-<pid>`` in the current folder.
-
-    It is kept after the run, for the logs of all pods and the volumes with the checkpoints.
-    """
-    root = base if base is not None else Path.cwd() / ".backstay"
-    folder = root / "runs" / f"{name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}-{os.getpid()}"
-    folder.mkdir(parents=True)
-    ignore = root / ".gitignore"
-    if not ignore.exists():
-        ignore.write_text("*\n")
-    return folder
 
 
 def as_yaml(job: dict[str, Any]) -> str:
@@ -147,7 +134,7 @@ def run_job(
         keep_trace(trace, following, folder / _LOGS, write_line)
         conclude("EmbeddedClusterFailed", str(error))
         return FAILED
-    except ApiError as error:
+    except ApiRequestError as error:
         print(f"error: the API server refused the job: {error}", file=sys.stderr)
         keep_result(known, {"job": following.name, "reason": "Refused", "message": str(error)})
         return BAD_INPUT
@@ -163,7 +150,7 @@ def keep_trace(out: Path | None, following: Following, logs: Path, write_line: C
     """Write the timeline that the job's newest server of shard 0 has stored."""
     if out is None:
         return
-    from backstay_cli.trace import stored_trace
+    from backstay_client.reading.trace import stored_trace
 
     # Not `NAME-*`: the pods of a job `digits-2` are not those of a job `digits`.
     servers = [str(pod) for pod in (logs / following.namespace).glob(f"{following.name}-ps-0-*")]
@@ -205,7 +192,7 @@ class Following:
         view = self.view or JobView(self.name, self.namespace)
         self.display.show(replace(view, stage=text))
 
-    async def look(self, api: Api, trouble: str = "") -> JobView:
+    async def look(self, api: ApiCalls, trouble: str = "") -> JobView:
         """Read the job's state, and show it with the new output of worker 0's script.
 
         Args:
@@ -213,7 +200,7 @@ class Following:
         """
         self.view = view = await look(api, self.namespace, self.name, self.view)
         self._state.add([view.job], view.pods)
-        self.display.print(self._output.new_lines(view.pods, updated=bool(view.step)))
+        self.display.print(self._output.new_lines(view.pods, updated=bool(view.report.step)))
         self.display.show(replace(view, stage=trouble) if trouble and not view.ended else view)
         return view
 
@@ -221,7 +208,7 @@ class Following:
         """Store the last state, and show the rest of the script's output."""
         self._state.write()
         if self.view is not None:
-            self.display.print(self._output.new_lines(self.view.pods, updated=bool(self.view.step)))
+            self.display.print(self._output.new_lines(self.view.pods, updated=bool(self.view.report.step)))
             self.display.print(self._output.end(failed=self.view.phase == "Failed"))
 
 
@@ -241,19 +228,19 @@ async def _run(
             async with start_session(
                 folder, following.stage, restarts=RESTARTS, user_environment=user_environment, preload=modules, env=env
             ) as session:
-                await _create(session, job)
+                await create_job(session.api, job, embedded=True)
                 try:
                     view = await _follow(session, following)
                     if view.phase == "Succeeded" and not view.restarts and not view.disruptions:
                         compiled.keep(folder / _COMPILED, store)
                     return view
                 except asyncio.CancelledError:
-                    if stopping.stores(job) and following.view is not None and following.view.step:
+                    if stopping.stores(job) and following.view is not None and following.view.report.step:
                         following.stage("stopping: the servers store a checkpoint; Ctrl-C again stops them now")
                         before = following.view.pods
                         await stopping.stop_job(session.api, following.namespace, following.name)
                         # The phase, the step and the checkpoint have changed since.
-                        with contextlib.suppress(ApiError, aiohttp.ClientError, OSError):
+                        with contextlib.suppress(ApiRequestError, aiohttp.ClientError, OSError):
                             await following.look(session.api)
                         following.view = stopping.with_former(following.view, before)
                     raise
@@ -261,30 +248,13 @@ async def _run(
             following.end()
 
 
-async def _create(session: Session, job: dict[str, Any]) -> None:
-    namespace = job["metadata"]["namespace"]
-    with contextlib.suppress(ApiError):
-        await session.api.request("POST", "/api/v1/namespaces", {"metadata": {"name": namespace}})
-    for claim in claims_of(job):
-        with contextlib.suppress(ApiError):
-            await session.api.request(
-                "POST",
-                f"/api/v1/namespaces/{namespace}/persistentvolumeclaims",
-                {
-                    "metadata": {"name": claim},
-                    "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}},
-                },
-            )
-    await session.api.request("POST", f"{JOBS}/namespaces/{namespace}/{contract.PLURAL}", job, fieldValidation="Strict")
-
-
 async def _follow(session: Session, following: Following) -> JobView:
     deadline = time.monotonic() + _UNSEEN_SECONDS
     while True:
         try:
             view = await following.look(session.api, session.trouble)
-        except ApiError as error:
-            if error.status == 404:  # the job was deleted, for example with kubectl
+        except ApiRequestError as error:
+            if error.code == 404:  # the job was deleted, for example with kubectl
                 raise SessionError(f"the job {following.name} was deleted while it ran") from None
             raise
         except (aiohttp.ClientError, TimeoutError, OSError):
@@ -306,7 +276,7 @@ async def _follow(session: Session, following: Following) -> JobView:
 async def _last_look(session: Session, following: Following) -> JobView:
     """The job once its workers have ended: their last seconds are part of its goodput."""
     deadline = time.monotonic() + _LAST_SECONDS
-    with contextlib.suppress(ApiError, aiohttp.ClientError, TimeoutError, OSError):
+    with contextlib.suppress(ApiRequestError, aiohttp.ClientError, TimeoutError, OSError):
         while time.monotonic() < deadline:
             pods = await session.api.pods_of(following.namespace, following.name)
             if all(has_ended(pod) for pod in pods if slot_of(pod)[0] == contract.ROLE_WORKER):
@@ -320,10 +290,10 @@ async def _last_look(session: Session, following: Following) -> JobView:
 
 def up(folder: Path, write_line: Callable[[str], None], *, preloaded: bool = True) -> int:
     """Keep an embedded cluster running until it is interrupted, and print how to use kubectl with it."""
-    known, state = register(folder, None), StateFile(folder)
+    known = register(folder, None)
 
     async def serve() -> None:
-        async with start_session(folder, restarts=RESTARTS, preload=preload() if preloaded else None) as session:
+        async with lasting_session(folder, preload=preload() if preloaded else None) as session:
             write_line("The embedded cluster and the operator are running. In another terminal:\n")
             write_line(f"  export KUBECONFIG={session.kubeconfig}")
             write_line(
@@ -332,14 +302,7 @@ def up(folder: Path, write_line: Callable[[str], None], *, preloaded: bool = Tru
             write_line("  kubectl apply -f job.yaml")
             write_line("  kubectl get trainingjobs --watch\n")
             write_line(f"Logs of every pod are in {session.folder / _LOGS}. Ctrl-C stops the cluster.")
-            keeping = asyncio.create_task(_keep_jobs(session.api, state))
-            try:
-                await session.died
-            finally:
-                keeping.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await keeping
-                await _keep_now(session.api, state)
+            await session.died
             raise session.death()
 
     try:
@@ -354,25 +317,7 @@ def up(folder: Path, write_line: Callable[[str], None], *, preloaded: bool = Tru
     return OK
 
 
-async def _keep_jobs(api: Api, state: StateFile) -> None:
-    """Store the jobs of the cluster of `backstay up`, until cancelled."""
-    while True:
-        await asyncio.sleep(_KEEP_SECONDS)
-        await _keep_now(api, state, everything=False)
-
-
-async def _keep_now(api: Api, state: StateFile, *, everything: bool = True) -> None:
-    with contextlib.suppress(ApiError, aiohttp.ClientError, OSError):  # a TimeoutError is an OSError
-        pods = await api.request("GET", "/api/v1/pods", labelSelector=contract.LABEL_JOB)
-        state.add(await api.list_jobs(None), pods["items"])
-    if everything:
-        state.write()
-
-
 def keep_result(run: KnownRun, result: Mapping[str, Any]) -> None:
     """Store the end of a run in its folder; a full disk only leaves it out."""
-    known = {"command": list(run.command), "cwd": run.cwd, "startTime": run.started, "endTime": time.time()}
-    try:
-        write_json(run.folder / RESULT, {**result, **known})
-    except (OSError, ValueError) as error:
-        print(f"warning: {RESULT} was not written: {error}", file=sys.stderr)
+    if problem := store_result(run, result):
+        print(f"warning: {problem}", file=sys.stderr)

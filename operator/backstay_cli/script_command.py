@@ -1,4 +1,4 @@
-"""How `backstay run` splits its command line: options of Backstay, a script, and the script's own arguments.
+"""Splits the command line of `backstay run` into options of Backstay, a script, and the script's own arguments.
 
 As with `python` and `torchrun`, all arguments after a script belong to the script. After a YAML file, which takes no
 arguments, options of Backstay may follow.

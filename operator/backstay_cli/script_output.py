@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from backstay_cli.words import printable
+from backstay_client.words import printable
 from backstay_spec import contract
 
 __all__ = ["ScriptOutput"]

@@ -1,8 +1,7 @@
-"""Ctrl-C during a job: its servers store a checkpoint, and the command prints how to continue."""
+"""Stops a job at Ctrl-C, when its servers store a checkpoint, and the command prints how to continue."""
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -11,13 +10,13 @@ from typing import Any
 
 import aiohttp
 
-from backstay_cli.follow import JobView
-from backstay_cli.kube import Api, ApiError
-from backstay_cli.words import number, shortened
+from backstay_client.kube import ApiCalls, ApiRequestError
+from backstay_client.pod_ends import until_stopped
+from backstay_client.view.follow import JobView
+from backstay_client.words import number, shortened
 from backstay_spec import contract
 
 __all__ = [
-    "STORING_SECONDS",
     "closing_lines",
     "stop_job",
     "stored",
@@ -27,11 +26,7 @@ __all__ = [
     "with_stored",
 ]
 
-STORING_SECONDS = 60.0
-"""How long the servers may take to store a checkpoint; the same time as in a cluster."""
-
-_POLL_SECONDS = 0.1
-# A log line of `backstay._report._job_observer`; the end-to-end test of Ctrl-C checks that both agree.
+# A log line of `backstay._report._job`; the end-to-end test of Ctrl-C checks that both agree.
 _STORED = re.compile(r"^\d\d:\d\d:\d\d parameter-server-0: checkpoint of step (\d+): (.+)$", re.MULTILINE)
 _TAIL_BYTES = 1 << 20
 
@@ -42,17 +37,12 @@ def stores(job: dict[str, Any]) -> bool:
     return "uri" in checkpoint or "volume" in checkpoint
 
 
-async def stop_job(api: Api, namespace: str, name: str) -> None:
+async def stop_job(api: ApiCalls, namespace: str, name: str) -> None:
     """Suspend the job, and wait until its pods have ended. After any failure, the caller stops the cluster."""
     try:
-        async with asyncio.timeout(STORING_SECONDS):
-            await api.suspend(namespace, name)
-            while True:
-                pods = await api.pods_of(namespace, name)
-                if not any(pod.get("status", {}).get("phase") in {"Pending", "Running"} for pod in pods):
-                    return
-                await asyncio.sleep(_POLL_SECONDS)
-    except (ApiError, aiohttp.ClientError, OSError):  # a TimeoutError is an OSError
+        await api.suspend(namespace, name)
+        await until_stopped(api, namespace, name)
+    except (ApiRequestError, aiohttp.ClientError, OSError):  # a TimeoutError is an OSError
         return
 
 
@@ -64,19 +54,24 @@ def stored_step(view: JobView, logs: Path) -> int | None:
     newest = stored(view, logs)
     if newest is not None:
         return newest[0]
-    return view.checkpoint_step if view.checkpoint_step == view.step else None
+    return view.checkpoint_step if view.checkpoint_step == view.report.step else None
 
 
 def with_stored(view: JobView, logs: Path) -> JobView:
-    """`view` with the step and the URI of the newest checkpoint: it is newer than the status of a stopped job."""
+    """Returns `view` with the step and the URI of the newest checkpoint, which is newer than the status of a stopped
+    job."""
     newest = stored(view, logs)
     if newest is None:
         return view
-    return replace(view, step=max(newest[0], view.step or 0), checkpoint=newest[1])
+    return replace(
+        view,
+        report=view.report.model_copy(update={"step": max(newest[0], view.report.step or 0)}),
+        checkpoint=newest[1],
+    )
 
 
 def with_former(view: JobView, pods: Sequence[dict[str, Any]]) -> JobView:
-    """`view` with these pods too: the operator has deleted some of them, and their logs are still there."""
+    """Returns `view` with these pods too, some of which the operator has deleted, and whose logs are still there."""
     known = {pod["metadata"]["name"] for pod in view.pods}
     return replace(view, pods=(*view.pods, *(pod for pod in pods if pod["metadata"]["name"] not in known)))
 
@@ -108,13 +103,13 @@ def closing_lines(view: JobView | None, job: dict[str, Any], logs: Path, again: 
         logs: the folder with the logs of all pods.
         again: the command that continues the job.
     """
-    if view is None or not view.step:
+    if view is None or not view.report.step:
         yield "stopped before the first update; nothing is left running"
     elif not stores(job):
-        yield f"stopped at step {number(view.step)}; nothing is left running"
+        yield f"stopped at step {number(view.report.step)}; nothing is left running"
         yield "  nothing is stored: the job has no checkpoint (--checkpoint FOLDER for a script, or spec.checkpoint)"
     elif (step := stored_step(view, logs)) is None:
-        yield f"stopped at step {number(view.step)}; nothing is left running"
+        yield f"stopped at step {number(view.report.step)}; nothing is left running"
         yield "  this run stored no checkpoint; the log of parameter server 0 has the reason"
     else:
         yield f"stopped; the checkpoint of step {number(step)} is stored; nothing is left running"

@@ -1,4 +1,4 @@
-"""`python -m backstay_cluster`: an embedded cluster as a process, until SIGTERM or SIGINT; then all processes end."""
+"""Runs an embedded cluster as a process until SIGTERM or SIGINT, and then ends all processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The embedded cluster: addresses, an API server, and one node.
+"""Runs the embedded cluster, with addresses, an API server and one node.
 
 `EmbeddedCluster` runs in the caller's event loop. `ClusterProcess` runs it as a separate process, for callers without
 an event loop. It also keeps the API server's work out of the caller's process.
@@ -19,17 +19,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self
 
 import yaml
 
+from backstay_cluster.client import ApiClient, until_answered
 from backstay_cluster.gc import GarbageCollector
-from backstay_cluster.kubelet.api import ApiClient, until_answered
 from backstay_cluster.kubelet.kubelet import Kubelet
-from backstay_cluster.kubelet.node import python_environment
+from backstay_cluster.kubelet.node import Machine, local_gpus, python_environment
 from backstay_cluster.kubelet.preload import Preload
 from backstay_cluster.kubelet.runtime import ProcessRuntime
 from backstay_cluster.net import LoopbackBlock, claim_block
@@ -81,14 +81,11 @@ class EmbeddedCluster:
     Args:
         data_dir: the folder of logs and all other data; None: a temporary folder, removed at the end.
         kubeconfig_path: the kubeconfig to write; its name must end in `.kubeconfig`; None: in `data_dir`.
-        gpus: the node's GPUs by index; None: the GPUs of this machine.
         kubelet: whether to run a node; without one, pods stay Pending (a `FakeKubelet` may be started instead).
         extra_env: environment of every container in addition to `EXTRA_ENV`; `$(POD_IP)` is the pod's address,
             `$(POD_LOGS)` the folder with its logs.
         base_env: the environment of the image; None: this Python environment's.
-        environ: the environment that may contain `KUBEBUILDER_ASSETS`.
         preload: the modules to import once for all containers that run Python scripts; None: no modules.
-        stop_grace: seconds between SIGTERM and SIGKILL for containers that run when the cluster stops.
 
     Attributes:
         url: the URL of the API server.
@@ -105,16 +102,12 @@ class EmbeddedCluster:
         data_dir: Path | str | None = None,
         *,
         kubeconfig_path: Path | str | None = None,
-        gpus: Sequence[str] | None = None,
         kubelet: bool = True,
         extra_env: Mapping[str, str] | None = None,
         base_env: Mapping[str, str] | None = None,
-        environ: Mapping[str, str] | None = None,
         preload: Preload | None = None,
-        stop_grace: float = 1.0,
     ) -> None:
         self._temporary = data_dir is None
-        self._environ = dict(os.environ if environ is None else environ)
         self.data_dir = Path(tempfile.mkdtemp(prefix="backstay-")) if data_dir is None else Path(data_dir).absolute()
         self.kubeconfig = (
             self.data_dir / KUBECONFIG_NAME if kubeconfig_path is None else Path(kubeconfig_path).absolute()
@@ -125,7 +118,6 @@ class EmbeddedCluster:
         self.token = new_token()
         self.node: Kubelet | None = None
         self._with_kubelet = kubelet
-        self._gpus = gpus
         self._extra_env = {**EXTRA_ENV, **(extra_env or {})}
         self._base_env = {
             COMPILED_ENV: str(self.data_dir / COMPILED),
@@ -133,7 +125,6 @@ class EmbeddedCluster:
         }
         self._preload = preload
         self._runtime: ProcessRuntime | None = None
-        self._stop_grace = stop_grace
         self._block: LoopbackBlock | None = None
         self._server: ApiServer | RealServer | None = None
         self._client: ApiClient | None = None
@@ -173,7 +164,7 @@ class EmbeddedCluster:
             keep_open = (self._block.claim.fileno(),)
             self._runtime = ProcessRuntime(keep_open, preload=self._preload, base_env=self._base_env)
             self._runtime.open()
-        folder = assets(self._environ)
+        folder = assets(os.environ)
         ca: bytes | None = None
         kubelet_tls: ssl.SSLContext | None = None
         if folder is None:
@@ -205,12 +196,9 @@ class EmbeddedCluster:
                 self._client,
                 self.data_dir,
                 self._block.pod_cidr,
+                Machine(self._runtime, self._base_env, self._extra_env, local_gpus()),
                 token=self.token,
                 tls=kubelet_tls,
-                extra_env=self._extra_env,
-                base_env=self._base_env,
-                gpus=self._gpus,
-                runtime=self._runtime,
             )
             await self.node.start()
 
@@ -221,7 +209,7 @@ class EmbeddedCluster:
             await asyncio.gather(self._collector, return_exceptions=True)
             self._collector = None
         if self.node is not None:
-            await self.node.stop(self._stop_grace)
+            await self.node.stop()
             self.node = None
         if self._runtime is not None:
             await self._runtime.close()

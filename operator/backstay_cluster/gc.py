@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from backstay_cluster.kubelet.api import JSON_PATCH, ApiClient, ApiError
+from backstay_cluster.client import JSON_PATCH, ApiClient, ApiRequestError
 from backstay_cluster.kubelet.informer import Informer
 from backstay_cluster.kubelet.objects import Key, Object
 
@@ -48,7 +48,7 @@ class GarbageCollector:
             while True:
                 try:
                     await self._discover()
-                except ApiError as error:
+                except ApiRequestError as error:
                     logger.debug("discovery: %s", error)
                 await self._sleep(DISCOVER_SECONDS)
         finally:
@@ -65,7 +65,7 @@ class GarbageCollector:
         for base, group_name in paths.items():
             try:
                 served = await self._client.get(base)
-            except ApiError:
+            except ApiRequestError:
                 continue  # a group that is being removed or added
             for resource in served.get("resources") or []:
                 verbs = set(resource.get("verbs") or [])
@@ -119,7 +119,7 @@ class GarbageCollector:
             uid = await self._todo.get()
             try:
                 await self._look_at(uid)
-            except ApiError as error:
+            except ApiRequestError as error:
                 if error.code not in (404, 409):
                     logger.debug("garbage collection: %s", error)
                     await self._sleep(RETRY_SECONDS)
@@ -181,7 +181,7 @@ class GarbageCollector:
         space = f"/namespaces/{namespace}" if namespaced else ""
         try:
             found = await self._client.get(f"{base}{space}/{name}/{owner['name']}")
-        except ApiError as error:
+        except ApiRequestError as error:
             if error.code == 404:
                 return False
             raise
@@ -190,7 +190,7 @@ class GarbageCollector:
     async def _plural(self, base: str, kind: str) -> tuple[str, bool] | None:
         try:
             served = await self._client.get(base)
-        except ApiError as error:
+        except ApiRequestError as error:
             if error.code == 404:
                 return None
             raise

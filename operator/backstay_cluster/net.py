@@ -1,4 +1,4 @@
-"""Addresses for one embedded cluster: a private block of loopback, so that each pod and Service has its own address.
+"""Claims a private block of loopback for one embedded cluster, so that each pod and Service has its own address.
 
 On Linux a process can listen on every address in 127.0.0.0/8, without root or set-up. A cluster takes one of 2047
 blocks of 8192 addresses: half for pods, half for Services. Two clusters never share a block: the claim is a name in the

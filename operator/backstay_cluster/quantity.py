@@ -1,4 +1,4 @@
-"""Quantities (`500m`, `1Gi`): read, compared and written in Kubernetes' canonical form. The API server and the kubelet
+"""Reads, compares and writes quantities (`500m`, `1Gi`) in Kubernetes' canonical form. The API server and the kubelet
 use this module."""
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from backstay_cluster.apiserver import certs
-from backstay_cluster.kubelet.api import ApiClient, until_answered
+from backstay_cluster.client import ApiClient, until_answered
 from backstay_cluster.kubelet.runtime import Process, ProcessRuntime, StartError
 
 ASSETS = "KUBEBUILDER_ASSETS"
@@ -104,7 +104,7 @@ class RealServer:
         return ssl.create_default_context(cafile=str(self.certificate))
 
     def kubelet_tls(self) -> ssl.SSLContext:
-        """The context for the kubelet's port: it accepts only the API server, which has the shared certificate."""
+        """The context for the kubelet's port, which accepts only the API server with the shared certificate."""
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(self.certificate))
         context.load_cert_chain(self.certificate, self._dir / "node.key")
         context.verify_mode = ssl.CERT_REQUIRED

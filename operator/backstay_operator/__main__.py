@@ -1,4 +1,4 @@
-"""``python -m backstay_operator``: the operator as a process."""
+"""Runs the operator as a process (``python -m backstay_operator``)."""
 
 from __future__ import annotations
 

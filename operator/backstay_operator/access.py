@@ -31,7 +31,7 @@ class AccessError(Exception):
 
 
 @dataclass(frozen=True)
-class Credentials:
+class ApiCredentials:
     """The API server, and how the operator authenticates.
 
     Attributes:
@@ -63,7 +63,7 @@ class Credentials:
         return context
 
 
-async def load(kubeconfig: str | None) -> Credentials:
+async def load(kubeconfig: str | None) -> ApiCredentials:
     """Read the credentials from a kubeconfig, or else those of the pod's service account.
 
     Args:
@@ -77,16 +77,16 @@ async def load(kubeconfig: str | None) -> Credentials:
     return _plain(kubeconfig) or await _by_package(kubeconfig)
 
 
-def _service_account(environ: Mapping[str, str], folder: Path = _SERVICE_ACCOUNT) -> Credentials:
+def _service_account(environ: Mapping[str, str], folder: Path = _SERVICE_ACCOUNT) -> ApiCredentials:
     host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT")
     ca = folder / "ca.crt"
     if not host or not port:
         raise _no_service_account("KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT are not set")
     if not ca.is_file():
         raise _no_service_account(f"there is no file {ca}")
-    token = _TokenFile(folder / "token")
+    token = _ApiTokenFile(folder / "token")
     token.read()
-    return Credentials(f"https://{f'[{host}]' if ':' in host else host}:{port}", token, ca_path=str(ca))
+    return ApiCredentials(f"https://{f'[{host}]' if ':' in host else host}:{port}", token, ca_path=str(ca))
 
 
 def _no_service_account(why: str) -> AccessError:
@@ -94,7 +94,7 @@ def _no_service_account(why: str) -> AccessError:
     return AccessError(f"the service account of this pod cannot be used: {why}; {hint}")
 
 
-class _TokenFile:
+class _ApiTokenFile:
     """The token in a file, read again once a minute."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -122,7 +122,7 @@ class _TokenFile:
         return self.read()
 
 
-def _plain(kubeconfig: str) -> Credentials | None:
+def _plain(kubeconfig: str) -> ApiCredentials | None:
     """The credentials of a kubeconfig that has a token and a server; None: it is not such a file."""
     try:
         config = yaml.safe_load(Path(kubeconfig).read_text())
@@ -143,10 +143,10 @@ def _plain(kubeconfig: str) -> Credentials | None:
         return token
 
     ca_path = str(Path(kubeconfig).parent / file) if file and not data else None
-    return Credentials(server.rstrip("/"), constant, ca_path=ca_path, ca_data=data or None)
+    return ApiCredentials(server.rstrip("/"), constant, ca_path=ca_path, ca_data=data or None)
 
 
-async def _by_package(kubeconfig: str) -> Credentials:
+async def _by_package(kubeconfig: str) -> ApiCredentials:
     from kubernetes.aio import config
     from kubernetes.aio.client import Configuration
 
@@ -166,7 +166,7 @@ async def _by_package(kubeconfig: str) -> Credentials:
         return None if value is None else value.rpartition(" ")[2].strip()
 
     data = None if loaded.ssl_ca_cert else loaded.ca_cert_data
-    return Credentials(
+    return ApiCredentials(
         loaded.host,
         token,
         ca_path=loaded.ssl_ca_cert,

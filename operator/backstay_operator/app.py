@@ -7,28 +7,28 @@ import contextlib
 import logging
 import os
 import signal
-import time
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
-from typing import Any
 
 from backstay_operator.backoff import Backoffs, Curve
-from backstay_operator.cluster import Cluster
-from backstay_operator.collector import Collector
-from backstay_operator.dispatch import Dispatcher
+from backstay_operator.bus import Bus, Changed, LeadChanged, PodEnded
+from backstay_operator.clocks import Clocks
+from backstay_operator.cluster import ClusterOverlay
+from backstay_operator.collector import ObjectCollector
+from backstay_operator.dispatch import Dispatcher, Pauses
 from backstay_operator.errors import KubeError
 from backstay_operator.events import EventSender
 from backstay_operator.execute import Executor
-from backstay_operator.health import Health, Verdict
+from backstay_operator.health import Health, HealthVerdict
+from backstay_operator.known_jobs import KnownJobs
 from backstay_operator.kube import Kube
 from backstay_operator.leader import Leader, identity, pod_reference
-from backstay_operator.metrics import Metrics
+from backstay_operator.metrics import OperatorMetrics
 from backstay_operator.progress import Poller
 from backstay_operator.reconcile import Reconciler
 from backstay_operator.settings import Options
 from backstay_operator.slim import SLIM
 from backstay_operator.verify import Verifier
-from backstay_operator.watching import JobKey, Watch, wait_for_crd
+from backstay_operator.watching import JobKey, KopfWatch, wait_for_crd
 from backstay_spec.observed import PlanSettings
 
 log = logging.getLogger(__name__)
@@ -56,8 +56,8 @@ class App:
 
     def __init__(self, options: Options, key: bytes, *, environ: Mapping[str, str], draw: Callable[[], float]) -> None:
         self._options = options
-        clock = time.monotonic
-        self.metrics = Metrics(clock)
+        clocks, self._bus = Clocks(), Bus()
+        self.metrics = OperatorMetrics(clocks.seconds)
         self._kube = Kube(options.kubeconfig, observe=self.metrics.request)
         # A separate connection: a renewal must not wait for a free one while hundreds of pods are created.
         self._lease_kube = Kube(options.kubeconfig, observe=self.metrics.request)
@@ -65,27 +65,20 @@ class App:
             self._lease_kube,
             options.lease_namespace,
             identity(environ, draw),
-            clock=clock,
-            changed=self._lead,
+            self._bus,
+            clocks=clocks,
             # An owner must be in the same namespace as its dependents.
             owner=pod_reference(environ) if options.lease_namespace == options.operator_namespace else None,
         )
-        self.cluster = Cluster(
-            clock,
-            self.metrics,
-            self._mark,
-            ended=self._ended,
-            relisted=self._relisted,
-        )
+        self.cluster = ClusterOverlay(clocks.seconds, self.metrics, self._bus)
         backoffs: Backoffs[tuple[JobKey, str]] = Backoffs(Curve(first=0.2, most=30.0), draw)
         executor = Executor(
             self._kube,
             self.cluster,
             key,
             self.metrics,
-            EventSender(self._kube, self._leader.me, self.metrics, now=_now, draw=draw),
-            clock=clock,
-            now=_now,
+            EventSender(self._kube, self._leader.me, self.metrics, now=clocks.now, draw=draw),
+            clocks=clocks,
             backoffs=backoffs,
         )
         # Jobs that lost a pod and were not reconciled since. They come first when this operator acts again.
@@ -95,42 +88,29 @@ class App:
             limit=options.parallel,
             draw=draw,
             failed=self._failed,
-            settle=SETTLE,
+            pauses=Pauses(settle=SETTLE),
             behind=self.cluster.behind,
         )
         self._reconciler = Reconciler(
-            self.cluster,
+            KnownJobs(self.cluster, clocks),
             executor,
             PlanSettings(options.operator_namespace, options.operator_labels, options.log_format),
             key,
             self.metrics,
-            clock=clock,
-            now=_now,
+            self._bus,
             leads=self._leader.leads,
-            mark=self._dispatcher.mark,
-            mark_after=self._dispatcher.mark_after,
-            follow=self._follow,
-            poll_now=self._poll_now,
         )
-        self._poller = Poller(
-            self._reconciler.round,
-            self._reconciler.on_progress,
-            self.metrics,
-            now=_now,
-            draw=draw,
-            on_contact=self._reconciler.on_contact,
-            clock=clock,
-        )
+        self._poller = Poller(self._reconciler.round, self._bus, self.metrics, clocks=clocks, draw=draw)
         self._verifier = Verifier(
             self._kube,
             self.cluster,
             options.namespace,
             self.metrics,
-            changed=self._mark,
+            self._bus,
             every=options.verify_seconds,
         )
-        self._collector = Collector()
-        self._watch = Watch(
+        self._collector = ObjectCollector()
+        self._watch = KopfWatch(
             options.kubeconfig,
             options.namespace,
             slim=SLIM,
@@ -141,6 +121,10 @@ class App:
         )
         self._health = Health(self._page, self.alive, self.ready)
         self._watching = False
+        # After the reconciler's subscriptions: the memories are reset before the jobs are reconciled.
+        self._bus.subscribe(Changed, self._changed)
+        self._bus.subscribe(PodEnded, self._ended)
+        self._bus.subscribe(LeadChanged, self._lead)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Run until `stop` is set, or SIGTERM or SIGINT arrives.
@@ -204,39 +188,29 @@ class App:
         await self._kube.close()
         await self._lease_kube.close()
 
-    # Notifications between the parts.
+    # The events that order the work.
 
-    def _mark(self, key: JobKey) -> None:
+    def _changed(self, event: Changed) -> None:
+        if event.after > 0:
+            self._dispatcher.mark_after(event.key, event.after)
+        elif self._leader.leads():
+            self._dispatcher.mark(event.key)
+
+    def _ended(self, event: PodEnded) -> None:
+        self._lost_pods.add(event.key)
         if self._leader.leads():
-            self._dispatcher.mark(key)
-
-    # The reconciler and the poller call each other, and so do the cluster and the verifier.
-
-    def _follow(self, key: JobKey) -> None:
-        self._poller.follow(key)
-
-    def _poll_now(self, key: JobKey) -> None:
-        self._poller.poll_now(key)
-
-    def _relisted(self) -> None:
-        self._verifier.listed()
-
-    def _ended(self, key: JobKey, raw: Mapping[str, Any]) -> None:
-        self._reconciler.ended(key, raw)
-        self._lost_pods.add(key)
-        if self._leader.leads():
-            self._dispatcher.mark(key, urgent=True)
+            self._dispatcher.mark(event.key, urgent=True)
 
     async def _work(self, key: JobKey) -> float | None:
         if self._leader.leads():
             self._lost_pods.discard(key)
         return await self._reconciler(key)
 
-    def _lead(self, leads: bool) -> None:
+    def _lead(self, event: LeadChanged) -> None:
+        leads = event.leads
         self.metrics.leader.set(1 if leads else 0)
         if not leads:
             self.metrics.job.clear()
-        self._reconciler.took_over()
         if leads and self.cluster.synced:
             for key in self.cluster.jobs():
                 self._dispatcher.mark(key, urgent=key in self._lost_pods)
@@ -255,32 +229,28 @@ class App:
     async def _page(self) -> bytes:
         return await self.metrics.page(self.cluster.owed())
 
-    def alive(self) -> Verdict:
+    def alive(self) -> HealthVerdict:
         """Whether the watch receives events."""
         if not self._leader.reached:
             # A restart cannot repair the API server. When it answers again, the watch gets the full time again.
             self.cluster.restart_clock()
-            return Verdict(True, "the API server does not answer; waiting for it")
+            return HealthVerdict(True, "the API server does not answer; waiting for it")
         behind, owed = self._leader.behind(), self.cluster.owed()
         if behind > WATCH_LIMIT:
-            return Verdict(False, f"the watch has not shown the Lease's renewal for {behind:.0f} s")
+            return HealthVerdict(False, f"the watch has not shown the Lease's renewal for {behind:.0f} s")
         if owed > WATCH_LIMIT:
-            return Verdict(False, f"the watch has not shown a write of this operator for {owed:.0f} s")
-        return Verdict(True, "ok")
+            return HealthVerdict(False, f"the watch has not shown a write of this operator for {owed:.0f} s")
+        return HealthVerdict(True, "ok")
 
-    def ready(self) -> Verdict:
+    def ready(self) -> HealthVerdict:
         """Whether all first lists have been read, and the API server answers."""
         if not self._watching:
-            return Verdict(False, "starting, or waiting for the CustomResourceDefinition")
+            return HealthVerdict(False, "starting, or waiting for the CustomResourceDefinition")
         if not self._leader.seen:
-            return Verdict(False, "waiting for the first lists")
+            return HealthVerdict(False, "waiting for the first lists")
         if not self._leader.reached:
-            return Verdict(False, "the API server does not answer")
-        return Verdict(True, "ok: acting" if self._leader.leads() else "ok: another operator acts")
-
-
-def _now() -> datetime:
-    return datetime.now(UTC)
+            return HealthVerdict(False, "the API server does not answer")
+        return HealthVerdict(True, "ok: acting" if self._leader.leads() else "ok: another operator acts")
 
 
 def on_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:

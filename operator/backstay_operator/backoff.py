@@ -1,4 +1,4 @@
-"""The delay before the next try: it doubles with each failure, has random jitter, and is reset by a success."""
+"""The delay before the next try, which doubles with each failure, has random jitter, and is reset by a success."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds before try n: ``first * 2**n``, at most `most`, times a factor drawn from [1 - jitter, 1]."""
+    """Returns the seconds before try n, ``first * 2**n``, at most `most`, times a factor drawn from [1 - jitter, 1]."""
 
     first: float = 0.2
     most: float = 30.0
@@ -24,7 +24,7 @@ class Curve:
 
 
 @dataclass
-class _Entry:
+class _Failures:
     attempts: int
     not_before: float
 
@@ -35,11 +35,11 @@ class Backoffs(Generic[K]):
 
     curve: Curve
     draw: Callable[[], float]
-    _entries: dict[K, _Entry] = field(default_factory=dict)
+    _entries: dict[K, _Failures] = field(default_factory=dict)
 
     def failed(self, key: K, now: float, at_least: float = 0.0) -> float:
         """Record a failure. Returns the seconds to wait, not less than `at_least`, which the server requested."""
-        entry = self._entries.setdefault(key, _Entry(0, now))
+        entry = self._entries.setdefault(key, _Failures(0, now))
         wait = max(at_least, self.curve.seconds(entry.attempts, self.draw))
         entry.attempts += 1
         entry.not_before = now + wait

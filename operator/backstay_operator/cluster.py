@@ -1,4 +1,4 @@
-"""The observed state of the cluster: one overlay for each watched resource, and notifications about its changes."""
+"""Holds the observed state of the cluster in one overlay for each watched resource, and notifies about its changes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from backstay_operator.metrics import Metrics
+from backstay_operator.bus import Bus, Changed, PodEnded, Relisted
+from backstay_operator.metrics import OperatorMetrics
 from backstay_operator.overlay import Overlay, Seen, version_of
-from backstay_operator.rights import JOBS, Resource
+from backstay_operator.rights import JOBS, ResourceKind
 from backstay_operator.slim import SLIM, Json
 from backstay_operator.watching import INDEXED, JobKey, job_key, own_key
 from backstay_spec.causes import terminated_state
@@ -16,52 +17,45 @@ from backstay_spec.causes import terminated_state
 log = logging.getLogger(__name__)
 
 
-class Cluster:
+class ClusterOverlay:
     """The overlays. The watch and the operator's writes update them.
 
     Args:
         clock: a monotonic clock in seconds.
         metrics: counts events.
-        changed: called with the key of a job that must be reconciled again.
-        ended: called with an object of a job, other than the job, that ended or was deleted.
-        relisted: called when Kopf listed objects and may have missed events before.
+        bus: gets `Changed`, `PodEnded` and `Relisted`.
     """
 
     def __init__(
         self,
         clock: Callable[[], float],
-        metrics: Metrics,
-        changed: Callable[[JobKey], None],
-        *,
-        ended: Callable[[JobKey, Mapping[str, Any]], None] = lambda *_: None,
-        relisted: Callable[[], None] = lambda: None,
+        metrics: OperatorMetrics,
+        bus: Bus,
     ) -> None:
         self._clock = clock
         self._metrics = metrics
-        self._changed = changed
-        self.ended = ended
-        self._relisted = relisted
-        self.overlays: dict[Resource, Overlay[JobKey, Json]] = {resource: Overlay(clock) for resource in INDEXED}
+        self._bus = bus
+        self.overlays: dict[ResourceKind, Overlay[JobKey, Json]] = {resource: Overlay(clock) for resource in INDEXED}
         self.synced = False  # Kopf shows no event before all its first lists are in the indexes
 
     # The watch calls these.
 
-    def attach(self, resource: Resource, index: Mapping[JobKey, Iterable[Seen[Json]]]) -> None:
+    def attach(self, resource: ResourceKind, index: Mapping[JobKey, Iterable[Seen[Json]]]) -> None:
         """Kopf has started, with this index."""
         self.overlays[resource].attach(index)
         self._metrics.moved[resource.plural] = self._clock()
 
-    def event(self, resource: Resource, key: JobKey, raw: Mapping[str, Any], deleted: bool, listed: bool) -> None:
+    def event(self, resource: ResourceKind, key: JobKey, raw: Mapping[str, Any], deleted: bool, listed: bool) -> None:
         """The watch showed an object."""
         self.synced = True
         self._metrics.watch_moved(resource.plural)
         metadata = raw["metadata"]
         self.overlays[resource].shown(key, metadata["uid"], version_of(metadata), deleted=deleted)
         if resource != JOBS and (deleted or _has_ended(raw)):
-            self.ended(key, raw)
+            self._bus.send(PodEnded(key, raw))
         if listed:
-            self._relisted()
-        self._changed(key)
+            self._bus.send(Relisted())
+        self._bus.send(Changed(key))
 
     # The known objects.
 
@@ -74,7 +68,7 @@ class Cluster:
             return None
         return newest.value
 
-    def objects(self, resource: Resource, key: JobKey) -> tuple[Json, ...]:
+    def objects(self, resource: ResourceKind, key: JobKey) -> tuple[Json, ...]:
         """The objects of one kind that are labelled with a job."""
         return tuple(seen.value for seen in self.overlays[resource].view(key))
 
@@ -84,13 +78,13 @@ class Cluster:
 
     # The operator's writes.
 
-    def wrote(self, resource: Resource, answer: Mapping[str, Any]) -> None:
+    def wrote(self, resource: ResourceKind, answer: Mapping[str, Any]) -> None:
         """The API server answered a write, or a live GET, with this object."""
         key = own_key(answer) if resource == JOBS else job_key(answer)
         if key is not None:
             self.overlays[resource].wrote(key, Seen.of(answer, SLIM[resource](answer)))
 
-    def removed(self, resource: Resource, key: JobKey, uid: str) -> None:
+    def removed(self, resource: ResourceKind, key: JobKey, uid: str) -> None:
         """Record that an object no longer exists."""
         self.overlays[resource].removed(key, uid)
 

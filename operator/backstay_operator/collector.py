@@ -17,7 +17,7 @@ PERIOD: Final = 20.0
 ROUNDS: Final = 90
 
 
-class Collector:
+class ObjectCollector:
     """Collects new objects every few seconds, and all objects every half hour.
 
     Args:

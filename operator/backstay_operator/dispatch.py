@@ -120,6 +120,26 @@ class _State:
     failures: int = 0
 
 
+_BACK_OFF: Final = Curve(first=0.2, most=30.0)
+
+
+@dataclass(frozen=True)
+class Pauses:
+    """The times until the next run of a key.
+
+    Attributes:
+        curve: the back-off after an exception.
+        impatient: seconds. While a key backs off, a trigger brings the next try forward to at most this time from now.
+            A failing write may itself cause triggers, so an immediate try could become a busy loop.
+        settle: seconds from a trigger that is not urgent to the run. Events of one job that arrive together, such
+            as those of its ten new pods, cause one run.
+    """
+
+    curve: Curve = _BACK_OFF
+    impatient: float = 1.0
+    settle: float = 0.0
+
+
 class Dispatcher(Generic[K]):
     """Calls ``work(key)`` for every key that was marked.
 
@@ -129,11 +149,7 @@ class Dispatcher(Generic[K]):
         limit: the number of keys that run at the same time.
         draw: returns a random number in [0, 1) for the back-off.
         failed: called with every exception that `work` raised.
-        curve: the back-off after an exception.
-        impatient: seconds. While a key backs off, a trigger brings the next try forward to at most this time from now.
-            A failing write may itself cause triggers, so an immediate try could become a busy loop.
-        settle: seconds from a trigger that is not urgent to the run. Events of one job that arrive together, such
-            as those of its ten new pods, cause one run.
+        pauses: the times between a trigger or an exception and the next run.
         behind: returns the seconds by which this process is behind with the watches' events.
     """
 
@@ -144,18 +160,14 @@ class Dispatcher(Generic[K]):
         limit: int,
         draw: Callable[[], float],
         failed: Callable[[K, Exception], None],
-        curve: Curve | None = None,
-        impatient: float = 1.0,
-        settle: float = 0.0,
+        pauses: Pauses | None = None,
         behind: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._work = work
         self._slots: _Slots[K] = _Slots(limit, behind)
         self._draw = draw
         self._failed = failed
-        self._curve = curve or Curve(first=0.2, most=30.0)
-        self._impatient = impatient
-        self._settle = settle
+        self._pauses = pauses or Pauses()
         self._states: dict[K, _State] = {}
         self._closed = False
 
@@ -175,11 +187,11 @@ class Dispatcher(Generic[K]):
         if state.task is not None:
             state.dirty = True
         elif state.failures:
-            self._wake_at(key, state, self._impatient)
-        elif urgent or not self._settle:
+            self._wake_at(key, state, self._pauses.impatient)
+        elif urgent or not self._pauses.settle:
             self._start(key, state)
         else:
-            self._wake_at(key, state, self._settle)
+            self._wake_at(key, state, self._pauses.settle)
 
     def mark_after(self, key: K, seconds: float) -> None:
         """Run `key` after `seconds` at the latest; an earlier timer stays."""
@@ -242,21 +254,21 @@ class Dispatcher(Generic[K]):
                     state.failures = 0
                 except Exception as error:  # noqa: BLE001  a fault of one job must not affect another
                     self._failed(key, error)
-                    again = self._curve.seconds(state.failures, self._draw)
+                    again = self._pauses.curve.seconds(state.failures, self._draw)
                     state.failures += 1
                 finally:
                     self._slots.release(urgent=as_urgent)
                 if state.failures or not state.dirty:
                     break
-                if self._settle and not state.urgent:
-                    again = self._settle if again is None else min(again, self._settle)
+                if self._pauses.settle and not state.urgent:
+                    again = self._pauses.settle if again is None else min(again, self._pauses.settle)
                     break
         finally:
             state.task = None
         if self._closed:
             return
         if state.failures and state.dirty and again is not None:
-            again = min(again, self._impatient)
+            again = min(again, self._pauses.impatient)
         if again is not None:
             self._wake_at(key, state, again)
         elif state.timer is None:

@@ -1,4 +1,4 @@
-"""The errors of requests to the API server, as an exception tree: each branch needs another reaction.
+"""Divides the errors of requests to the API server into branches that need different reactions.
 
 ::
 
@@ -91,7 +91,7 @@ class Gone(Answered):
 
 
 class Invalid(Answered):
-    """422, or 400: the server can never accept this body."""
+    """The error 422 or 400, with which the server can never accept this body."""
 
     kind = "invalid"
 

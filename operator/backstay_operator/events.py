@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 
 from backstay_operator import errors
 from backstay_operator.kube import Kube
-from backstay_operator.memory import JobMemory, SentEvent
-from backstay_operator.metrics import Metrics
+from backstay_operator.memory import OperatorMemory, SentEvent
+from backstay_operator.metrics import OperatorMetrics
 from backstay_operator.rights import EVENTS
 from backstay_operator.slim import Json
 from backstay_operator.watching import JobKey
@@ -32,11 +32,17 @@ class EventSender:
     """
 
     def __init__(
-        self, kube: Kube, instance: str, metrics: Metrics, *, now: Callable[[], datetime], draw: Callable[[], float]
+        self,
+        kube: Kube,
+        instance: str,
+        metrics: OperatorMetrics,
+        *,
+        now: Callable[[], datetime],
+        draw: Callable[[], float],
     ) -> None:
         self._kube, self._instance, self._metrics, self._now, self._draw = kube, instance, metrics, now, draw
 
-    async def send(self, key: JobKey, job: Json, event: Event, memory: JobMemory) -> None:
+    async def send(self, key: JobKey, job: Json, event: Event, memory: OperatorMemory) -> None:
         """Send one event. A failure is counted and logged, and has no other effect: an event never delays a job."""
         level = logging.WARNING if event.type == "Warning" else logging.INFO
         log.log(level, "job %s/%s: %s: %s", *key, event.reason, event.message)

@@ -1,4 +1,4 @@
-"""Carries out a plan: the status first, then the actions, in the order that `backstay_spec.actions` defines.
+"""Carries out a plan, with the status first and then the actions, in the order that `backstay_spec.actions` defines.
 
 Events are sent at the same time: each is a separate request, and a replacement must not wait for them.
 
@@ -11,44 +11,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from backstay_operator import errors
 from backstay_operator.backoff import Backoffs
-from backstay_operator.cluster import Cluster
+from backstay_operator.clocks import Clocks
+from backstay_operator.cluster import ClusterOverlay
 from backstay_operator.events import EventSender
 from backstay_operator.kube import Kube
-from backstay_operator.memory import JobMemory
+from backstay_operator.memory import OperatorMemory
 from backstay_operator.merge import merge_patch
-from backstay_operator.metrics import Metrics
-from backstay_operator.rights import JOBS, NETWORK_POLICIES, PODS, SECRETS, SERVICES, Resource
+from backstay_operator.metrics import OperatorMetrics
+from backstay_operator.rights import JOBS, NETWORK_POLICIES, PODS, SECRETS, SERVICES, ResourceKind
 from backstay_operator.slim import Json
 from backstay_operator.watching import JobKey
 from backstay_spec import actions as act
 from backstay_spec.events import Event
 from backstay_spec.names import ROLE_OF_LABEL
-from backstay_spec.observed import HELD, Refusal
+from backstay_spec.supervision import Done, in_order, name_of
 from backstay_spec.token import token_for
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Done:
-    """The result of carrying out a plan.
-
-    Attributes:
-        again: something was done, so the caller must plan again from the new state.
-        wait: seconds until a failed action may be tried again; None: no action failed.
-    """
-
-    again: bool = False
-    wait: float | None = None
+# The requests of one plan that are in progress at the same time.
+_PARALLEL: Final = 8
 
 
 class Executor:
@@ -60,67 +48,71 @@ class Executor:
         key: the operator's key, for the jobs' tokens.
         metrics: counts pods, deaths and errors.
         events: sends the events of the plans.
-        clock: seconds, monotonic; `now` the time of day.
+        clocks: the operator's clocks.
         backoffs: the back-offs of the actions, by (job, action).
-        parallel: the number of requests of one plan that are in progress at the same time.
     """
 
     def __init__(
         self,
         kube: Kube,
-        cluster: Cluster,
+        cluster: ClusterOverlay,
         key: bytes,
-        metrics: Metrics,
+        metrics: OperatorMetrics,
         events: EventSender,
         *,
-        clock: Callable[[], float],
-        now: Callable[[], datetime],
+        clocks: Clocks,
         backoffs: Backoffs[tuple[JobKey, str]],
-        parallel: int = 8,
     ) -> None:
         self._kube = kube
         self._cluster = cluster
         self._key = key
         self._metrics = metrics
         self._events = events
-        self._clock = clock
-        self._now = now
+        self._clock, self._now = clocks.seconds, clocks.now
         self._backoffs = backoffs
-        self._parallel = parallel
 
-    async def carry_out(self, key: JobKey, job: Json, plan: act.Plan, memory: JobMemory) -> Done:
-        """Carry out all actions of a plan that are allowed now.
+    async def write_status(self, key: JobKey, job: Json, plan: act.Plan, memory: OperatorMemory) -> bool:
+        """Write the status of a plan, and count its deaths. Returns False if the job has changed, or was deleted.
 
         Args:
             key: namespace and name of the job.
             job: the job from which the plan was made.
-            plan: the status, actions and events.
-            memory: the records of this job, to which refused and missing objects are added.
+            plan: has a status.
+            memory: the records of this job.
 
         Raises:
-            errors.KubeError: the status could not be written; nothing else was done.
+            errors.KubeError: the status could not be written.
         """
-        if plan.status is not None:
-            if not await self._write_status(key, job, plan.status, memory):
-                return Done(again=True)
-            for death in plan.deaths:
-                memory.died[death.role, death.index] = str(death.cause)
-                self._metrics.pod_deaths.labels(ROLE_OF_LABEL[death.role], str(death.cause)).inc()
-                self._metrics.job.died(key, death)
-                uncharged = "" if death.charged else " (uncharged)"
-                log.info("job %s/%s: pod %s is dead: %s%s", *key, death.pod, death.cause, uncharged)
-        events = plan.events if plan.status is not None else ()
-        done, _ = await asyncio.gather(self._act(key, plan, memory), self._send_events(key, job, events, memory))
+        if plan.status is None or not await self._patch_status(key, job, plan.status, memory):
+            return False
+        for death in plan.deaths:
+            memory.died[death.role, death.index] = str(death.cause)
+            self._metrics.pod_deaths.labels(ROLE_OF_LABEL[death.role], str(death.cause)).inc()
+            self._metrics.job.died(key, death)
+            uncharged = "" if death.charged else " (uncharged)"
+            log.info("job %s/%s: pod %s is dead: %s%s", *key, death.pod, death.cause, uncharged)
+        return True
+
+    async def carry_out(self, key: JobKey, job: Json, plan: act.Plan, memory: OperatorMemory) -> Done:
+        """Carry out all actions of a plan that are allowed now, and send its events.
+
+        Args:
+            key: namespace and name of the job.
+            job: the job from which the plan was made.
+            plan: its status is written.
+            memory: the records of this job, to which refused and missing objects are added.
+        """
+        done, _ = await asyncio.gather(self._act(key, plan, memory), self._send_events(key, job, plan.events, memory))
         return done
 
-    async def _send_events(self, key: JobKey, job: Json, events: Sequence[Event], memory: JobMemory) -> None:
+    async def _send_events(self, key: JobKey, job: Json, events: Sequence[Event], memory: OperatorMemory) -> None:
         for event in events:
             await self._events.send(key, job, event, memory)
 
-    async def _act(self, key: JobKey, plan: act.Plan, memory: JobMemory) -> Done:
+    async def _act(self, key: JobKey, plan: act.Plan, memory: OperatorMemory) -> Done:
         waits: list[float] = []
         acted = False
-        slots = asyncio.Semaphore(self._parallel)
+        slots = asyncio.Semaphore(_PARALLEL)
 
         async def one(action: act.Action) -> None:
             nonlocal acted
@@ -141,24 +133,17 @@ class Executor:
                     self._backoffs.succeeded(what)
                     acted = True
 
-        first = ""  # the reason why a pod of an earlier stage was refused
-        for (kind, _), group in itertools.groupby(plan.actions, lambda a: (type(a), getattr(a, "stage", 0))):
-            actions = list(group)
-            if kind is act.CreatePod and first:
-                for action in actions:
-                    self._refused(memory, _name(action), HELD, first)
-                continue
+        async def together(actions: Sequence[act.Action]) -> None:
             await asyncio.gather(*(one(action) for action in actions))
-            if kind is act.CreatePod:
-                refused = (memory.refused.get(_name(action)) for action in actions)
-                first = next((f"waits for a pod that was refused: {r.message}" for r in refused if r), "")
+
+        await in_order(plan.actions, memory, self._now, together)
         return Done(again=acted, wait=min(waits, default=None))
 
     def forget(self, key: JobKey) -> None:
         """Drop the back-offs of a deleted job."""
         self._backoffs.forget_where(lambda what: what[0] == key)
 
-    async def _write_status(self, key: JobKey, job: Json, status: Json, memory: JobMemory) -> bool:
+    async def _patch_status(self, key: JobKey, job: Json, status: Json, memory: OperatorMemory) -> bool:
         patch = merge_patch({"status": job.get("status") or {}}, {"status": status})
         if patch:
             patch["metadata"] = {"resourceVersion": job["metadata"]["resourceVersion"]}
@@ -185,7 +170,7 @@ class Executor:
             self._cluster.removed(JOBS, key, job["metadata"]["uid"])
         self._cluster.wrote(JOBS, fresh)
 
-    async def _do(self, key: JobKey, action: act.Action, memory: JobMemory) -> None:
+    async def _do(self, key: JobKey, action: act.Action, memory: OperatorMemory) -> None:
         match action:
             case act.CreatePod():
                 if await self._create(key, PODS, action.manifest, memory):
@@ -215,7 +200,7 @@ class Executor:
                     await self._kube.delete(JOBS, *key, uid=action.uid)
                 self._cluster.removed(JOBS, key, action.uid)
 
-    def _count_pod(self, action: act.CreatePod, memory: JobMemory) -> None:
+    def _count_pod(self, action: act.CreatePod, memory: OperatorMemory) -> None:
         role = ROLE_OF_LABEL[action.role]
         self._metrics.pods_created.labels(role).inc()
         ended = memory.ended.pop((action.role, action.index), None)
@@ -227,7 +212,9 @@ class Executor:
             if ended is not None and action.cause is not None:
                 self._metrics.replacement_seconds.observe(self._clock() - ended)
 
-    async def _create(self, key: JobKey, resource: Resource, manifest: Mapping[str, Any], memory: JobMemory) -> bool:
+    async def _create(
+        self, key: JobKey, resource: ResourceKind, manifest: Mapping[str, Any], memory: OperatorMemory
+    ) -> bool:
         """Create an object. Returns True if the object exists now, belongs to the job, and did not exist before."""
         name = manifest["metadata"]["name"]
         created = True
@@ -237,12 +224,12 @@ class Executor:
             # The answer to an earlier create was late, or another client created the object.
             answer = await self._kube.get(resource, key[0], name)
             if not _owned_by(answer, memory.uid):
-                self._refused(memory, name, error.reason, f"{error.message}, and it does not belong to this job")
+                memory.refuse(name, error.reason, f"{error.message}, and it does not belong to this job", self._now())
                 return False
             created = False
         except (errors.Invalid, errors.Forbidden, errors.NotFound, errors.Conflict) as error:
             # The planner decides which refusals are final, and when to try the others again.
-            self._refused(memory, name, error.reason or str(error.code), error.message)
+            memory.refuse(name, error.reason or str(error.code), error.message, self._now())
             self._metrics.errors.labels(error.kind).inc()
             return False
         memory.refused.pop(name, None)
@@ -250,7 +237,7 @@ class Executor:
         self._cluster.wrote(resource, answer)
         return created
 
-    async def _create_secret(self, key: JobKey, action: act.CreateSecret, memory: JobMemory) -> None:
+    async def _create_secret(self, key: JobKey, action: act.CreateSecret, memory: OperatorMemory) -> None:
         manifest = action.with_token(token_for(self._key, memory.uid))
         name = manifest["metadata"]["name"]
         try:
@@ -258,7 +245,7 @@ class Executor:
         except errors.AlreadyExists:
             pass  # the name contains the job's uid, and the content is derived: it is the same
         except (errors.Invalid, errors.Forbidden, errors.NotFound) as error:
-            self._refused(memory, name, error.reason or str(error.code), error.message)
+            memory.refuse(name, error.reason or str(error.code), error.message, self._now())
             self._metrics.errors.labels(error.kind).inc()
             return
         memory.refused.pop(name, None)
@@ -275,13 +262,13 @@ class Executor:
         else:
             self._cluster.removed(PODS, key, action.uid)
 
-    async def _delete(self, key: JobKey, resource: Resource, name: str, uid: str) -> None:
+    async def _delete(self, key: JobKey, resource: ResourceKind, name: str, uid: str) -> None:
         """Delete an object that ends immediately. A missing object, or another one with its name, is not an error."""
         with contextlib.suppress(errors.NotFound, errors.Conflict):
             await self._kube.delete(resource, key[0], name, uid=uid)
         self._cluster.removed(resource, key, uid)
 
-    async def _look_up(self, key: JobKey, name: str, memory: JobMemory) -> None:
+    async def _look_up(self, key: JobKey, name: str, memory: OperatorMemory) -> None:
         try:
             answer = await self._kube.get(PODS, key[0], name)
         except errors.NotFound:
@@ -303,18 +290,10 @@ class Executor:
             return
         self._cluster.wrote(SERVICES, answer)
 
-    def _refused(self, memory: JobMemory, name: str, reason: str, message: str) -> None:
-        memory.refused[name] = Refusal(reason, message, self._now()).after(memory.refused.get(name))
-
 
 def _owned_by(obj: Mapping[str, Any], uid: str) -> bool:
     return any(owner.get("uid") == uid for owner in obj["metadata"].get("ownerReferences") or [])
 
 
 def _identity(action: act.Action) -> str:
-    return f"{type(action).__name__} {_name(action)}"
-
-
-def _name(action: act.Action) -> str:
-    found: str = getattr(action, "name", None) or action.manifest["metadata"]["name"]  # type: ignore[union-attr]
-    return found
+    return f"{type(action).__name__} {name_of(action)}"

@@ -15,7 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HealthVerdict:
     """Whether a check passed, and a reason."""
 
     passed: bool
@@ -32,7 +32,10 @@ class Health:
     """
 
     def __init__(
-        self, metrics: Callable[[], Awaitable[bytes]], alive: Callable[[], Verdict], ready: Callable[[], Verdict]
+        self,
+        metrics: Callable[[], Awaitable[bytes]],
+        alive: Callable[[], HealthVerdict],
+        ready: Callable[[], HealthVerdict],
     ) -> None:
         self._metrics = metrics
         self._alive = alive
@@ -58,7 +61,7 @@ class Health:
             self._runner = None
 
     @staticmethod
-    def _answer(verdict: Callable[[], Verdict]) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    def _answer(verdict: Callable[[], HealthVerdict]) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def answer(_: web.Request) -> web.Response:
             found = verdict()
             return web.Response(status=200 if found.passed else 503, text=found.why + "\n")

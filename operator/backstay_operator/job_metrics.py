@@ -14,11 +14,13 @@ from typing import Any, Final, NamedTuple, get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from pydantic.alias_generators import to_camel
 
 from backstay_operator.watching import JobKey
 from backstay_spec import contract, status
-from backstay_spec.actions import Death
+from backstay_spec.actions import FoundDead
 from backstay_spec.goodput import PARTS
+from backstay_spec.job_report import NO_RATES, exported_rows
 from backstay_spec.names import ROLE_OF_LABEL
 from backstay_spec.observed import Progress
 from backstay_spec.quorum import backups_of
@@ -34,7 +36,7 @@ _JOB: Final = ("namespace", "training_job")
 
 
 class _Family(NamedTuple):
-    """One metric: `labels` beside the job's."""
+    """One metric, with `labels` beside the job's."""
 
     kind: type[GaugeMetricFamily | CounterMetricFamily]
     name: str
@@ -43,6 +45,7 @@ class _Family(NamedTuple):
 
 
 _G, _C = GaugeMetricFamily, CounterMetricFamily
+_REPORTED: Final = exported_rows()
 FAMILIES: Final = (
     _Family(_G, "info", "Always 1; the labels describe the job.", ("mode",)),
     _Family(_G, "phase", "1 for the phase that a job is in, 0 for each other phase.", ("phase",)),
@@ -51,17 +54,8 @@ FAMILIES: Final = (
         "training",
         "1 while updates are applied, 0 while a job that should train applies none (the condition Training).",
     ),
-    _Family(_G, "step", "Updates applied."),
-    _Family(_G, "goal_steps", "Updates that training ends with."),
+    *(_Family(_C if row.counts else _G, name, row.metric) for name, row in _REPORTED.items()),
     _Family(_G, "last_update_timestamp_seconds", "Unix time at which the operator last saw the step change."),
-    _Family(_G, "examples_per_second", "Examples in applied contributions a second; 0 while the job does not train."),
-    _Family(
-        _G,
-        "updates_per_second",
-        "Updates applied a second, the mean of the last 30 seconds; 0 while the job does not train.",
-    ),
-    _Family(_G, "loss", "The newest loss."),
-    _Family(_C, "steps_redone", "Updates that were lost with a server and applied again, in the job's whole history."),
     _Family(_G, "standbys", "Desired standbys; only of jobs with standbys."),
     _Family(
         _G, "standbys_in_sync", "Shards whose standby holds all that their server does; only of jobs with standbys."
@@ -124,7 +118,7 @@ class _Deaths:
 
 @dataclass
 class _Missing:
-    """A slot whose pod died: `incarnation` is the dead pod's."""
+    """A slot whose pod died, where `incarnation` is the dead pod's."""
 
     incarnation: int
     at: float
@@ -236,15 +230,14 @@ class JobMetrics(Collector):
         reported = job.get("status") or {}
         series.phase = reported.get("phase") or "Pending"
         trains = training(job)
-        for name in ("step", "loss"):  # of a job whose servers have not answered this operator
-            if name not in series.values:
-                series.set(name, reported.get(name))
-        series.set("goal_steps", reported.get("goalSteps"))
+        for name, row in _REPORTED.items():  # of a job whose servers have not answered this operator
+            if not row.is_rate and name not in series.values:
+                series.set(name, reported.get(to_camel(name)))
         series.set("goodput_ratio", reported.get("goodput"))
         series.worker_seconds = reported.get("workerSeconds") or {}
         series.set("training", bool(trains) if series.phase in _TO_TRAIN else None)
         if series.phase not in _TO_TRAIN or not trains:
-            for name in ("examples_per_second", "updates_per_second"):
+            for name in NO_RATES:
                 series.set(name, 0 if series.phase in _TO_TRAIN else None)
         series.set("standbys_in_sync", in_sync)
         stored = reported.get("checkpoint") or {}
@@ -277,21 +270,18 @@ class JobMetrics(Collector):
 
     def progress(self, key: JobKey, progress: Progress, *, trains: bool) -> None:
         """Update the series after an answer of the servers; `trains`: the condition Training is not False."""
-        series = self._job(key)
+        series, report = self._job(key), progress.report
         with self._lock:
-            if progress.step is not None:
-                if series.values.get("step") != progress.step or "last_update_timestamp_seconds" not in series.values:
-                    series.set("last_update_timestamp_seconds", self._wall())
-                series.set("step", progress.step)
-                series.set("steps_redone", progress.redone)
-            if progress.examples_per_second is not None:
-                series.set("examples_per_second", progress.examples_per_second if trains else 0.0)
-            if progress.updates_per_second is not None:
-                series.set("updates_per_second", progress.updates_per_second if trains else 0.0)
-            if progress.loss is not None:
-                series.set("loss", progress.loss)
+            if report.step is not None and (
+                series.values.get("step") != report.step or "last_update_timestamp_seconds" not in series.values
+            ):
+                series.set("last_update_timestamp_seconds", self._wall())
+            for name, row in _REPORTED.items():
+                value = getattr(report, name)
+                if value is not None:
+                    series.set(name, 0.0 if row.is_rate and not trains else value)
 
-    def died(self, key: JobKey, death: Death) -> None:
+    def died(self, key: JobKey, death: FoundDead) -> None:
         """Count a pod that was found dead."""
         series = self._job(key)
         with self._lock:

@@ -19,7 +19,7 @@ from urllib.request import getproxies
 import aiohttp
 
 from backstay_operator import access, errors
-from backstay_operator.rights import PODS, Resource
+from backstay_operator.rights import PODS, ResourceKind
 
 Json = dict[str, Any]
 
@@ -33,10 +33,10 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Client:
+class _KubeClient:
     """Credentials and the connections that were opened with them."""
 
-    credentials: access.Credentials
+    credentials: access.ApiCredentials
     session: aiohttp.ClientSession
 
 
@@ -63,7 +63,7 @@ class Kube:
         self._kubeconfig = kubeconfig
         self._timeout = timeout
         self._observe = observe
-        self._client: _Client | None = None
+        self._client: _KubeClient | None = None
         self._opening = asyncio.Lock()
 
     async def __aenter__(self) -> Kube:
@@ -79,7 +79,7 @@ class Kube:
         if client is not None:
             await client.session.close()
 
-    async def _open(self) -> _Client:
+    async def _open(self) -> _KubeClient:
         async with self._opening:
             if self._client is None:
                 credentials = await access.load(self._kubeconfig)
@@ -87,14 +87,14 @@ class Kube:
                 # With `trust_env` aiohttp searches for proxies and a netrc file in a thread, twice for each request.
                 proxies = bool(getproxies())
                 session = aiohttp.ClientSession(connector=connector, headers=self._headers, trust_env=proxies)
-                self._client = _Client(credentials, session)
+                self._client = _KubeClient(credentials, session)
             return self._client
 
-    async def get(self, resource: Resource, namespace: str, name: str) -> Json:
+    async def get(self, resource: ResourceKind, namespace: str, name: str) -> Json:
         """Read one object."""
         return await self._request("get", resource, namespace, name)
 
-    async def create(self, resource: Resource, namespace: str, body: Mapping[str, Any]) -> Json:
+    async def create(self, resource: ResourceKind, namespace: str, body: Mapping[str, Any]) -> Json:
         """Create an object. Returns the object as stored.
 
         Part of a pod is a user's template, so a field that is unknown to the API server is an error. Otherwise a
@@ -103,24 +103,29 @@ class Kube:
         query = {"fieldValidation": "Strict"} if resource == PODS else None
         return await self._request("create", resource, namespace, body=body, query=query)
 
-    async def replace(self, resource: Resource, namespace: str, name: str, body: Mapping[str, Any]) -> Json:
+    async def replace(self, resource: ResourceKind, namespace: str, name: str, body: Mapping[str, Any]) -> Json:
         """Replace an object; a stale `resourceVersion` in it is a Conflict."""
         return await self._request("update", resource, namespace, name, body=body)
 
     async def merge_patch(
-        self, resource: Resource, namespace: str, name: str, patch: Mapping[str, Any], subresource: str | None = None
+        self,
+        resource: ResourceKind,
+        namespace: str,
+        name: str,
+        patch: Mapping[str, Any],
+        subresource: str | None = None,
     ) -> Json:
-        """JSON merge patch (RFC 7386): null removes, lists are replaced whole."""
+        """Applies a JSON merge patch (RFC 7386), where null removes, and lists are replaced whole."""
         return await self._request(
             "patch", resource, namespace, name, body=patch, subresource=subresource, content=MERGE_PATCH
         )
 
-    async def json_patch(self, resource: Resource, namespace: str, name: str, patch: list[Json]) -> Json:
+    async def json_patch(self, resource: ResourceKind, namespace: str, name: str, patch: list[Json]) -> Json:
         """JSON patch (RFC 6902); a failing `test` is Invalid."""
         return await self._request("patch", resource, namespace, name, body=patch, content=JSON_PATCH)
 
     async def delete(
-        self, resource: Resource, namespace: str, name: str, *, uid: str | None = None, grace: int | None = None
+        self, resource: ResourceKind, namespace: str, name: str, *, uid: str | None = None, grace: int | None = None
     ) -> Json:
         """Delete an object.
 
@@ -142,7 +147,7 @@ class Kube:
         return await self._request("delete", resource, namespace, name, body=body)
 
     async def metadata(
-        self, resource: Resource, namespace: str | None, selector: str
+        self, resource: ResourceKind, namespace: str | None, selector: str
     ) -> AsyncIterator[tuple[list[Json], str]]:
         """List objects without their specs, 500 at a time.
 
@@ -171,7 +176,7 @@ class Kube:
     async def _request(
         self,
         verb: str,
-        resource: Resource,
+        resource: ResourceKind,
         namespace: str | None,
         name: str | None = None,
         *,

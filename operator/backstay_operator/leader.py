@@ -14,16 +14,22 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from backstay_operator import errors
+from backstay_operator.bus import Bus, LeadChanged
+from backstay_operator.clocks import Clocks
 from backstay_operator.kube import Kube
 from backstay_operator.overlay import version_of
 from backstay_operator.rights import LEASE_NAME, LEASES
 
 log = logging.getLogger(__name__)
+
+# How long a Lease is valid without a renewal, and the time between two renewals or reads.
+_SECONDS: Final = 15.0
+_PERIOD: Final = 4.0
 
 
 def identity(environ: Mapping[str, str], draw: Callable[[], float]) -> str:
@@ -70,7 +76,7 @@ def _pid_namespace() -> str:
 
 
 @dataclass
-class _Beat:
+class _LeaseBeat:
     version: int
     at: float
 
@@ -86,12 +92,9 @@ class Leader:
         kube: the API server.
         namespace: the namespace of the Lease.
         me: the identity of this process (see `identity`).
-        clock: a monotonic clock in seconds.
-        now: the time of day, for people who read the Lease.
-        changed: called when this operator begins (True) or stops (False) to act.
+        clocks: the operator's clocks. The time of day is for people who read the Lease.
+        bus: gets `LeadChanged`.
         owner: the owner reference of the Lease, to an object of the same namespace; None: no owner.
-        seconds: how long a Lease is valid without a renewal.
-        period: seconds between two renewals or reads.
     """
 
     def __init__(
@@ -99,28 +102,22 @@ class Leader:
         kube: Kube,
         namespace: str,
         me: str,
+        bus: Bus,
         *,
-        clock: Callable[[], float],
-        now: Callable[[], datetime] = lambda: datetime.now(UTC),
-        changed: Callable[[bool], None] = lambda _: None,
+        clocks: Clocks,
         owner: Mapping[str, Any] | None = None,
-        seconds: float = 15.0,
-        period: float = 4.0,
     ) -> None:
         self._kube = kube
         self.namespace = namespace
         self.me = me
-        self._clock = clock
-        self._now = now
-        self._changed = changed
-        self._seconds = seconds
-        self._period = period
+        self._clock, self._now = clocks.seconds, clocks.now
+        self._bus = bus
         self._owner = owner
         self._until: float | None = None  # this operator acts until this time
         self._was = False
         self._held: dict[str, Any] | None = None  # the Lease after the last renewal
         self._foreign: tuple[str, int, float] | None = None  # holder, version, first time that this version was read
-        self._beat: _Beat | None = None
+        self._beat: _LeaseBeat | None = None
         self._shown = -1
         self._wake = asyncio.Event()
         self._complained = False
@@ -169,7 +166,7 @@ class Leader:
             self._wake.clear()  # before the step, so that a wake-up during the step is not lost
             await self.step()
             try:
-                await asyncio.wait_for(self._wake.wait(), self._period)
+                await asyncio.wait_for(self._wake.wait(), _PERIOD)
             except TimeoutError:
                 continue
 
@@ -196,13 +193,13 @@ class Leader:
         if lease is not None:
             version = version_of(lease["metadata"])
             if self._beat is None and version > self._shown:
-                self._beat = _Beat(version, self._clock())
+                self._beat = _LeaseBeat(version, self._clock())
             # The Lease may have expired while the API server answered. Triggers of that time were dropped, so the lapse
             # is reported before the renewal ends it.
             self._notify()
             if (lease.get("spec") or {}).get("holderIdentity") == self.me:
                 # One third less than the Lease is valid for others, so that the clocks of two operators may drift.
-                self._until = started + self._seconds * 2 / 3
+                self._until = started + _SECONDS * 2 / 3
             else:
                 self._until = None
         self._notify()
@@ -237,7 +234,7 @@ class Leader:
                 spec["acquireTime"] = self._stamp()
                 spec["leaseTransitions"] = int(spec.get("leaseTransitions") or 0) + 1
             spec["holderIdentity"] = self.me
-            spec["leaseDurationSeconds"] = int(self._seconds)
+            spec["leaseDurationSeconds"] = int(_SECONDS)
             spec["renewTime"] = self._stamp()
             if self._owner is not None:
                 lease["metadata"]["ownerReferences"] = [dict(self._owner)]
@@ -261,7 +258,7 @@ class Leader:
             self._foreign = (holder, version, self._clock())
             return False
         # The holder's clock is not compared with this one: only the time without an observed change counts.
-        lasts = float(lease["spec"].get("leaseDurationSeconds") or self._seconds)
+        lasts = float(lease["spec"].get("leaseDurationSeconds") or _SECONDS)
         return self._clock() - self._foreign[2] >= lasts
 
     def _fresh(self) -> dict[str, Any]:
@@ -276,7 +273,7 @@ class Leader:
             },
             "spec": {
                 "holderIdentity": self.me,
-                "leaseDurationSeconds": int(self._seconds),
+                "leaseDurationSeconds": int(_SECONDS),
                 "acquireTime": self._stamp(),
                 "renewTime": self._stamp(),
                 "leaseTransitions": 0,
@@ -291,4 +288,4 @@ class Leader:
         if leads != self._was:
             self._was = leads
             log.info("this operator %s now (%s)", "acts" if leads else "does not act", self.me)
-            self._changed(leads)
+            self._bus.send(LeadChanged(leads))

@@ -1,4 +1,4 @@
-"""Log lines on stderr: text for people, or one JSON object for each line."""
+"""Writes log lines to stderr as text for people, or as one JSON object for each line."""
 
 from __future__ import annotations
 

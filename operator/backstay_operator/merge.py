@@ -1,4 +1,5 @@
-"""The JSON merge patch (RFC 7386) between two documents: the caller has a whole status, and sends only changes."""
+"""Makes the JSON merge patch (RFC 7386) between two documents, because the caller has a whole status and sends only
+changes."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class WatchCollector(Collector):
         )
 
 
-class Metrics:
+class OperatorMetrics:
     """The metrics of one operator, in a separate registry."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
@@ -182,7 +182,7 @@ class Metrics:
 
 def metric_names() -> frozenset[str]:
     """The names of all series that the operator can export, as a query spells them (``_total``, ``_bucket``)."""
-    metrics = Metrics()
+    metrics = OperatorMetrics()
     names: set[str] = set()
     for family in metrics.registry.collect():
         if family.name.startswith("process_"):

@@ -1,4 +1,4 @@
-"""The known objects of the cluster: Kopf's indexes, overlaid with the operator's newer writes (O1).
+"""Holds the known objects of the cluster in Kopf's indexes, overlaid with the operator's newer writes (O1).
 
 A watch shows the operator's writes only some time after they were made. A plan from the index alone would then create a
 pod again, or use a pod that was deleted. So the answer to a write is kept, by uid, until the watch has shown that
@@ -125,7 +125,8 @@ class Overlay(Generic[K, T]):
         return min((write.at for writes in self._writes.values() for write in writes.values()), default=None)
 
     def restart_clock(self) -> None:
-        """Measure the watch's delay from now: the API server did not answer, and the watch could not show writes."""
+        """Measure the watch's delay from now, because the API server did not answer, and the watch could not show
+        writes."""
         now = self._clock()
         for writes in self._writes.values():
             for write in writes.values():

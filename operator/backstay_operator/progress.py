@@ -1,4 +1,4 @@
-"""The control channel (O8): every 2 s the operator sends each server the settings of its job and reads its state.
+"""Sends each server the settings of its job every 2 s, and reads its state (the control channel, O8).
 
 One task for each job, so a slow job does not delay the others. Their starts are spread at random, and the number of
 calls is bounded. A channel belongs to one pod (by uid): a replacement at the same address gets a new channel.
@@ -14,37 +14,35 @@ import asyncio
 import contextlib
 import json
 import logging
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import datetime
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import aiohttp
 import grpc
 import grpc.aio
 
+from backstay_operator.bus import Bus, Called, Progressed, Serves
+from backstay_operator.clocks import Clocks
 from backstay_operator.contact import TICK, Attention, Calls
-from backstay_operator.metrics import Metrics
+from backstay_operator.metrics import OperatorMetrics
 from backstay_operator.watching import JobKey
 from backstay_rpc import bearer, control_pb2, control_pb2_grpc
+from backstay_rpc.answers import combine
 from backstay_rpc.channels import open_aio_channel
-from backstay_spec import contract
-from backstay_spec.goodput import Report
-from backstay_spec.observed import Contact, Progress, Stalled, StoredReport, TermStart, WaitedFor
+from backstay_spec import contract, silence
+from backstay_spec.observed import Progress
 
 log = logging.getLogger(__name__)
 
 # A worker calls each server every 2 s; a server that answered within this time is not hung.
 RECENT_SECONDS: Final = 6.0
-# A worker's health request has at least this time: a process without enough CPU time answers late.
-SHORTEST_PATIENCE: Final = 3.0
 MOST_MISSING: Final = 16
 _LONGEST_REPORT: Final = 64 << 10
 
 
 @dataclass(frozen=True)
-class Server:
+class PolledServer:
     """A server pod that can be called."""
 
     shard: int
@@ -71,7 +69,7 @@ class Round:
         worker: (rank, incarnation) -> uid and health URL of that running worker's pod; None: no such pod exists.
     """
 
-    servers: Sequence[Server]
+    servers: Sequence[PolledServer]
     token: str
     world: int
     incarnations: Mapping[str, int]
@@ -89,13 +87,13 @@ class Round:
 
         Many of them do not show hung workers: the job starts, or grows.
         """
-        if 0 not in progress.reached or progress.term is None or progress.done:
+        if 0 not in progress.reached or progress.report.term is None or progress.done:
             return set()
         ranks = ((rank, self.incarnations.get(f"{contract.ROLE_WORKER}-{rank}", 0)) for rank in range(self.world))
         found = {(rank, newest) for rank, newest in ranks if newest and progress.beating.get(rank) != newest}
         return found if len(found) <= MOST_MISSING else set()
 
-    def request(self, server: Server, recorded: str = "") -> control_pb2.ProgressRequest:
+    def request(self, server: PolledServer, recorded: str = "") -> control_pb2.ProgressRequest:
         """The request to one server.
 
         Args:
@@ -117,124 +115,20 @@ class Round:
         )
 
 
-def combine(
-    replies: Mapping[int, control_pb2.ProgressReply],
-    taken: datetime,
-) -> Progress | None:
-    """The answers of one round, in the planner's form.
-
-    The coordinator (shard 0) reports the state of the whole job. Any shard reports workers that are stalled, that have
-    contributed, or that are alive. None if no server answered.
-    """
-    if not replies:
-        return None
-    stalled: dict[tuple[int, int], str] = {}
-    contributed: dict[int, int] = {}
-    beating: dict[int, int] = {}
-    for _, reply in sorted(replies.items()):
-        for worker in reply.stalled:
-            stalled.setdefault((worker.rank, worker.incarnation), worker.reason)
-        for found, reported in ((contributed, reply.contributed), (beating, reply.beating)):
-            for rank, incarnation in reported.items():
-                found[rank] = max(incarnation, found.get(rank, 0))
-    fields: dict[str, Any] = {}
-    coordinator = replies.get(0)
-    if coordinator is not None:
-        stored = coordinator.checkpoint if coordinator.HasField("checkpoint") else None
-        fields = {
-            "coordinator": coordinator.incarnation,
-            # A server that is still loading has no term and no step.
-            "term": coordinator.term or None,
-            "step": coordinator.step if coordinator.term else None,
-            "loss": coordinator.loss if coordinator.has_loss else None,
-            "examples_per_second": coordinator.examples_per_second,
-            "goal_steps": coordinator.goal_steps or None,
-            "local_steps": coordinator.local_steps or None,
-            "updates_per_second": coordinator.updates_per_second or None,
-            "waited_for": tuple(_waited_for(entry) for entry in coordinator.waited_for),
-            "waits": coordinator.waits,
-            "ending": coordinator.ending,
-            "world": coordinator.world or None,
-            "metrics": dict(coordinator.metrics),
-            "train_metrics": dict(coordinator.train_metrics),
-            "traffic": dict(coordinator.traffic),
-            "evaluated_step": coordinator.evaluation_step or None,
-            "evaluation_error": coordinator.evaluation_error,
-            "untrained_leaves": tuple(coordinator.untrained_leaves),
-            "mistakes_of_batches": tuple(coordinator.mistakes_of_batches),
-            "term_start": _term_start(coordinator),
-            "worker_seconds": {
-                (one.rank, one.incarnation): Report(
-                    taken.timestamp() - max(0.0, one.ago), tuple(one.seconds), one.unsaved, one.version
-                )
-                for one in coordinator.worker_seconds
-            },
-            "redone": coordinator.steps_redone,
-            "reports": tuple(StoredReport(each.slot, each.incarnation, each.uri) for each in coordinator.reports),
-            "done": coordinator.done,
-        }
-        if stored is not None:
-            fields["checkpoint_error"] = stored.error
-            if stored.uri:
-                fields |= {"checkpoint_step": stored.step, "checkpoint_uri": stored.uri}
-    return Progress(
-        taken=taken,
-        reached=frozenset(replies),
-        in_sync={shard: reply.standby for shard, reply in sorted(replies.items()) if reply.standby},
-        stalled=tuple(Stalled(rank, incarnation, why) for (rank, incarnation), why in sorted(stalled.items())),
-        contributed=contributed,
-        beating=beating,
-        **fields,
-    )
-
-
-def carried(before: Progress | None, after: Progress) -> Progress:
-    """`after`, with the last reported standbys and step of the servers that `after` did not reach."""
-    here = (after.term, after.step) if after.term is not None and after.step is not None else None
-    if before is None:
-        return replace(after, last=here)
-    left = {shard: standby for shard, standby in before.in_sync.items() if shard not in after.reached}
-    began_now = here is not None and before.last is not None and before.last[0] < here[0]
-    return replace(
-        after,
-        in_sync={**left, **after.in_sync},
-        last=here or before.last,
-        step_before_term=before.last[1] if began_now and before.last else before.step_before_term,
-    )
-
-
-def _waited_for(entry: control_pb2.WaitedFor) -> WaitedFor:
-    return WaitedFor(entry.rank, entry.shard if entry.has_shard else None, entry.part, entry.seconds, entry.updates)
-
-
-def _term_start(reply: control_pb2.ProgressReply) -> TermStart | None:
-    if not reply.HasField("term_start"):
-        return None
-    start = reply.term_start
-    texts = tuple(start.changes), tuple(start.taken_over)
-    return TermStart(start.term, start.step, start.checkpoint, start.redone, *texts)
-
-
-def urgent(before: Progress | None, after: Progress) -> bool:
-    """Whether `after` contains news for which a plan is needed now, and not in ten seconds."""
-    if before is None:
-        return True
-    fields = ("reached", "term", "world", "stalled", "contributed", "in_sync", "checkpoint_error", "reports", "done")
-    return any(getattr(before, name) != getattr(after, name) for name in fields)
-
-
 @dataclass
 class _Line:
     """The channel to one server's pod.
 
     Attributes:
         recorded: the id of the record that it has; empty: none.
+        unreadable: why its report could not be read, as it was logged last; empty: never.
     """
 
     channel: grpc.aio.Channel
     stub: control_pb2_grpc.ControlStub
     long_call: asyncio.Task[None] | None = None
     recorded: str = ""
+    unreadable: str = ""
 
 
 @dataclass
@@ -248,6 +142,23 @@ class Poll:
     since: float = float("-inf")  # when its newest round began
     checks: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by uid of a worker without heartbeats
     hung: set[str] = field(default_factory=set)  # those of them that left the request unanswered
+    reported: set[str] = field(default_factory=set)  # those of them that the coordinator reported
+
+
+@dataclass(frozen=True)
+class CallTimes:
+    """The times of the calls, in seconds.
+
+    Attributes:
+        period: the time between two rounds of a job.
+        deadline: the limit of one call.
+        patience: the limit of a health request to a pod that does not answer. A worker has less time if
+            `stallSeconds` is short.
+    """
+
+    period: float = silence.PERIOD
+    deadline: float = silence.CALL
+    patience: float = silence.HEALTH
 
 
 class Poller:
@@ -255,49 +166,43 @@ class Poller:
 
     Args:
         what: returns the round for a job; None: it has no servers to call.
-        on_progress: called with each round's answers, combined.
-        on_contact: called with each round's result about which pods answer.
+        bus: has `Serves`, and gets `Called` and `Progressed`: each round's result about which pods answer, and their
+            answers, combined.
         metrics: counts calls by outcome.
-        now: the time of day.
-        clock: a monotonic clock in seconds.
+        clocks: the operator's clocks.
         draw: returns a random number in [0, 1): where in the period a job's first call is.
-        period: seconds between two rounds of a job.
-        deadline: seconds that one call may take.
-        patience: seconds that a health request to a pod that does not answer may take. A worker has less time if
-            `stallSeconds` is short.
+        times: the times of the calls.
         parallel: the number of calls, of all jobs, that are in progress at the same time.
     """
 
     def __init__(
         self,
         what: Callable[[JobKey], Round | None],
-        on_progress: Callable[[JobKey, Progress], None],
-        metrics: Metrics,
+        bus: Bus,
+        metrics: OperatorMetrics,
         *,
-        now: Callable[[], datetime],
+        clocks: Clocks,
         draw: Callable[[], float],
-        on_contact: Callable[[JobKey, Contact], None] = lambda *_: None,
-        clock: Callable[[], float] = time.monotonic,
-        period: float = 2.0,
-        deadline: float = 1.5,
-        patience: float = 8.0,
+        times: CallTimes | None = None,
         parallel: int = 64,
     ) -> None:
         self._what = what
-        self._on_progress = on_progress
-        self._on_contact = on_contact
+        self._bus = bus
         self._metrics = metrics
-        self._now = now
-        self._clock = clock
+        self._clock, self._now = clocks.seconds, clocks.now
         self._draw = draw
-        self._period = period
-        self._deadline = deadline
-        self._patience = patience
+        self._times = times or CallTimes()
         self._slots = asyncio.Semaphore(parallel)
         self._polls: dict[JobKey, Poll] = {}
-        self._attention = Attention(clock)
+        self._attention = Attention(clocks.seconds)
         self._ticking: asyncio.Task[None] | None = None
         self._http: aiohttp.ClientSession | None = None
+        bus.subscribe(Serves, self._serves)
+
+    def _serves(self, event: Serves) -> None:
+        self.follow(event.key)
+        if event.now:
+            self.poll_now(event.key)
 
     def follow(self, key: JobKey) -> None:
         """Call this job's servers from now on, for as long as it has any."""
@@ -309,7 +214,7 @@ class Poller:
             self._polls[key] = Poll(task)
 
     def poll_now(self, key: JobKey) -> None:
-        """Another server serves the job: begin the next round immediately."""
+        """Begin the next round immediately, because another server serves the job."""
         if key in self._polls:
             self._polls[key].now.set()
 
@@ -333,7 +238,7 @@ class Poller:
         await asyncio.sleep(0)
         poll = self._polls[key]
         try:
-            delay = min(self._period, 0.25) * self._draw()
+            delay = min(self._times.period, 0.25) * self._draw()
             while True:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(poll.now.wait(), delay)
@@ -348,7 +253,9 @@ class Poller:
                     log.exception("job %s/%s: a round of progress calls failed", *key)
                     self._metrics.errors.labels("progress").inc()
                 # A server that uses up its deadline must not reduce the rate of the calls to the others.
-                delay = max(self._period / 4, self._period * (0.9 + 0.2 * self._draw()) - (self._clock() - began))
+                delay = max(
+                    self._times.period / 4, self._times.period * (0.9 + 0.2 * self._draw()) - (self._clock() - began)
+                )
         finally:
             self._polls.pop(key, None)
             for line in poll.lines.values():
@@ -377,19 +284,23 @@ class Poller:
             return  # the counts were reset: calls during the pause prove nothing
         now = self._now()
         answered = [(server, reply) for server, reply in zip(todo.servers, answers, strict=True) if reply is not None]
-        self._on_contact(key, poll.calls.contact(now, reachable, unreachable, frozenset(poll.hung)))
+        self._bus.send(Called(key, poll.calls.contact(now, reachable, unreachable, frozenset(poll.hung))))
         replies = {server.shard: reply for server, reply in answered if server.serves}
         combined = combine(replies, now)
         if combined is not None:
+            if combined.unreadable:
+                self._unreadable(
+                    key, poll, next(server for server, _ in answered if server.serves and not server.shard), combined
+                )
             await self._check_workers(poll, todo, combined)
-            self._on_progress(key, combined)
+            self._bus.send(Progressed(key, combined))
 
-    async def _call(self, poll: Poll, todo: Round, server: Server) -> control_pb2.ProgressReply | None:
+    async def _call(self, poll: Poll, todo: Round, server: PolledServer) -> control_pb2.ProgressReply | None:
         line = poll.lines.get(server.pod_uid)
         if line is None:
             # A channel tries to connect also between two calls. With thousands of servers that cannot be reached,
             # attempts every 250 ms would take the operator a whole processor.
-            channel = open_aio_channel(server.address, reconnect_within=self._period)
+            channel = open_aio_channel(server.address, reconnect_within=self._times.period)
             stub = control_pb2_grpc.ControlStub(channel)  # type: ignore[no-untyped-call]
             line = poll.lines[server.pod_uid] = _Line(channel, stub)
         async with self._slots:
@@ -399,7 +310,7 @@ class Poller:
                 reply = await line.stub.Progress(
                     todo.request(server, line.recorded),
                     metadata=bearer(todo.token),
-                    timeout=self._deadline,
+                    timeout=self._times.deadline,
                 )
             except grpc.aio.AioRpcError as error:
                 self._metrics.progress_calls.labels(error.code().name).inc()
@@ -414,18 +325,37 @@ class Poller:
         line.recorded = reply.recorded
         return reply
 
+    def _unreadable(self, key: JobKey, poll: Poll, server: PolledServer, progress: Progress) -> None:
+        """Count a report that could not be read. It is logged once for each pod and reason, and not every 2 s."""
+        self._metrics.errors.labels("report").inc()
+        line = poll.lines[server.pod_uid]
+        if line.unreadable != progress.unreadable:
+            line.unreadable = progress.unreadable
+            log.warning(
+                "job %s/%s: the report of shard 0's server #%d cannot be read, so it is ignored: %s; training "
+                'continues, and backstay_operator_errors_total{kind="report"} counts further ones',
+                *key,
+                server.incarnation,
+                progress.unreadable,
+            )
+
     # Workers without heartbeats.
 
     async def _check_workers(self, poll: Poll, todo: Round, progress: Progress) -> None:
         """Send a health request to each worker whose heartbeats have stopped; drop the results of the others."""
         silent = {(s.rank, s.incarnation) for s in progress.stalled if s.reason.startswith(contract.NO_HEARTBEAT)}
         found = dict(pod for who in silent | todo.missing(progress) if (pod := todo.worker(*who)) is not None)
-        for uid in poll.checks.keys() - found.keys():
+        reported = {pod[0] for who in silent if (pod := todo.worker(*who)) is not None}
+        # The request follows the report, so that both times count: a worker is missing before it is reported.
+        again = reported - poll.reported
+        poll.hung -= again
+        poll.reported = reported
+        for uid in poll.checks.keys() - (found.keys() - again):
             await _cancel(poll.checks.pop(uid))
         poll.hung &= found.keys()
         for uid, url in found.items():
             if uid not in poll.hung and (uid not in poll.checks or poll.checks[uid].done()):
-                patience = min(self._patience, max(SHORTEST_PATIENCE, todo.stall_seconds / 3))
+                patience = min(self._times.patience, silence.worker_silence(todo.stall_seconds).health)
                 check = self._check_worker(poll, uid, url, patience)
                 poll.checks[uid] = asyncio.get_running_loop().create_task(check)
 
@@ -436,18 +366,18 @@ class Poller:
 
     # Servers that do not answer.
 
-    def _call_longer(self, poll: Poll, line: _Line, server: Server, token: str) -> None:
+    def _call_longer(self, poll: Poll, line: _Line, server: PolledServer, token: str) -> None:
         if server.health and (line.long_call is None or line.long_call.done()):
             line.long_call = asyncio.get_running_loop().create_task(self._long_call(poll, line, server, token))
 
-    async def _long_call(self, poll: Poll, line: _Line, server: Server, token: str) -> None:
+    async def _long_call(self, poll: Poll, line: _Line, server: PolledServer, token: str) -> None:
         """Two requests with a long deadline, of which one answer is enough.
 
         Strangers may fill the health port, but not a connection that has carried the token (docs/decisions/0068).
         """
         found = [
             asyncio.create_task(self._pinged(line, token)),
-            asyncio.create_task(self._health(server.health, self._patience)),
+            asyncio.create_task(self._health(server.health, self._times.patience)),
         ]
         results: list[bool | None] = []
         try:
@@ -467,7 +397,7 @@ class Poller:
         began = self._clock()
         try:
             await line.stub.Ping(
-                control_pb2.PingRequest(), metadata=bearer(token), timeout=self._patience, wait_for_ready=True
+                control_pb2.PingRequest(), metadata=bearer(token), timeout=self._times.patience, wait_for_ready=True
             )
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # a trainer of an earlier version
@@ -487,7 +417,7 @@ class Poller:
 
     async def _witness(self, url: str) -> str | None:
         """The report of a worker about the servers that it calls; None without an answer."""
-        return await self._get(f"{url}/peers", self._deadline)
+        return await self._get(f"{url}/peers", self._times.deadline)
 
     async def _get(self, url: str, seconds: float) -> str | None:
         if self._http is None:

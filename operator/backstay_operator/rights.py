@@ -11,8 +11,8 @@ from typing import Final, NamedTuple
 from backstay_spec import contract
 
 
-class Resource(NamedTuple):
-    """A kind of object in the API: its group ("" for the core), version and plural name."""
+class ResourceKind(NamedTuple):
+    """A kind of object in the API, with its group ("" for the core), version and plural name."""
 
     group: str
     version: str
@@ -28,13 +28,13 @@ class Resource(NamedTuple):
         return "/".join(parts)
 
 
-JOBS: Final = Resource(contract.GROUP, contract.VERSION, contract.PLURAL)
-PODS: Final = Resource("", "v1", "pods")
-SERVICES: Final = Resource("", "v1", "services")
-SECRETS: Final = Resource("", "v1", "secrets")
-EVENTS: Final = Resource("", "v1", "events")
-NETWORK_POLICIES: Final = Resource("networking.k8s.io", "v1", "networkpolicies")
-LEASES: Final = Resource("coordination.k8s.io", "v1", "leases")
+JOBS: Final = ResourceKind(contract.GROUP, contract.VERSION, contract.PLURAL)
+PODS: Final = ResourceKind("", "v1", "pods")
+SERVICES: Final = ResourceKind("", "v1", "services")
+SECRETS: Final = ResourceKind("", "v1", "secrets")
+EVENTS: Final = ResourceKind("", "v1", "events")
+NETWORK_POLICIES: Final = ResourceKind("networking.k8s.io", "v1", "networkpolicies")
+LEASES: Final = ResourceKind("coordination.k8s.io", "v1", "leases")
 
 #: The name of the operator's Lease; the chart restricts the rights on Leases to this name, except for creation.
 LEASE_NAME: Final = "backstay-operator"

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from backstay_operator.progress import Round, Server, address_of, health_of
+from backstay_operator.progress import PolledServer, Round, address_of, health_of
 from backstay_operator.record import record_id, record_of
 from backstay_operator.slim import Json
 from backstay_rpc import control_pb2
@@ -71,8 +71,8 @@ def round_of(
     )
 
 
-def _server(view: PodView, ip: str, *, serves: bool) -> Server:
-    return Server(view.slot.index, view.incarnation, view.uid, address_of(ip), serves, health_of(ip))
+def _server(view: PodView, ip: str, *, serves: bool) -> PolledServer:
+    return PolledServer(view.slot.index, view.incarnation, view.uid, address_of(ip), serves, health_of(ip))
 
 
 def _worker(found: Mapping[Slot, Sequence[PodView]], rank: int, incarnation: int) -> tuple[str, str] | None:

@@ -46,12 +46,12 @@ class Options:
 
     @property
     def lease_namespace(self) -> str:
-        """The namespace of the Lease: the same for all operators that watch one namespace."""
+        """Returns the namespace of the Lease, which is the same for all operators that watch one namespace."""
         return self.namespace or self.operator_namespace
 
 
 class Patience:
-    """Delays between tries, without end: while the API server does not answer, Kopf must wait and not end.
+    """Delays between tries without an end, because Kopf must wait and not end while the API server does not answer.
 
     Kopf starts a new iteration for each request; a finite list would end the operator after its last element.
     """
@@ -79,11 +79,11 @@ class NoState(kopf.DiffBaseStorage, kopf.ProgressStorage):
         return kopf.BodyEssence({})
 
     def clear(self, *, essence: kopf.BodyEssence) -> kopf.BodyEssence:
-        """`essence` without Kopf's own fields: it has none."""
+        """Returns `essence`, which has none of Kopf's own fields."""
         return essence
 
     def fetch(self, **_: Any) -> None:
-        """The stored value: none."""
+        """Returns None, because no value is stored."""
 
     def store(self, **_: Any) -> None:
         """Store nothing."""

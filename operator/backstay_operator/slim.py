@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from backstay_operator.rights import JOBS, NETWORK_POLICIES, PODS, SERVICES, Resource
+from backstay_operator.rights import JOBS, NETWORK_POLICIES, PODS, SERVICES, ResourceKind
 from backstay_spec import contract
 
 Json = dict[str, Any]
@@ -76,7 +76,7 @@ def _only(source: Mapping[str, Any], fields: tuple[str, ...]) -> Json:
     return {field: source[field] for field in fields if field in source}
 
 
-SLIM: Final[Mapping[Resource, Callable[[Mapping[str, Any]], Json]]] = {
+SLIM: Final[Mapping[ResourceKind, Callable[[Mapping[str, Any]], Json]]] = {
     JOBS: job,
     PODS: pod,
     SERVICES: service,

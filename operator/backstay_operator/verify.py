@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 
 from backstay_operator import errors
-from backstay_operator.cluster import Cluster
+from backstay_operator.bus import Bus, Changed, Relisted
+from backstay_operator.cluster import ClusterOverlay
 from backstay_operator.kube import Kube
-from backstay_operator.metrics import Metrics
+from backstay_operator.metrics import OperatorMetrics
 from backstay_operator.overlay import version_of
-from backstay_operator.rights import JOBS, Resource
-from backstay_operator.watching import INDEXED, JobKey
+from backstay_operator.rights import JOBS, ResourceKind
+from backstay_operator.watching import INDEXED
 from backstay_spec import contract
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class Verifier:
         cluster: the known objects.
         namespace: the namespace that is watched; None: all.
         metrics: counts the deletions that were found.
-        changed: called with the key of a job that must be reconciled again.
+        bus: gets `Changed`, and has `Relisted`.
         every: seconds between two comparisons.
         settle: seconds to wait after a list by Kopf.
     """
@@ -40,11 +40,11 @@ class Verifier:
     def __init__(
         self,
         kube: Kube,
-        cluster: Cluster,
+        cluster: ClusterOverlay,
         namespace: str | None,
-        metrics: Metrics,
+        metrics: OperatorMetrics,
+        bus: Bus,
         *,
-        changed: Callable[[JobKey], None],
         every: float,
         settle: float = 5.0,
     ) -> None:
@@ -52,14 +52,11 @@ class Verifier:
         self._cluster = cluster
         self._namespace = namespace
         self._metrics = metrics
-        self._changed = changed
+        self._bus = bus
         self._every = every
         self._settle = settle
         self._listed = asyncio.Event()
-
-    def listed(self) -> None:
-        """Kopf listed objects: it may have missed a deletion before that."""
-        self._listed.set()
+        bus.subscribe(Relisted, lambda _: self._listed.set())
 
     async def run(self) -> None:
         """Compare forever; cancel it to stop."""
@@ -76,7 +73,7 @@ class Verifier:
                 log.warning("the watches could not be compared with a list: %s", error)
                 self._metrics.errors.labels(error.kind).inc()
 
-    async def compare(self) -> list[tuple[Resource, str]]:
+    async def compare(self) -> list[tuple[ResourceKind, str]]:
         """Compare once. Returns the deleted objects that were found, as (resource, name)."""
         found = []
         for resource in INDEXED:
@@ -94,5 +91,5 @@ class Verifier:
                 self._metrics.ghosts.labels(resource.plural).inc()
                 overlay.removed(key, seen.uid)
                 found.append((resource, seen.name))
-                self._changed(key)
+                self._bus.send(Changed(key))
         return found

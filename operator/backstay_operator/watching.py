@@ -16,7 +16,7 @@ import kopf
 from backstay_operator import access, errors
 from backstay_operator.kube import Kube
 from backstay_operator.overlay import Seen
-from backstay_operator.rights import JOBS, LEASES, NETWORK_POLICIES, PODS, SERVICES, Resource
+from backstay_operator.rights import JOBS, LEASES, NETWORK_POLICIES, PODS, SERVICES, ResourceKind
 from backstay_operator.settings import kopf_settings
 from backstay_spec import contract
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 INDEXED: Final = (JOBS, PODS, SERVICES, NETWORK_POLICIES)
 
 #: Called for each event: resource, key, object, whether it was deleted, whether it came from a list (not a watch).
-Sink: TypeAlias = Callable[[Resource, JobKey, Mapping[str, Any], bool, bool], None]
+Sink: TypeAlias = Callable[[ResourceKind, JobKey, Mapping[str, Any], bool, bool], None]
 
 
 def job_key(body: Mapping[str, Any]) -> JobKey | None:
@@ -43,7 +43,7 @@ def own_key(body: Mapping[str, Any]) -> JobKey:
     return body["metadata"].get("namespace") or "", body["metadata"]["name"]
 
 
-class Watch:
+class KopfWatch:
     """Runs Kopf.
 
     Args:
@@ -61,9 +61,9 @@ class Watch:
         kubeconfig: str | None,
         namespace: str | None,
         *,
-        slim: Mapping[Resource, Callable[[Mapping[str, Any]], Any]],
+        slim: Mapping[ResourceKind, Callable[[Mapping[str, Any]], Any]],
         sink: Sink,
-        indexed: Callable[[Resource, Mapping[JobKey, Iterable[Seen[Any]]]], None],
+        indexed: Callable[[ResourceKind, Mapping[JobKey, Iterable[Seen[Any]]]], None],
         lease: Callable[[Mapping[str, Any], bool], None],
         me: str,
     ) -> None:
@@ -121,7 +121,7 @@ class Watch:
     def _watch(
         self,
         registry: kopf.OperatorRegistry,
-        resource: Resource,
+        resource: ResourceKind,
         key_of: Callable[[Mapping[str, Any]], JobKey | None],
     ) -> None:
         slim = self._slim[resource]
@@ -140,7 +140,7 @@ class Watch:
                 self._sink(resource, key, raw, event["type"] == "DELETED", event["type"] is None)
 
 
-def _index_name(resource: Resource) -> str:
+def _index_name(resource: ResourceKind) -> str:
     return f"index_{resource.plural}"
 
 

@@ -1,4 +1,5 @@
-"""The control channel between operator, servers and workers: generated messages, and what proves who a call is from."""
+"""The control channel between operator, servers and workers, with generated messages and the proof of a caller's
+identity."""
 
 from __future__ import annotations
 

@@ -1,26 +1,27 @@
 """The one place where gRPC channels and servers of Backstay are configured: options, limits, and who may call.
 
-Control messages travel on grpcio. Tensors travel on other TCP connections (`backstay._wire.tcp`), whose callers are
-checked by the same `Credentials`. Neither is encrypted now.
+Control messages travel on grpcio. Tensors travel on other TCP connections (`backstay._transport`), whose callers are
+checked by the same `Credentials`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Final
 
 import grpc
 
-from . import AUTHORIZATION, bearer
+from .limits import (
+    HANDSHAKE_SECONDS,
+    IDLE_SECONDS,
+    MAX_CALLS,
+    MAX_CALLS_PER_CONNECTION,
+    MAX_MESSAGE_BYTES,
+    MAX_METADATA_BYTES,
+)
 
 __all__ = [
-    "MAX_MESSAGE_BYTES",
-    "NOT_AUTHENTICATED",
     "REFUSAL",
-    "Credentials",
     "Options",
     "listen",
     "open_aio_channel",
@@ -29,26 +30,13 @@ __all__ = [
 
 Options = list[tuple[str, int]]
 
-MAX_MESSAGE_BYTES: Final = 4 << 20
-"""The largest control message. A join of 5,000 leaves has 0.3 MB, a list of 15,000 stored arrays 1 MB."""
-
-MAX_CALLS_PER_CONNECTION: Final = 64
-MAX_CALLS: Final = 4096
-"""Calls that a server has open at the same time. Each other shard holds one for as long as it lives."""
-
-HANDSHAKE_SECONDS: Final = 10
-IDLE_SECONDS: Final = 60
-"""A server closes a connection without a call after this time. Heartbeats and progress calls come every 2 s."""
-
-NOT_AUTHENTICATED: Final = "the call does not carry this job's token"
-
 REFUSAL: Final = "backstay-refusal"
 """Trailing metadata of an answer that a Backstay server gave on purpose. Without it, a status may come from another
 program at the same address, or from gRPC itself (a proxy's HTTP status 401 reads as UNAUTHENTICATED)."""
 
 _COMMON: Final[Options] = [
     # Callers retry with a pause and an end. gRPC's own retries of a call that never left the client have neither:
-    # docs/decisions/0019, tests/runtime/test_going_away.py.
+    # docs/decisions/0068, tests/runtime/test_going_away.py.
     ("grpc.enable_retries", 0),
     ("grpc.enable_http_proxy", 0),
 ]
@@ -82,49 +70,13 @@ _SERVER: Final[Options] = [
     # The core buffers what a peer may send ahead of a read. Control messages need no more than the first window.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 64 << 10),
-    ("grpc.max_metadata_size", 8 << 10),
-    ("grpc.absolute_max_metadata_size", 16 << 10),
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", 2 * MAX_METADATA_BYTES),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_ping_strikes", 0),
 ]
-
-
-@dataclass(frozen=True)
-class Credentials:
-    """The proof that a call belongs to this job.
-
-    Attributes:
-        token: the job's secret. With an empty one, every call is refused.
-    """
-
-    token: str
-
-    @property
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """The metadata that a caller adds to a gRPC call."""
-        return bearer(self.token)
-
-    def admits(self, given: Iterable[str | bytes]) -> bool:
-        """Whether a call belongs to this job; compares in constant time.
-
-        Args:
-            given: the call's values of the header ``authorization``.
-        """
-        values = list(given)
-        if len(values) != 1 or not self.token:
-            return False
-        value = values[0] if isinstance(values[0], bytes) else values[0].encode()
-        return hmac.compare_digest(value, f"Bearer {self.token}".encode())
-
-    def proven(self, given: bytes) -> bool:
-        """Whether `given` is the token; compares in constant time."""
-        return bool(self.token) and hmac.compare_digest(given, self.token.encode())
-
-    def admits_call(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-        """Whether the metadata of a gRPC call carry the token, and no second one."""
-        return self.admits(value for key, value in metadata if key == AUTHORIZATION)
 
 
 def open_channel(address: str) -> grpc.Channel:

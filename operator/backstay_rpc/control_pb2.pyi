@@ -532,6 +532,18 @@ class Lost(_message.Message):
     id: GradientId
     def __init__(self, id: _Optional[_Union[GradientId, _Mapping]] = ...) -> None: ...
 
+class Occupied(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedCompositeFieldContainer[GradientId]
+    def __init__(self, ids: _Optional[_Iterable[_Union[GradientId, _Mapping]]] = ...) -> None: ...
+
+class Examine(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: GradientId
+    def __init__(self, id: _Optional[_Union[GradientId, _Mapping]] = ...) -> None: ...
+
 class Applied(_message.Message):
     __slots__ = ("version",)
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -539,17 +551,19 @@ class Applied(_message.Message):
     def __init__(self, version: _Optional[int] = ...) -> None: ...
 
 class ShardFailed(_message.Message):
-    __slots__ = ("why",)
+    __slots__ = ("why", "reason")
     WHY_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     why: str
-    def __init__(self, why: _Optional[str] = ...) -> None: ...
+    reason: str
+    def __init__(self, why: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Ended(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ShardMessage(_message.Message):
-    __slots__ = ("staged", "norm", "written", "position", "lost", "applied", "failed", "ended", "spans")
+    __slots__ = ("staged", "norm", "written", "position", "lost", "applied", "failed", "ended", "occupied", "spans")
     STAGED_FIELD_NUMBER: _ClassVar[int]
     NORM_FIELD_NUMBER: _ClassVar[int]
     WRITTEN_FIELD_NUMBER: _ClassVar[int]
@@ -558,6 +572,7 @@ class ShardMessage(_message.Message):
     APPLIED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
+    OCCUPIED_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     staged: Staged
     norm: Norm
@@ -567,11 +582,12 @@ class ShardMessage(_message.Message):
     applied: Applied
     failed: ShardFailed
     ended: Ended
+    occupied: Occupied
     spans: Spans
-    def __init__(self, staged: _Optional[_Union[Staged, _Mapping]] = ..., norm: _Optional[_Union[Norm, _Mapping]] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., position: _Optional[_Union[Position, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., failed: _Optional[_Union[ShardFailed, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., spans: _Optional[_Union[Spans, _Mapping]] = ...) -> None: ...
+    def __init__(self, staged: _Optional[_Union[Staged, _Mapping]] = ..., norm: _Optional[_Union[Norm, _Mapping]] = ..., written: _Optional[_Union[Written, _Mapping]] = ..., position: _Optional[_Union[Position, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., applied: _Optional[_Union[Applied, _Mapping]] = ..., failed: _Optional[_Union[ShardFailed, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., occupied: _Optional[_Union[Occupied, _Mapping]] = ..., spans: _Optional[_Union[Spans, _Mapping]] = ...) -> None: ...
 
 class CoordinatorMessage(_message.Message):
-    __slots__ = ("commit", "reject", "norm_request", "done", "rollback", "save", "gather")
+    __slots__ = ("commit", "reject", "norm_request", "done", "rollback", "save", "gather", "examine")
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     REJECT_FIELD_NUMBER: _ClassVar[int]
     NORM_REQUEST_FIELD_NUMBER: _ClassVar[int]
@@ -579,6 +595,7 @@ class CoordinatorMessage(_message.Message):
     ROLLBACK_FIELD_NUMBER: _ClassVar[int]
     SAVE_FIELD_NUMBER: _ClassVar[int]
     GATHER_FIELD_NUMBER: _ClassVar[int]
+    EXAMINE_FIELD_NUMBER: _ClassVar[int]
     commit: Commit
     reject: Reject
     norm_request: NormRequest
@@ -586,7 +603,8 @@ class CoordinatorMessage(_message.Message):
     rollback: Rollback
     save: Save
     gather: Gather
-    def __init__(self, commit: _Optional[_Union[Commit, _Mapping]] = ..., reject: _Optional[_Union[Reject, _Mapping]] = ..., norm_request: _Optional[_Union[NormRequest, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., rollback: _Optional[_Union[Rollback, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., gather: _Optional[_Union[Gather, _Mapping]] = ...) -> None: ...
+    examine: Examine
+    def __init__(self, commit: _Optional[_Union[Commit, _Mapping]] = ..., reject: _Optional[_Union[Reject, _Mapping]] = ..., norm_request: _Optional[_Union[NormRequest, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., rollback: _Optional[_Union[Rollback, _Mapping]] = ..., save: _Optional[_Union[Save, _Mapping]] = ..., gather: _Optional[_Union[Gather, _Mapping]] = ..., examine: _Optional[_Union[Examine, _Mapping]] = ...) -> None: ...
 
 class Rollback(_message.Message):
     __slots__ = ("term", "version", "checkpoint", "world", "offset", "history", "start_from")
@@ -687,36 +705,8 @@ class Stalled(_message.Message):
     reason: str
     def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
-class CheckpointReport(_message.Message):
-    __slots__ = ("uri", "step", "unix_seconds", "error")
-    URI_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
-    UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
-    uri: str
-    step: int
-    unix_seconds: float
-    error: str
-    def __init__(self, uri: _Optional[str] = ..., step: _Optional[int] = ..., unix_seconds: _Optional[float] = ..., error: _Optional[str] = ...) -> None: ...
-
-class TermStart(_message.Message):
-    __slots__ = ("term", "step", "checkpoint", "redone", "changes", "taken_over")
-    TERM_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
-    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
-    REDONE_FIELD_NUMBER: _ClassVar[int]
-    CHANGES_FIELD_NUMBER: _ClassVar[int]
-    TAKEN_OVER_FIELD_NUMBER: _ClassVar[int]
-    term: int
-    step: int
-    checkpoint: str
-    redone: int
-    changes: _containers.RepeatedScalarFieldContainer[str]
-    taken_over: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, term: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint: _Optional[str] = ..., redone: _Optional[int] = ..., changes: _Optional[_Iterable[str]] = ..., taken_over: _Optional[_Iterable[str]] = ...) -> None: ...
-
 class ProgressReply(_message.Message):
-    __slots__ = ("incarnation", "term", "step", "loss", "has_loss", "examples_per_second", "world", "stalled", "stragglers", "lost", "checkpoint", "done", "failed", "contributed", "metrics", "steps_redone", "train_metrics", "live_workers", "standby", "beating", "term_start", "evaluation_step", "untrained_leaves", "mistakes_of_batches", "evaluation_error", "goal_steps", "updates_per_second", "waited_for", "local_steps", "traffic", "waits", "ending", "worker_seconds", "recorded", "reports")
+    __slots__ = ("incarnation", "term", "step", "world", "stalled", "stragglers", "lost", "done", "failed", "contributed", "live_workers", "standby", "beating", "worker_seconds", "recorded", "reports", "report")
     class ContributedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -724,20 +714,6 @@ class ProgressReply(_message.Message):
         key: int
         value: int
         def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
-    class MetricsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: float
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
-    class TrainMetricsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: float
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     class BeatingEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -745,84 +721,41 @@ class ProgressReply(_message.Message):
         key: int
         value: int
         def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
-    class TrafficEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: float
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
-    LOSS_FIELD_NUMBER: _ClassVar[int]
-    HAS_LOSS_FIELD_NUMBER: _ClassVar[int]
-    EXAMPLES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     WORLD_FIELD_NUMBER: _ClassVar[int]
     STALLED_FIELD_NUMBER: _ClassVar[int]
     STRAGGLERS_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
-    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTED_FIELD_NUMBER: _ClassVar[int]
-    METRICS_FIELD_NUMBER: _ClassVar[int]
-    STEPS_REDONE_FIELD_NUMBER: _ClassVar[int]
-    TRAIN_METRICS_FIELD_NUMBER: _ClassVar[int]
     LIVE_WORKERS_FIELD_NUMBER: _ClassVar[int]
     STANDBY_FIELD_NUMBER: _ClassVar[int]
     BEATING_FIELD_NUMBER: _ClassVar[int]
-    TERM_START_FIELD_NUMBER: _ClassVar[int]
-    EVALUATION_STEP_FIELD_NUMBER: _ClassVar[int]
-    UNTRAINED_LEAVES_FIELD_NUMBER: _ClassVar[int]
-    MISTAKES_OF_BATCHES_FIELD_NUMBER: _ClassVar[int]
-    EVALUATION_ERROR_FIELD_NUMBER: _ClassVar[int]
-    GOAL_STEPS_FIELD_NUMBER: _ClassVar[int]
-    UPDATES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
-    WAITED_FOR_FIELD_NUMBER: _ClassVar[int]
-    LOCAL_STEPS_FIELD_NUMBER: _ClassVar[int]
-    TRAFFIC_FIELD_NUMBER: _ClassVar[int]
-    WAITS_FIELD_NUMBER: _ClassVar[int]
-    ENDING_FIELD_NUMBER: _ClassVar[int]
     WORKER_SECONDS_FIELD_NUMBER: _ClassVar[int]
     RECORDED_FIELD_NUMBER: _ClassVar[int]
     REPORTS_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     term: int
     step: int
-    loss: float
-    has_loss: bool
-    examples_per_second: float
     world: int
     stalled: _containers.RepeatedCompositeFieldContainer[Stalled]
     stragglers: _containers.RepeatedCompositeFieldContainer[Straggler]
     lost: _containers.RepeatedCompositeFieldContainer[Peer]
-    checkpoint: CheckpointReport
     done: bool
     failed: str
     contributed: _containers.ScalarMap[int, int]
-    metrics: _containers.ScalarMap[str, float]
-    steps_redone: int
-    train_metrics: _containers.ScalarMap[str, float]
     live_workers: int
     standby: int
     beating: _containers.ScalarMap[int, int]
-    term_start: TermStart
-    evaluation_step: int
-    untrained_leaves: _containers.RepeatedScalarFieldContainer[str]
-    mistakes_of_batches: _containers.RepeatedScalarFieldContainer[str]
-    evaluation_error: str
-    goal_steps: int
-    updates_per_second: float
-    waited_for: _containers.RepeatedCompositeFieldContainer[WaitedFor]
-    local_steps: int
-    traffic: _containers.ScalarMap[str, float]
-    waits: str
-    ending: str
     worker_seconds: _containers.RepeatedCompositeFieldContainer[WorkerSeconds]
     recorded: str
     reports: _containers.RepeatedCompositeFieldContainer[StoredReport]
-    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., step: _Optional[int] = ..., loss: _Optional[float] = ..., has_loss: bool = ..., examples_per_second: _Optional[float] = ..., world: _Optional[int] = ..., stalled: _Optional[_Iterable[_Union[Stalled, _Mapping]]] = ..., stragglers: _Optional[_Iterable[_Union[Straggler, _Mapping]]] = ..., lost: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., checkpoint: _Optional[_Union[CheckpointReport, _Mapping]] = ..., done: bool = ..., failed: _Optional[str] = ..., contributed: _Optional[_Mapping[int, int]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., steps_redone: _Optional[int] = ..., train_metrics: _Optional[_Mapping[str, float]] = ..., live_workers: _Optional[int] = ..., standby: _Optional[int] = ..., beating: _Optional[_Mapping[int, int]] = ..., term_start: _Optional[_Union[TermStart, _Mapping]] = ..., evaluation_step: _Optional[int] = ..., untrained_leaves: _Optional[_Iterable[str]] = ..., mistakes_of_batches: _Optional[_Iterable[str]] = ..., evaluation_error: _Optional[str] = ..., goal_steps: _Optional[int] = ..., updates_per_second: _Optional[float] = ..., waited_for: _Optional[_Iterable[_Union[WaitedFor, _Mapping]]] = ..., local_steps: _Optional[int] = ..., traffic: _Optional[_Mapping[str, float]] = ..., waits: _Optional[str] = ..., ending: _Optional[str] = ..., worker_seconds: _Optional[_Iterable[_Union[WorkerSeconds, _Mapping]]] = ..., recorded: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[StoredReport, _Mapping]]] = ...) -> None: ...
+    report: bytes
+    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., step: _Optional[int] = ..., world: _Optional[int] = ..., stalled: _Optional[_Iterable[_Union[Stalled, _Mapping]]] = ..., stragglers: _Optional[_Iterable[_Union[Straggler, _Mapping]]] = ..., lost: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., done: bool = ..., failed: _Optional[str] = ..., contributed: _Optional[_Mapping[int, int]] = ..., live_workers: _Optional[int] = ..., standby: _Optional[int] = ..., beating: _Optional[_Mapping[int, int]] = ..., worker_seconds: _Optional[_Iterable[_Union[WorkerSeconds, _Mapping]]] = ..., recorded: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[StoredReport, _Mapping]]] = ..., report: _Optional[bytes] = ...) -> None: ...
 
 class StoredReport(_message.Message):
     __slots__ = ("slot", "incarnation", "uri")
@@ -833,22 +766,6 @@ class StoredReport(_message.Message):
     incarnation: int
     uri: str
     def __init__(self, slot: _Optional[str] = ..., incarnation: _Optional[int] = ..., uri: _Optional[str] = ...) -> None: ...
-
-class WaitedFor(_message.Message):
-    __slots__ = ("rank", "shard", "has_shard", "part", "seconds", "updates")
-    RANK_FIELD_NUMBER: _ClassVar[int]
-    SHARD_FIELD_NUMBER: _ClassVar[int]
-    HAS_SHARD_FIELD_NUMBER: _ClassVar[int]
-    PART_FIELD_NUMBER: _ClassVar[int]
-    SECONDS_FIELD_NUMBER: _ClassVar[int]
-    UPDATES_FIELD_NUMBER: _ClassVar[int]
-    rank: int
-    shard: int
-    has_shard: bool
-    part: str
-    seconds: float
-    updates: int
-    def __init__(self, rank: _Optional[int] = ..., shard: _Optional[int] = ..., has_shard: bool = ..., part: _Optional[str] = ..., seconds: _Optional[float] = ..., updates: _Optional[int] = ...) -> None: ...
 
 class EvaluatedRequest(_message.Message):
     __slots__ = ("peer", "step", "metrics", "error", "checkpoint", "begins")
@@ -874,8 +791,10 @@ class EvaluatedRequest(_message.Message):
     def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., step: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., error: _Optional[str] = ..., checkpoint: _Optional[str] = ..., begins: bool = ...) -> None: ...
 
 class EvaluatedReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("give_up",)
+    GIVE_UP_FIELD_NUMBER: _ClassVar[int]
+    give_up: str
+    def __init__(self, give_up: _Optional[str] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("peer", "trained")

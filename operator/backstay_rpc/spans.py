@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from backstay_rpc.control_pb2 import Spans
 
-__all__ = ["Span", "spans_in"]
+__all__ = ["PodSpan", "spans_in"]
 
 
-class Span(NamedTuple):
+class PodSpan(NamedTuple):
     """A part of a pod's work; times are nanoseconds of the pod's clock."""
 
     point: str
@@ -22,7 +22,7 @@ class Span(NamedTuple):
     notes: Mapping[str, Any]
 
 
-def spans_in(message: Spans) -> Iterator[Span]:
+def spans_in(message: Spans) -> Iterator[PodSpan]:
     """The spans of a message, in the order in which they ended.
 
     Raises:
@@ -35,4 +35,6 @@ def spans_in(message: Spans) -> Iterator[Span]:
     ):
         at += delta
         notes = json.loads(message.notes[position]) if position in message.notes else {}
-        yield Span(message.points[point], message.threads[thread], at, at + lasted, step - 1 if step else None, notes)
+        yield PodSpan(
+            message.points[point], message.threads[thread], at, at + lasted, step - 1 if step else None, notes
+        )

@@ -1,1 +1,1 @@
-"""The TrainingJob: types, rules, pod manifests, plan and status. Pure."""
+"""Defines the TrainingJob by types, rules, pod manifests, plan and status. Pure."""

@@ -81,7 +81,7 @@ class DeleteNetworkPolicy:
 
 @dataclass(frozen=True, slots=True)
 class PatchService:
-    """Point a shard's Service at another incarnation: an RFC 6902 patch, test before replace (O3)."""
+    """Point a shard's Service at another incarnation, by an RFC 6902 patch that tests before it replaces (O3)."""
 
     name: str
     patch: tuple[dict[str, Any], ...]
@@ -154,8 +154,8 @@ Action: TypeAlias = (
 
 
 @dataclass(frozen=True, slots=True)
-class Death:
-    """A pod that the plan found dead, reported once: together with the status that records it.
+class FoundDead:
+    """A pod that the plan found dead, reported once, together with the status that records it.
 
     Attributes:
         role: value of its role label; `index` and `incarnation` likewise.
@@ -187,5 +187,5 @@ class Plan:
     status: dict[str, Any] | None = None
     actions: tuple[Action, ...] = ()
     events: tuple[Event, ...] = ()
-    deaths: tuple[Death, ...] = ()
+    deaths: tuple[FoundDead, ...] = ()
     requeue_after: timedelta | None = None

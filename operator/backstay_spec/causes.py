@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from backstay_spec import contract
 from backstay_spec.events import shortened
+from backstay_spec.job_report import MOST
 from backstay_spec.observed import Manifest
 
 
@@ -39,7 +40,7 @@ class Cause(StrEnum):
 
     @property
     def charged(self) -> bool:
-        """Whether the program is to blame, so that its role's `maxRestarts` pays."""
+        """Whether the program is to blame, so that the death is charged to its role's `maxRestarts`."""
         return self in _CHARGED
 
 
@@ -53,7 +54,7 @@ _DISRUPTIONS: Final = {
     "DeletionByPodGC": Cause.NODE_LOST,
     "TerminationByKubelet": Cause.EVICTED,
 }
-# `status.reason` of a pod; all that begin with OutOf are an admission that failed for want of a resource.
+# `status.reason` of a pod; all that begin with OutOf mean that the node lacks a resource.
 _REASONS: Final = {
     "Evicted": Cause.EVICTED,
     "Preempting": Cause.PREEMPTED,
@@ -132,7 +133,7 @@ class Obstacle:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PodOutcome:
     """The termination message of a pod.
 
     Attributes:
@@ -162,7 +163,7 @@ class Outcome:
 
     @property
     def refused(self) -> bool:
-        """Whether this pod was refused in a way that its replacement would be too."""
+        """Whether this pod was refused for a reason that also applies to its replacement."""
         return self.result == "Refused"
 
     @property
@@ -185,7 +186,7 @@ def terminated_state(pod: Manifest) -> Mapping[str, Any] | None:
     return None
 
 
-def outcome_of(pod: Manifest) -> Outcome | None:
+def outcome_of(pod: Manifest) -> PodOutcome | None:
     """The outcome in a pod's termination message. None: the pod has not ended, or the message is not from the trainer.
 
     ``Succeeded`` counts only with exit code 0: otherwise the message may be the last lines of a log.
@@ -196,10 +197,12 @@ def outcome_of(pod: Manifest) -> Outcome | None:
     message = parsed(state.get("message") or "")
     if message is None or message.get("result") not in _RESULTS:
         return None
+    if message.get("evaluates") is True and state.get("exitCode") != 0:
+        return None  # a worker that was created after training died in `evaluate`, before `train` returned
     if message["result"] in ("Succeeded", ALREADY_COMPLETE) and state.get("exitCode") != 0:
         return None
     metrics = message.get("metrics")
-    return Outcome(
+    return PodOutcome(
         result=message["result"],
         reason=_text(message.get("reason")),
         message=_text(message.get("message")),
@@ -213,8 +216,17 @@ def outcome_of(pod: Manifest) -> Outcome | None:
     )
 
 
+def reached_by(pod: Manifest) -> tuple[int | None, int] | None:
+    """Term and step of the newest version in the message of a pod that has ended; the term may be missing. None: the
+    message has no step."""
+    state = terminated_state(pod)
+    message = None if state is None else parsed(state.get("message") or "")
+    step = None if message is None else _count(message.get("step"))
+    return None if message is None or step is None else (_count(message.get("term")), step)
+
+
 def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST else None
 
 
 def finite(metrics: Mapping[Any, Any]) -> dict[str, float]:

@@ -22,6 +22,11 @@ LABEL_ROLE: Final = f"{GROUP}/role"
 LABEL_INDEX: Final = f"{GROUP}/index"
 LABEL_INCARNATION: Final = f"{GROUP}/incarnation"
 
+# Labels of a TrainingJob that is a trial of a sweep.
+LABEL_SWEEP: Final = f"{GROUP}/sweep"  # the sweep's name
+LABEL_SWEEP_ID: Final = f"{GROUP}/sweep-id"  # another sweep of this name has another id
+LABEL_TRIAL: Final = f"{GROUP}/trial"  # the number of the trial, from 0
+
 # The values of LABEL_ROLE and of BACKSTAY_ROLE.
 ROLE_SERVER: Final = "parameter-server"
 ROLE_WORKER: Final = "worker"
@@ -29,10 +34,13 @@ ROLE_EVALUATOR: Final = "evaluator"
 
 CONTAINER: Final = "trainer"
 
+MAX_INCARNATION: Final = 10**6 - 1
+"""The largest incarnation of a pod. The names of checkpoint files have six digits for it."""
+
 # Ports inside a pod. Each pod has its own address, so they are the same in every pod.
 PORT_CONTROL: Final = 7077  # gRPC, the control service of backstay_rpc
 PORT_DATA: Final = 7078  # tensors, over TCP
-PORT_METRICS: Final = 9400  # HTTP: /metrics, /healthz, /readyz, /status, /trace
+PORT_METRICS: Final = 9400  # HTTP: /metrics, /healthz, /readyz, /status, /curve, /trace
 PORT_NAME_CONTROL: Final = "rpc"
 PORT_NAME_DATA: Final = "data"
 PORT_NAME_METRICS: Final = "metrics"

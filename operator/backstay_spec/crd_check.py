@@ -20,7 +20,7 @@ from backstay_spec.crd_schema import INT_OR_STRING, PRESERVE, Schema, spec_schem
 from backstay_spec.errors import SpecError
 from backstay_spec.rules import BOUNDS
 
-__all__ = ["Check", "display", "join", "kind_of"]
+__all__ = ["FoundMistakes", "display", "join", "kind_of"]
 
 MAX_DEPTH: Final = 64
 """Deepest nesting of what is passed on to Kubernetes; no pod comes near it, and a bomb must not exhaust the stack."""
@@ -121,7 +121,7 @@ def _unknown(name: str, names: list[str], path: str) -> str:
 
 
 @dataclass
-class Check:
+class FoundMistakes:
     """The mistakes found so far.
 
     Attributes:

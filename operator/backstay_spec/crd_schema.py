@@ -43,7 +43,7 @@ _SCALARS: Final[Mapping[Any, Schema]] = {
 
 
 def _text(doc: str | None) -> str:
-    """A docstring as a description: lines joined, reST's double backquotes as single ones."""
+    """Returns a docstring as a description, with joined lines, and reST's double backquotes as single ones."""
     return " ".join((doc or "").replace("``", "`").split())
 
 

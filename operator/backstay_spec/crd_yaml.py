@@ -1,4 +1,4 @@
-"""JSON values as YAML for people: block style, long text folded, nothing of YAML that needs a library to write.
+"""Writes JSON values as YAML for people, in block style with folded long text, without YAML that needs a library.
 
 `backstay_spec` imports pydantic and the standard library only. Users read and review the CRD, so it is not one line of
 JSON. The same value always gives the same text.
@@ -81,7 +81,7 @@ def _entry(head: str, item: Any, indent: int) -> Iterator[str]:
 
 
 def to_yaml(value: Mapping[str, Any] | Sequence[Any]) -> str:
-    """A JSON mapping or list as YAML, ending in a line end.
+    """Returns a JSON mapping or list as YAML, with a line break at its end.
 
     Raises:
         TypeError: the document holds something that is not JSON.

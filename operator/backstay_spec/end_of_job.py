@@ -1,4 +1,4 @@
-"""The waits at the end of a job: the process that waits, the event that ends the wait, and the limit (decision 0061).
+"""The waits at the end of a job: the process that waits, the event that ends the wait, and the limit (decision 0062).
 
 The runtime and the planner take their limits, in seconds, from here. `docs/generate.py` writes a page from `WAITS`.
 """
@@ -16,6 +16,7 @@ STORING: Final = 600.0
 SHUTDOWN: Final = 15.0
 RESULT: Final = 120.0
 NEWCOMER: Final = 3.0
+LATECOMER: Final = 10.0
 GONE: Final = 2.0
 LAST_SAVE: Final = 50.0
 CONFIRM: Final = 20.0
@@ -73,7 +74,18 @@ WAITS: Final = (
         RESULT,
         "the server leaves, and the result is lost",
     ),
-    EndWait("a promoted server", "workers that were cut off connect again", NEWCOMER, "the server leaves"),
+    EndWait(
+        "a promoted server, or a replacement that finds the training complete",
+        "workers that were cut off connect again",
+        NEWCOMER,
+        "the server leaves",
+    ),
+    EndWait(
+        "a replacement of a server that finds the training complete",
+        "worker 0, which may still evaluate, joins it or reports that it has the result",
+        LATECOMER,
+        "the server leaves",
+    ),
     EndWait(_SHARD_0, "a server without a link links again", GONE, "the server leaves"),
     EndWait("server after SIGTERM", "its checkpoint is stored", LAST_SAVE, "the server leaves"),
     EndWait("server after SIGTERM", "the coordinator has processed its reports", GONE, "the server leaves"),

@@ -1,4 +1,4 @@
-"""The errors of an invalid spec: all mistakes together, each with its path, the mistake and what would be valid."""
+"""Reports all mistakes of an invalid spec together, each with its path, the mistake and the valid values."""
 
 from __future__ import annotations
 

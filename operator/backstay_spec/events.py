@@ -1,4 +1,4 @@
-"""The events of a job: what happened, once, for people (`kubectl describe`) and for tests.
+"""Makes the events of a job, each of which reports once what happened, for people (`kubectl describe`) and for tests.
 
 An event is sent only together with a change of status, so a repeated plan sends no event again.
 """

@@ -1,4 +1,4 @@
-"""Which exception ended a pod, read from its termination message: the trainer's JSON, or the last lines of its log.
+"""Reads which exception ended a pod from its termination message, as the trainer's JSON or the last lines of its log.
 
 The trainer's JSON names the exception and its place. A script that fails before it imports `backstay` leaves the end of
 its log (``FallbackToLogsOnError``), in which Python's traceback has the same facts. A script that ends with exit code 0

@@ -1,4 +1,4 @@
-"""Goodput: the seconds of a job's worker pods, by part. `docs/goodput.md` explains the definition.
+"""Accounts for the seconds of a job's worker pods by part (goodput). `docs/goodput.md` explains the definition.
 
 A worker divides the time of its process into `MEASURED` and sends the sums with its heartbeats. An `Account` has
 the newest report of each pod. It adds the time before the process began, the time after the last report, and slots
@@ -7,12 +7,22 @@ without a pod. The parts add up to the seconds of the pods, and of the slots wit
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, TypeAlias
 
-__all__ = ["FRESH", "MEASURED", "PARTS", "Account", "Report", "WorkerPod", "goodput", "is_measured", "parts_of"]
+__all__ = [
+    "FRESH",
+    "LONGEST",
+    "MEASURED",
+    "PARTS",
+    "Account",
+    "SecondsReport",
+    "WorkerPod",
+    "goodput",
+    "is_measured",
+    "parts_of",
+]
 
 MEASURED: Final = (
     "applied",
@@ -41,12 +51,12 @@ rollback discarded it. It is computing while its outcome is not known.
 `reconnecting`: from the loss of a server to new parameters."""
 
 PARTS: Final = (*MEASURED, "missing")
-"""`missing`: slots without a pod, and the seconds of a pod that died, or is silent, since its last report."""
+"""`missing` has the seconds of slots without a pod, and of a pod that died, or is silent, since its last report."""
 
 FRESH: Final = 10.0
-"""Seconds. A pod whose last report is not older is counted up to that report only: the rest is in the next one."""
+"""Seconds. A pod whose newest report is at most this old is counted up to that report. The next report has the rest."""
 
-_WHOLE: Final = 2.0  # seconds within which a time of the API, in whole seconds, is now
+_WHOLE: Final = 2.0  # seconds; a time of the API, which has whole seconds, counts as the present if it is less old
 
 Parts: TypeAlias = tuple[float, ...]
 Key: TypeAlias = tuple[int, int]
@@ -57,7 +67,11 @@ _STARTING, _ENDING, _MISSING = (PARTS.index(part) for part in ("starting", "endi
 _NOTHING: Final[Parts] = (0.0,) * len(PARTS)
 
 
-class Report(NamedTuple):
+LONGEST: Final = 1e10
+"""More seconds than this, which are 300 years, are not a measurement. Sums of valid values stay finite."""
+
+
+class SecondsReport(NamedTuple):
     """The seconds that a worker's process has measured.
 
     Attributes:
@@ -72,12 +86,12 @@ class Report(NamedTuple):
     unsaved: float = 0.0
     version: int = 0
 
-    def rolled_back(self, version: int) -> Report:
+    def rolled_back(self, version: int) -> SecondsReport:
         """The report, after the updates from `version` on were discarded."""
         return self if self.version <= version else _discarded(self, self.unsaved)
 
 
-def _discarded(report: Report, seconds: float) -> Report:
+def _discarded(report: SecondsReport, seconds: float) -> SecondsReport:
     """The report, after `seconds` applied seconds were discarded."""
     lost = max(0.0, min(seconds, report.seconds[_APPLIED]))
     moved = tuple(value + lost * ((i == _REDONE) - (i == _APPLIED)) for i, value in enumerate(report.seconds))
@@ -103,7 +117,7 @@ class WorkerPod:
     measured: Parts = ()
 
 
-def parts_of(pod: WorkerPod, report: Report | None, now: float, *, over: bool = False) -> Parts:
+def parts_of(pod: WorkerPod, report: SecondsReport | None, now: float, *, over: bool = False) -> Parts:
     """The seconds of one pod by `PARTS`.
 
     Args:
@@ -114,7 +128,7 @@ def parts_of(pod: WorkerPod, report: Report | None, now: float, *, over: bool = 
     if pod.measured:
         at = end if report is None else report.at - sum(report.seconds) + sum(pod.measured)
         lost = 0.0 if report is None else report.seconds[_REDONE] - pod.measured[_REDONE]
-        report = _discarded(Report(min(at, end), pod.measured), lost)  # a rollback after the message
+        report = _discarded(SecondsReport(min(at, end), pod.measured), lost)  # a rollback after the message
     found = list(_NOTHING)
     if report is None:
         found[_STARTING] = max(0.0, end - pod.start)
@@ -133,7 +147,7 @@ def parts_of(pod: WorkerPod, report: Report | None, now: float, *, over: bool = 
 
 def is_measured(seconds: Sequence[float]) -> bool:
     """Whether these can be the seconds of `MEASURED`."""
-    return len(seconds) == len(MEASURED) and all(0 <= value < math.inf for value in seconds)
+    return len(seconds) == len(MEASURED) and all(0 <= value <= LONGEST for value in seconds)
 
 
 def goodput(parts: Mapping[str, float]) -> float | None:
@@ -149,7 +163,7 @@ class Account:
     Attributes:
         gone: the seconds of pods that no longer exist, and of slots without a pod.
         until: slots without a pod are counted up to here; None: no pod had a node yet.
-        known: the sums of all pods at `until`, of an account that is continued, until its first `observe`.
+        known: after a restart of the operator, the stored sums of all pods at `until`, until the first `observe`.
         term, redone: as the coordinator reported last, to notice rollbacks.
     """
 
@@ -160,8 +174,10 @@ class Account:
     redone: int | None = None
     over: bool = False
     _pods: dict[Key, WorkerPod] = field(default_factory=dict)
-    _reports: dict[Key, Report] = field(default_factory=dict)
-    _kept: dict[Key, Report] = field(default_factory=dict)  # of a continued account, until a pod's first report
+    _reports: dict[Key, SecondsReport] = field(default_factory=dict)
+    _kept: dict[Key, SecondsReport] = field(
+        default_factory=dict
+    )  # after an operator's restart, until a pod's first report
     _risks: list[tuple[int, float]] = field(default_factory=list)  # of `gone`: (version, applied seconds)
 
     @classmethod
@@ -205,7 +221,7 @@ class Account:
             self._miss(sum(_uncovered(by_rank.get(rank, ()), self.until, now) for rank in range(slots)))
         self.until = now if self.until is None else max(now, self.until)
 
-    def report(self, reports: Mapping[Key, Report]) -> None:
+    def report(self, reports: Mapping[Key, SecondsReport]) -> None:
         """Reports of workers. A report of a pod that does not exist is ignored."""
         for key, report in reports.items():
             known = self._reports.get(key)
@@ -240,7 +256,10 @@ class Account:
     # ---- Inside ----
 
     def _precise(self, pod: WorkerPod, now: float) -> WorkerPod:
-        """Times of the API are whole seconds: where this account saw it happen, that is more precise."""
+        """Replaces times of the API, which are whole seconds, by the times at which this account observed the changes.
+
+        Otherwise each pod would gain or lose up to a second, and the parts would not add up to the age (decision 0046).
+        """
         known = self._pods.get(pod.key)
         start = min(pod.start, now) if known is None else known.start
         if known is None and self.known is None:  # it had no node at `until`
@@ -253,12 +272,13 @@ class Account:
         return replace(pod, start=start, end=max(start, now if seen else min(pod.end, now)))
 
     def _settle(self, found: Mapping[Key, WorkerPod]) -> None:
-        """Divide what a continued account knows of pods that existed at `until` among those that still exist.
+        """Divide the stored seconds of pods that existed at `until` among the pods that still exist.
 
         Pods that ended and were deleted while no operator ran are missing.
         """
         if self.known is None or self.until is None:
             return
+        # The status has one sum of all pods, because the parts of 256 workers would be 30 kB each time (decision 0046).
         until, known, self.known = self.until, self.known, None
         ages = {key: max(0.0, min(until, pod.end or until) - pod.start) for key, pod in found.items()}
         absent = max(0.0, sum(known) - sum(self.gone) - sum(ages.values()))
@@ -266,12 +286,12 @@ class Account:
         left = [max(0.0, all_ - sum(others)) for all_, *others in zip(known, self.gone, *exact, strict=True)]
         for key, pod in found.items():
             if pod.measured or not ages[key] or sum(left) <= left[_STARTING]:
-                continue  # without a report, it is starting
+                continue  # a pod without a report is starting
             share = [seconds * ages[key] / sum(left) for seconds in left]
-            self._kept[key] = Report(pod.start + ages[key] - share[_MISSING], tuple(share[: len(MEASURED)]))
+            self._kept[key] = SecondsReport(pod.start + ages[key] - share[_MISSING], tuple(share[: len(MEASURED)]))
         self._miss(absent)
 
-    def _newest(self, pod: WorkerPod) -> Report | None:
+    def _newest(self, pod: WorkerPod) -> SecondsReport | None:
         """The newest report of a pod, or what is kept of it instead."""
         report = self._reports.get(pod.key)
         return self._kept.get(pod.key) if report is None and not pod.measured else report

@@ -1,4 +1,4 @@
-"""`spec.update.grace` as text: a duration such as ``500ms``, or ``Auto``."""
+"""Returns `spec.update.grace` as text, which is a duration such as ``500ms``, or ``Auto``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The objects of a job other than its pods: Services, Secret, NetworkPolicy."""
+"""Builds the Services, Secret and NetworkPolicy of a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pod of one slot: what the contract with the trainer requires, with the user's template merged over it."""
+"""Builds the pod of one slot from the contract with the trainer, with the user's template merged over it."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ _ALPHABET: Final = "bcdfghjklmnpqrstvwxz2456789"
 
 @dataclass(frozen=True, slots=True, order=True)
 class Slot:
-    """The position that a pod fills: a role and an index. A slot has many pods, one after the other.
+    """The position that a pod fills, with a role and an index. A slot has many pods, one after the other.
 
     Attributes:
         role: value of the role label (`contract.ROLE_WORKER`, ...).
@@ -79,17 +79,17 @@ def pod_name(job: str, uid: str, slot: Slot, incarnation: int) -> str:
 
 
 def service_name(job: str, uid: str, shard: int) -> str:
-    """The Service of a shard: ``{job}-ps-{shard}-{hash}``."""
+    """Returns the name of the Service of a shard, ``{job}-ps-{shard}-{hash}``."""
     return f"{job}-ps-{shard}-{short_hash(uid)}"
 
 
 def secret_name(job: str, uid: str) -> str:
-    """The Secret with the job's token: ``{job}-token-{hash}``."""
+    """Returns the name of the Secret with the job's token, ``{job}-token-{hash}``."""
     return f"{job}-token-{short_hash(uid)}"
 
 
 def network_policy_name(job: str, uid: str) -> str:
-    """The job's NetworkPolicy: ``{job}-ingress-{hash}``."""
+    """Returns the name of the job's NetworkPolicy, ``{job}-ingress-{hash}``."""
     return f"{job}-ingress-{short_hash(uid)}"
 
 

@@ -1,4 +1,4 @@
-"""The planner's input: what the operator has observed, so that `plan` needs no clock, no cluster and no memory.
+"""Defines the planner's input, which the operator observed, so that `plan` needs no clock, no cluster and no memory.
 
 The operator fills one `Observed` for each job from its indices and from the answers of the job's servers (O8). Its own
 writes are laid over the indices. A created object is in it before the watch reports it. A deleted pod has its
@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, Final, TypeAlias
 
-from backstay_spec.goodput import Report
+from backstay_spec.goodput import SecondsReport
+from backstay_spec.job_report import JobReport
 
 Manifest: TypeAlias = Mapping[str, Any]
 
@@ -22,51 +23,11 @@ HELD: Final = "HeldBack"
 
 @dataclass(frozen=True, slots=True)
 class Stalled:
-    """A worker that the servers consider hung: it sends no heartbeats, or no contribution for too long."""
+    """A worker that the servers consider hung, because it sends no heartbeats, or no contribution for too long."""
 
     rank: int
     incarnation: int
     reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class TermStart:
-    """Where the coordinator's term began.
-
-    Attributes:
-        term: the term.
-        step: its first version.
-        checkpoint: the URI of that version's checkpoint; empty: the initial parameters.
-        redone: updates of the previous term after `step`, as far as this coordinator applied them itself.
-        changes: settings that differ from those of the run that stored the checkpoint, as text.
-        taken_over: leases of the checkpoint folder that were not renewed, so that this run took the folder over.
-    """
-
-    term: int
-    step: int
-    checkpoint: str = ""
-    redone: int = 0
-    changes: tuple[str, ...] = ()
-    taken_over: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class WaitedFor:
-    """A rank that updates waited for after all others that they needed.
-
-    Attributes:
-        rank: the rank.
-        shard: the server that received its contributions much later than the others; None: there was no such server.
-        part: the part of the rank's step, a key of `contract.SLOW_PARTS`.
-        seconds: added up over the updates.
-        updates: the number of updates.
-    """
-
-    rank: int
-    shard: int | None
-    part: str
-    seconds: float
-    updates: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,31 +53,15 @@ class Progress:
         taken: when the answers came, aware, of the operator's clock.
         reached: the shards whose server answered.
         coordinator: the incarnation of the coordinator that answered; 0: none did.
+        report: the state of training that the coordinator reported.
+        unreadable: why a part of the coordinator's report could not be read, and was ignored; empty: all could.
         in_sync: shard -> the incarnation of the standby that is in sync, by the last answer of its server.
-        term, step, loss, examples_per_second, metrics: the values that the coordinator reported; None where its answer
-            has none.
-        goal_steps: the updates that training ends with.
-        local_steps: the number of local steps of each worker between two updates; None: workers make no local steps.
-        updates_per_second: the recent rate; None: not known yet.
-        waited_for: the ranks that the updates of the last minutes waited for, the longest first.
-        waits: what the next update waits for, where it has waited for long.
-        ending: after the last update, what the end of the job waits for; empty: there will be updates.
-        train_metrics: what `loss` returned beside the loss, mean of the newest update.
-        evaluated_step: the version that `metrics` or `evaluation_error` belongs to; None: there was no evaluation.
-        evaluation_error: why the newest evaluation returned no metrics; empty when it did.
-        untrained_leaves: parameters whose gradient was zero in the first updates of every worker.
-        mistakes_of_batches: the reasons of events about `batches`, such as `SameBatches`.
-        term_start: where `term` began.
         worker_seconds: what workers have measured, by rank and incarnation.
-        redone: updates that rollbacks have discarded so far.
         last: the newest term and step that a coordinator reported, in this round or an earlier one.
-        step_before_term: the last step that was reported in the term before `term`.
-        world: ranks in force; None while the coordinator has not been reached.
+        step_before_term: the last step that was reported in the term before the current one.
         stalled: the workers that hang.
         contributed: rank -> the incarnation that has handed in a gradient: its crashes do not back off (O4).
         beating: rank -> the incarnation whose heartbeats a server receives.
-        checkpoint_step, checkpoint_uri: the newest complete checkpoint.
-        checkpoint_error: why the newest attempt at one failed; empty when it did not.
         reports: about pods that died, as far as this coordinator stored them.
         done: the last step's checkpoint is whole, and the pods are leaving.
     """
@@ -124,34 +69,13 @@ class Progress:
     taken: datetime
     reached: frozenset[int] = frozenset()
     coordinator: int = 0
+    report: JobReport = field(default_factory=JobReport)
+    unreadable: str = ""
     in_sync: Mapping[int, int] = field(default_factory=dict)
-    term: int | None = None
-    step: int | None = None
-    loss: float | None = None
-    examples_per_second: float | None = None
-    goal_steps: int | None = None
-    local_steps: int | None = None
-    updates_per_second: float | None = None
-    waited_for: tuple[WaitedFor, ...] = ()
-    waits: str = ""
-    ending: str = ""
-    world: int | None = None
     stalled: tuple[Stalled, ...] = ()
     contributed: Mapping[int, int] = field(default_factory=dict)
     beating: Mapping[int, int] = field(default_factory=dict)
-    checkpoint_step: int | None = None
-    checkpoint_uri: str = ""
-    checkpoint_error: str = ""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    train_metrics: Mapping[str, float] = field(default_factory=dict)
-    traffic: Mapping[str, float] = field(default_factory=dict)
-    evaluated_step: int | None = None
-    evaluation_error: str = ""
-    untrained_leaves: tuple[str, ...] = ()
-    mistakes_of_batches: tuple[str, ...] = ()
-    term_start: TermStart | None = None
-    worker_seconds: Mapping[tuple[int, int], Report] = field(default_factory=dict)
-    redone: int = 0
+    worker_seconds: Mapping[tuple[int, int], SecondsReport] = field(default_factory=dict)
     last: tuple[int, int] | None = None
     step_before_term: int | None = None
     reports: tuple[StoredReport, ...] = ()
@@ -251,7 +175,7 @@ class Contact:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class RefusedCreate:
     """The API server's refusal of a create; an object of this job certainly does not exist.
 
     Attributes:
@@ -267,7 +191,7 @@ class Refusal:
     at: datetime
     since: datetime | None = None
 
-    def after(self, before: Refusal | None) -> Refusal:
+    def after(self, before: RefusedCreate | None) -> RefusedCreate:
         """The refusal, as the continuation of `before` if both have the same reason."""
         if before is None or before.reason != self.reason:
             return self
@@ -310,7 +234,7 @@ class Observed:
     gated: Mapping[str, datetime] = field(default_factory=dict)
     witnessed: frozenset[str] = frozenset()
     missing: frozenset[str] = frozenset()
-    refused: Mapping[str, Refusal] = field(default_factory=dict)
+    refused: Mapping[str, RefusedCreate] = field(default_factory=dict)
     status_written: datetime | None = None
 
 
@@ -322,8 +246,11 @@ class PlanSettings:
         operator_namespace: where the operator runs; its calls pass each job's NetworkPolicy.
         operator_labels: labels that the operator's pods carry there; empty: any pod of that namespace.
         log_format: how pods log, ``text`` or ``json``.
+        first_wait: how long a slot waits after the first of several crashes before its pods worked; each further wait
+            is twice as long (O4).
     """
 
     operator_namespace: str
     operator_labels: Mapping[str, str] = field(default_factory=dict)
     log_format: str = "text"
+    first_wait: timedelta = timedelta(seconds=1)

@@ -1,4 +1,4 @@
-"""`plan`: what to do about one job, as a pure function of the job, what is observed, and the time (O1).
+"""Decides what to do about one job by a pure function of the job, what is observed, and the time (`plan`, O1).
 
 The operator calls it when something may have changed. It reads everything, and returns what is still missing. Its only
 memory is the job's status, so it may be called twice, late, or by another process. `backstay_spec.observed` is its
@@ -25,6 +25,7 @@ from backstay_spec import contract, manifests_pod, names, status
 from backstay_spec.actions import Action, CreatePod, DeletePod, Plan
 from backstay_spec.causes import Blocked
 from backstay_spec.events import Event, normal, warning
+from backstay_spec.job_report import INTERRUPTED, NO_RATES
 from backstay_spec.names import ROLE_OF_LABEL, Slot
 from backstay_spec.observed import Manifest, Observed, PlanSettings
 from backstay_spec.planner import (
@@ -41,8 +42,9 @@ from backstay_spec.planner import (
     surplus,
 )
 from backstay_spec.planner.conditions import Statement
-from backstay_spec.planner.effects import NOTHING, Creation, Decision, Effects, Failure, earliest
+from backstay_spec.planner.effects import NOTHING, Creation, Decision, Effects, JobFailure, earliest
 from backstay_spec.planner.facts import Facts, desired_slots, facts_of
+from backstay_spec.planner.last_step import last_step
 from backstay_spec.planner.pods import own_pods
 from backstay_spec.planner.record import Record, standby_key
 from backstay_spec.planner.report import NewStatus
@@ -127,7 +129,7 @@ def refuse(
     updated, record, fields = before, Record.of(old), {}
     events: tuple[Event, ...] = ()
     if not ended_before:
-        statements = conditions.ended(Failure(_INVALID_SPEC, message))
+        statements = conditions.ended(JobFailure(_INVALID_SPEC, message))
         updated, events = conditions.updated(before, statements, now, metadata.generation)
         record, fields = replace(record, backoff={}), {"completion_time": status.whole_seconds(now)}
     failed = updated.get(status.FAILED)
@@ -147,7 +149,7 @@ def refuse(
     return _plan(written, Effects(actions=actions, events=events), old, now)
 
 
-def _plan(written: report.Report, effects: Effects, old: TrainingJobStatus, now: datetime) -> Plan:
+def _plan(written: report.PlannedStatus, effects: Effects, old: TrainingJobStatus, now: datetime) -> Plan:
     written = report.with_history(written, old, effects.events, now)
     wake = earliest((written.wake, effects.wake))
     return Plan(
@@ -172,22 +174,25 @@ def _outline(facts: Facts, record: Record) -> _Outline:
     return _suspended(facts, outline) if facts.spec.run_policy.suspend else _running(facts, outline)
 
 
-def _ended(facts: Facts, outline: _Outline, ending: end.Success | Failure) -> _Outline:
+def _ended(facts: Facts, outline: _Outline, ending: end.Success | JobFailure) -> _Outline:
+    reached = {}
+    if isinstance(ending, JobFailure) and (step := last_step(facts)) is not None:
+        reached = {"step": step}
     return replace(
         outline,
         record=replace(outline.record, backoff={}),
-        statements=outline.statements + tuple(conditions.ended(ending)),
+        statements=outline.statements + tuple(conditions.ended(ending, reached.get("step"))),
         fields={
             **outline.fields,
+            **reached,
             **ending.fields,
             "completion_time": status.whole_seconds(facts.now),
-            "examples_per_second": None,
-            "updates_per_second": None,
+            **NO_RATES,
         },
     )
 
 
-def _after_training(facts: Facts, outline: _Outline, trained: after_training.Trained) -> _Outline:
+def _after_training(facts: Facts, outline: _Outline, trained: after_training.TrainingEnded) -> _Outline:
     """A job whose training has ended needs worker 0 alone, until its script has ended."""
     verdict = after_training.judge(facts, outline.record, trained)
     late = end.active_deadline(facts)
@@ -212,7 +217,7 @@ def _after_training(facts: Facts, outline: _Outline, trained: after_training.Tra
         statements=outline.statements
         + tuple(conditions.resumed(facts))
         + tuple(after_training.statements(trained, verdict)),
-        fields={**outline.fields, **trained.fields, "examples_per_second": None, "updates_per_second": None},
+        fields={**outline.fields, **trained.fields, **NO_RATES},
     )
 
 
@@ -227,7 +232,7 @@ def _suspended(facts: Facts, outline: _Outline) -> _Outline:
         effects=end.suspended(facts),
         statements=outline.statements + tuple(conditions.suspended(facts)),
         desired=dict.fromkeys(facts.old.roles, 0),
-        fields={"start_time": None, "examples_per_second": None, "updates_per_second": None},
+        fields={"start_time": None, **NO_RATES},
     )
 
 
@@ -261,7 +266,7 @@ def _running(facts: Facts, outline: _Outline) -> _Outline:
         + Effects(events=changes.events, wake=earliest((conditions.slow_start(facts, obstructed), trains.check_at))),
         fields={
             **outline.fields,
-            **({"examples_per_second": 0.0, "updates_per_second": None} if trains.interrupted else {}),
+            **(INTERRUPTED if trains.interrupted else {}),
         },
         statements=outline.statements + tuple(found),
         all_created=conditions.all_created(facts, record, slots, decided.effects),
@@ -341,7 +346,7 @@ def _ready(facts: Facts, record: Record, desired: Mapping[Role, int]) -> dict[Ro
 
 
 def _scale(facts: Facts, actions: Sequence[Action]) -> dict[str, Any]:
-    """The fields for the scale subresource: how many worker pods exist, and the selector for them."""
+    """The fields for the scale subresource, with the number of existing worker pods and their selector."""
     existing = {
         slot for slot, pods in facts.pods.items() if slot.role == contract.ROLE_WORKER and any(p.alive for p in pods)
     }

@@ -30,5 +30,5 @@ def backups_of(backups: int | str, replicas: int) -> int:
 
 
 def quorum_of(backups: int | str, world: int) -> int:
-    """How many gradients one synchronous update averages: ``max(1, world - backups)``."""
+    """Returns how many gradients one synchronous update averages, ``max(1, world - backups)``."""
     return max(1, world - backups_of(backups, world))

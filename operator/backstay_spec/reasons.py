@@ -1,4 +1,4 @@
-"""Every condition, event and reason of a TrainingJob: its meaning, and what a person does about it.
+"""Lists every condition, event and reason of a TrainingJob, with its meaning and the action of a person.
 
 `docs/generate.py` makes the reference page from these tables. `tests/docs/test_reasons.py` compares them with the code
 that sends events and writes conditions.
@@ -376,6 +376,11 @@ FAILURES: Final[tuple[FailureDoc, ...]] = (
         "BatchesEnded",
         "`batches` raised StopIteration, because its iterator ended.",
         "Use `from_dataset` or `from_iterator`. `batches` must return a batch for every key.",
+    ),
+    FailureDoc(
+        "EmptyBatch",
+        "`batches` returned a batch without rows. The message has the step and the rank.",
+        "Return at least one row for every key, or use `from_dataset`.",
     ),
     FailureDoc("CrashLoop", "A pod crashed six times in a row before the first update.", "Read the log of that pod."),
     FailureDoc(

@@ -1,4 +1,4 @@
-"""Records of a job, which its servers write beside the checkpoints: their names, and the entries of a history."""
+"""Defines the names of the records that a job's servers write beside the checkpoints, and the entries of a history."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Final
 
 __all__ = ["RECORD_NAME", "merged"]
 
-RECORD_NAME: Final = re.compile(r"(trace|report|history)-([0-9]{12})-[a-z0-9-]{1,100}\.(pb\.gz|json)")
-"""The name of a record's file: its kind, the Unix time in seconds, what makes it unique, and its format."""
+RECORD_NAME: Final = re.compile(r"(trace|report|history|curve)-([0-9]{12})-[a-z0-9-]{1,100}\.(pb\.gz|json)")
+"""Returns the name of a record's file, with its kind, the Unix time in seconds, a unique part, and its format."""
 
 
 def merged(*histories: Iterable[Any]) -> list[Mapping[str, Any]]:

@@ -1,4 +1,4 @@
-"""Every rule about a spec beyond its shape, in one place: for the API server and for `backstay validate`.
+"""Defines every rule about a spec beyond its shape in one place, for the API server and for `backstay validate`.
 
 Three tables:
 
@@ -22,14 +22,15 @@ from typing import Any, Final
 from backstay_spec import grace
 from backstay_spec.contract import CONTAINER, ENV_PREFIX, GROUP, LABEL_JOB
 
-__all__ = ["BOUNDS", "CHANGES", "MAX_NAME", "RULES", "Bound", "Change", "Rule"]
+__all__ = ["BOUNDS", "CHANGES", "MAX_NAME", "RULES", "FieldBound", "FieldChange", "FieldRule"]
 
 MAX_NAME: Final = 40
-"""Longest name of a job: role, index, incarnation and a hash follow it in pod names, which are labels of at most 63."""
+"""The longest name of a job, because role, index, incarnation and a hash follow it in pod names of at most 63
+characters."""
 
 INT32_MAX: Final = 2**31 - 1
 MAX_STRING: Final = 128 * 1024
-"""Bytes of one argument or environment variable with its name and its end: MAX_ARG_STRLEN of execve(2)."""
+"""The most bytes of one argument or environment variable with its name and its end, MAX_ARG_STRLEN of execve(2)."""
 MAX_STRINGS: Final = 1024 * 1024
 """Bytes of the command, arguments and environment of a container. Linux gives them 2 MiB (a quarter of the stack's
 limit); the rest is for what the image, `envFrom` and the operator add."""
@@ -41,7 +42,7 @@ _CONTAINER = f"the name of a container: {CONTAINER} for the one that trains, or 
 
 
 @dataclass(frozen=True)
-class Bound:
+class FieldBound:
     """The bounds of one field alone; `None` where there is no such bound.
 
     Attributes:
@@ -77,12 +78,12 @@ class Bound:
         return {word: value for word, value in words.items() if value is not None}
 
 
-def _count(path: str, minimum: int, maximum: int = INT32_MAX) -> Bound:
-    return Bound(path, minimum=minimum, maximum=maximum)
+def _count(path: str, minimum: int, maximum: int = INT32_MAX) -> FieldBound:
+    return FieldBound(path, minimum=minimum, maximum=maximum)
 
 
-def _named(path: str, pattern: str = DNS_SUBDOMAIN, max_length: int = 253, valid: str = _NAME) -> Bound:
-    return Bound(path, min_length=1, max_length=max_length, pattern=pattern, valid=valid)
+def _named(path: str, pattern: str = DNS_SUBDOMAIN, max_length: int = 253, valid: str = _NAME) -> FieldBound:
+    return FieldBound(path, min_length=1, max_length=max_length, pattern=pattern, valid=valid)
 
 
 TEMPLATES: Final = ("spec.parameterServers.template", "spec.workers.template", "spec.evaluator.template")
@@ -100,19 +101,19 @@ _TEXTS: Final = (
 _ENV_NAME = "the name of an environment variable: printable ASCII without '='"
 
 # The lengths and numbers of items are for the API server, which refuses a CRD whose CEL rules could cost too much.
-BOUNDS: Final[tuple[Bound, ...]] = (
-    Bound(
+BOUNDS: Final[tuple[FieldBound, ...]] = (
+    FieldBound(
         "spec.image",
         min_length=1,
         max_length=1024,
         pattern=r"^[^ \t\r\n]+$",
         valid="an image reference without spaces, such as ghcr.io/me/train:1",
     ),
-    Bound("spec.command", max_items=256),
-    Bound("spec.args", max_items=1024),
-    Bound("spec.env", max_items=256),
-    Bound("spec.envFrom", max_items=64),
-    Bound("spec.workingDir", min_length=1, max_length=1024),
+    FieldBound("spec.command", max_items=256),
+    FieldBound("spec.args", max_items=1024),
+    FieldBound("spec.env", max_items=256),
+    FieldBound("spec.envFrom", max_items=64),
+    FieldBound("spec.workingDir", min_length=1, max_length=1024),
     _named("spec.code.configMap"),
     _count("spec.parameterServers.replicas", 1, 256),
     _count("spec.parameterServers.standbys", 0, 1),
@@ -121,7 +122,7 @@ BOUNDS: Final[tuple[Bound, ...]] = (
     _count("spec.workers.stallSeconds", 1),
     _count("spec.workers.maxRestarts", 0),
     _count("spec.evaluator.maxRestarts", 0),
-    Bound(
+    FieldBound(
         "spec.update.backups",
         minimum=0,
         maximum=9_999,
@@ -129,7 +130,7 @@ BOUNDS: Final[tuple[Bound, ...]] = (
         pattern=r"^(0|[1-9][0-9]?)%$",
         valid="a whole number of pods, or whole percents from '0%' to '99%'",
     ),
-    Bound(
+    FieldBound(
         "spec.update.grace",
         max_length=16,
         pattern=grace.PATTERN,
@@ -137,14 +138,14 @@ BOUNDS: Final[tuple[Bound, ...]] = (
     ),
     _count("spec.update.maxNonFinite", 1),
     _count("spec.update.maxStaleness", 0),
-    Bound(
+    FieldBound(
         "spec.checkpoint.uri",
         min_length=1,
         max_length=1024,
         pattern=r"^([A-Za-z][A-Za-z0-9+.:-]*://|/).+$",
         valid="a URI such as s3://bucket/folder, or an absolute path (only `backstay run` accepts a relative one)",
     ),
-    Bound(
+    FieldBound(
         "spec.checkpoint.volume",
         min_properties=1,
         valid="the source of a volume, such as persistentVolumeClaim: {claimName: ckpt}",
@@ -152,7 +153,7 @@ BOUNDS: Final[tuple[Bound, ...]] = (
     _count("spec.checkpoint.everySteps", 1),
     _count("spec.checkpoint.everySeconds", 0),
     _count("spec.checkpoint.keep", 1, 10_000),
-    Bound(
+    FieldBound(
         "spec.checkpoint.keepBest.metric",
         min_length=1,
         max_length=256,
@@ -167,27 +168,32 @@ BOUNDS: Final[tuple[Bound, ...]] = (
     _named("spec.scheduling.schedulerName"),
     _named("spec.scheduling.queue", max_length=63),
     _named("spec.scheduling.gang.podGroup", max_length=63),
-    *(Bound(f"{env}[].name", min_length=1, max_length=256, pattern=r"^[ -<>-~]+$", valid=_ENV_NAME) for env in _ENVS),
-    *(Bound(f"{template}.metadata.labels", max_properties=64) for template in TEMPLATES),
-    *(Bound(f"{template}.spec.containers", max_items=16) for template in TEMPLATES),
-    *(_named(f"{template}.spec.containers[].name", CONTAINER_NAME, 63, valid=_CONTAINER) for template in TEMPLATES),
-    *(Bound(f"{template}.spec.containers[].command", max_items=256) for template in TEMPLATES),
-    *(Bound(f"{template}.spec.containers[].args", max_items=1024) for template in TEMPLATES),
-    *(Bound(f"{template}.spec.containers[].env", max_items=256) for template in TEMPLATES),
-    *(Bound(amount, max_properties=64) for amount in _AMOUNTS),
     *(
-        Bound(f"{amount}{{}}", min_length=1, max_length=64, pattern=QUANTITY, valid="an amount such as 500m, 2 or 4Gi")
+        FieldBound(f"{env}[].name", min_length=1, max_length=256, pattern=r"^[ -<>-~]+$", valid=_ENV_NAME)
+        for env in _ENVS
+    ),
+    *(FieldBound(f"{template}.metadata.labels", max_properties=64) for template in TEMPLATES),
+    *(FieldBound(f"{template}.spec.containers", max_items=16) for template in TEMPLATES),
+    *(_named(f"{template}.spec.containers[].name", CONTAINER_NAME, 63, valid=_CONTAINER) for template in TEMPLATES),
+    *(FieldBound(f"{template}.spec.containers[].command", max_items=256) for template in TEMPLATES),
+    *(FieldBound(f"{template}.spec.containers[].args", max_items=1024) for template in TEMPLATES),
+    *(FieldBound(f"{template}.spec.containers[].env", max_items=256) for template in TEMPLATES),
+    *(FieldBound(amount, max_properties=64) for amount in _AMOUNTS),
+    *(
+        FieldBound(
+            f"{amount}{{}}", min_length=1, max_length=64, pattern=QUANTITY, valid="an amount such as 500m, 2 or 4Gi"
+        )
         for amount in _AMOUNTS
     ),
     *(
-        Bound(f"{env}[].value", max_length=MAX_STRING, valid="a string that Linux can pass to a program")
+        FieldBound(f"{env}[].value", max_length=MAX_STRING, valid="a string that Linux can pass to a program")
         for env in _ENVS
     ),
 )
 
 
 @dataclass(frozen=True)
-class Rule:
+class FieldRule:
     """Fields against each other.
 
     Attributes:
@@ -241,8 +247,8 @@ def _good_name(job: Any) -> bool:
     return len(name) <= MAX_NAME and re.search(DNS_LABEL.replace("$", r"\Z"), name) is not None
 
 
-RULES: Final[tuple[Rule, ...]] = (
-    Rule(
+RULES: Final[tuple[FieldRule, ...]] = (
+    FieldRule(
         at="",
         field="metadata.name",
         reads=("metadata.name",),
@@ -251,7 +257,7 @@ RULES: Final[tuple[Rule, ...]] = (
         message=f"must be at most {MAX_NAME} lower-case letters, digits and '-'. The first must be a letter, and the "
         "last a letter or a digit, because pods and Services are named after the job",
     ),
-    Rule(
+    FieldRule(
         at="spec",
         field="workingDir",
         reads=("code", "workingDir"),
@@ -259,7 +265,7 @@ RULES: Final[tuple[Rule, ...]] = (
         holds=lambda spec: not ("code" in spec and "workingDir" in spec),
         message="must be left out together with spec.code, whose files are the working directory",
     ),
-    Rule(
+    FieldRule(
         at="spec",
         field="checkpoint.keepBest",
         reads=("checkpoint.keepBest", "evaluator"),
@@ -267,7 +273,7 @@ RULES: Final[tuple[Rule, ...]] = (
         holds=lambda spec: "keepBest" not in spec["checkpoint"] or "evaluator" in spec,
         message="must be left out unless spec.evaluator is set: the evaluator evaluates the checkpoints",
     ),
-    Rule(
+    FieldRule(
         at="spec",
         field="update.backups",
         reads=("update.backups", "workers.replicas"),
@@ -277,7 +283,7 @@ RULES: Final[tuple[Rule, ...]] = (
         message="must be less than spec.workers.replicas, because an update needs at least one gradient; percents such "
         "as '5%' follow the number of workers",
     ),
-    Rule(
+    FieldRule(
         at="spec.update",
         field="backups",
         reads=("mode", "backups"),
@@ -285,7 +291,7 @@ RULES: Final[tuple[Rule, ...]] = (
         holds=_backups_in_sync,
         message="must be left out in mode Async, which never waits for a worker; backups are for mode Sync",
     ),
-    Rule(
+    FieldRule(
         at="spec.update",
         field="grace",
         reads=("mode", "grace"),
@@ -293,7 +299,7 @@ RULES: Final[tuple[Rule, ...]] = (
         holds=lambda update: update["mode"] == "Sync" or update["grace"] == "0s",
         message="must be left out in mode Async, which never waits for a worker; it is for mode Sync",
     ),
-    Rule(
+    FieldRule(
         at="spec.update",
         field="weighting",
         reads=("mode", "weighting"),
@@ -301,7 +307,7 @@ RULES: Final[tuple[Rule, ...]] = (
         holds=lambda update: update["mode"] == "Sync" or update["weighting"] == "Equal",
         message="must be Equal in mode Async, where an update has one gradient; Examples is for mode Sync",
     ),
-    Rule(
+    FieldRule(
         at="spec.update",
         field="maxStaleness",
         reads=("mode", "maxStaleness"),
@@ -309,7 +315,7 @@ RULES: Final[tuple[Rule, ...]] = (
         holds=lambda update: update["mode"] == "Async" or "maxStaleness" not in update,
         message="must be left out in mode Sync, where no gradient is stale; it is for mode Async",
     ),
-    Rule(
+    FieldRule(
         at="spec.update",
         field="stalenessDamping",
         reads=("mode", "stalenessDamping"),
@@ -317,7 +323,7 @@ RULES: Final[tuple[Rule, ...]] = (
         holds=lambda update: update["mode"] == "Async" or not update["stalenessDamping"],
         message="must be false in mode Sync, where no gradient is stale; it is for mode Async",
     ),
-    Rule(
+    FieldRule(
         at="spec.update",
         field="overlap",
         reads=("mode", "overlap"),
@@ -325,7 +331,7 @@ RULES: Final[tuple[Rule, ...]] = (
         holds=lambda update: update["mode"] == "Async" or not update["overlap"],
         message="must be false in mode Sync, where a gradient needs the newest parameters; it is for mode Async",
     ),
-    Rule(
+    FieldRule(
         at="spec.update",
         field="maxStaleness",
         reads=("maxStaleness", "overlap"),
@@ -334,7 +340,7 @@ RULES: Final[tuple[Rule, ...]] = (
         message="must be at least 1 with spec.update.overlap, where each gradient is computed without the worker's "
         "last one; or set spec.update.overlap to false",
     ),
-    Rule(
+    FieldRule(
         at="spec.wire",
         field="errorFeedback",
         reads=("gradients", "errorFeedback"),
@@ -342,7 +348,7 @@ RULES: Final[tuple[Rule, ...]] = (
         holds=lambda wire: not wire.get("errorFeedback") or wire["gradients"] in ("Int8", "Int4"),
         message="must be false unless spec.wire.gradients is Int8 or Int4, whose rounding errors it feeds back",
     ),
-    Rule(
+    FieldRule(
         at="spec.checkpoint",
         field="volume",
         reads=("uri", "volume"),
@@ -350,7 +356,7 @@ RULES: Final[tuple[Rule, ...]] = (
         holds=lambda checkpoint: not ("uri" in checkpoint and "volume" in checkpoint),
         message="must be left out together with spec.checkpoint.uri: checkpoints are stored in one place",
     ),
-    Rule(
+    FieldRule(
         at="spec.checkpoint.volume",
         field="name",
         reads=("name",),
@@ -359,7 +365,7 @@ RULES: Final[tuple[Rule, ...]] = (
         message="must be left out, the operator names the volume; give the source alone, such as "
         "persistentVolumeClaim: {claimName: ckpt}",
     ),
-    Rule(
+    FieldRule(
         at="spec.checkpoint.volume",
         field="emptyDir",
         reads=("emptyDir",),
@@ -369,7 +375,7 @@ RULES: Final[tuple[Rule, ...]] = (
         "share, such as persistentVolumeClaim: {claimName: ckpt}",
     ),
     *(
-        Rule(
+        FieldRule(
             at=f"{env}[].name",
             field="",
             reads=("",),
@@ -380,7 +386,7 @@ RULES: Final[tuple[Rule, ...]] = (
         for env in _ENVS
     ),
     *(
-        Rule(
+        FieldRule(
             at=f"{env}[]",
             field="valueFrom",
             reads=("value", "valueFrom"),
@@ -391,7 +397,7 @@ RULES: Final[tuple[Rule, ...]] = (
         for env in _ENVS
     ),
     *(
-        Rule(
+        FieldRule(
             at=f"{env}[]",
             field="value",
             reads=("name", "value"),
@@ -403,7 +409,7 @@ RULES: Final[tuple[Rule, ...]] = (
         for env in _ENVS
     ),
     *(
-        Rule(
+        FieldRule(
             at=f"{texts}[]",
             field="",
             reads=("",),
@@ -415,7 +421,7 @@ RULES: Final[tuple[Rule, ...]] = (
         for texts in _TEXTS
     ),
     *(
-        Rule(
+        FieldRule(
             at=at,
             field="",
             reads=("command", "args", "env"),
@@ -427,7 +433,7 @@ RULES: Final[tuple[Rule, ...]] = (
         for at in ("spec", *(f"{template}.spec.containers[]" for template in TEMPLATES))
     ),
     *(
-        Rule(
+        FieldRule(
             at=f"{template}.spec.containers[]",
             field="image",
             reads=("name", "image"),
@@ -439,7 +445,7 @@ RULES: Final[tuple[Rule, ...]] = (
         for template in TEMPLATES
     ),
     *(
-        Rule(
+        FieldRule(
             at=f"{template}.metadata.labels",
             field="",
             reads=("",),
@@ -451,7 +457,7 @@ RULES: Final[tuple[Rule, ...]] = (
         for template in TEMPLATES
     ),
     *(
-        Rule(
+        FieldRule(
             at=f"{template}.spec.containers",
             field="",
             reads=("",),
@@ -468,7 +474,7 @@ _MARKS: Final = "?[]!"
 
 
 @dataclass(frozen=True)
-class Change:
+class FieldChange:
     """A field that may change only while the job is suspended.
 
     Attributes:
@@ -529,8 +535,8 @@ def _canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-CHANGES: Final[tuple[Change, ...]] = tuple(
-    Change(tuple(path.split(".")))
+CHANGES: Final[tuple[FieldChange, ...]] = tuple(
+    FieldChange(tuple(path.split(".")))
     for path in (
         "image",
         "command[]",

@@ -1,4 +1,4 @@
-"""The configuration of a pod: the part of a TrainingJob's spec that the training runtime needs.
+"""The configuration of a pod, which is the part of a TrainingJob's spec that the training runtime needs.
 
 The operator serialises one `RuntimeConfig` into `BACKSTAY_CONFIG` of every pod. Values that may change while a job runs
 are sent again on the control channel (O8). The environment has only their first values.
@@ -75,7 +75,7 @@ class RuntimeConfig(BaseModel):
 
 
 class Trained(BaseModel):
-    """How training ended: what a worker needs that was created afterwards, to return from `train`.
+    """The end of training, which a worker that was created afterwards needs to return from `train`.
 
     Attributes:
         step: how many updates were applied.

@@ -1,4 +1,4 @@
-"""The token of a job (O7): derived, so that a Secret is created once and never has to be read back."""
+"""Derives the token of a job (O7), so that a Secret is created once and never has to be read back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import hmac
 
 
 def token_for(key: bytes, uid: str) -> str:
-    """The token of the job with this uid: HMAC-SHA256 of the uid under the operator's key, in hex (64 characters).
+    """Returns the token of the job with this uid, HMAC-SHA256 of the uid under the operator's key, in hex (64
+    characters).
 
     Raises:
         ValueError: the key is shorter than 32 bytes, or the uid is empty.

@@ -1,4 +1,4 @@
-"""The TrainingJob as typed models: names, types, defaults and meaning of the fields of its spec.
+"""Defines the TrainingJob as typed models, with the names, types, defaults and meaning of the fields of its spec.
 
 The other rules about a spec are in `backstay_spec.rules`. `backstay_spec.crd` generates the CustomResourceDefinition
 from both, and `backstay_spec.validation` turns untrusted JSON into these models. Attributes are snake_case, and their
@@ -18,10 +18,10 @@ from backstay_spec.template import EnvFrom, EnvVar, PodTemplate, Shape, Volume
 from backstay_spec.types_status import TrainingJobStatus
 
 __all__ = [
-    "Checkpoint",
+    "CheckpointSpec",
     "CleanPods",
     "Code",
-    "Evaluator",
+    "EvaluatorSpec",
     "Gang",
     "GradientCodec",
     "Json",
@@ -34,22 +34,22 @@ __all__ = [
     "TrainingJob",
     "TrainingJobSpec",
     "TrainingJobStatus",
-    "Update",
     "UpdateMode",
+    "UpdateSpec",
     "Weighting",
-    "Wire",
+    "WireSpec",
     "Workers",
 ]
 
 Json: TypeAlias = dict[str, Any]
-"""A Kubernetes object that we pass on: a pod template, a volume, an environment variable."""
+"""A Kubernetes object that we pass on, such as a pod template, a volume or an environment variable."""
 
 CleanPods: TypeAlias = Literal["Running", "All", "None"]
 
 
 class SpecModel(BaseModel):
-    """A part of the spec: immutable, no unknown fields, no coercion (``"3"`` is not a number, as for the
-    API server)."""
+    """A part of the spec, which is immutable, without unknown fields and without coercion (``"3"`` is not a number, as
+    for the API server)."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -96,8 +96,8 @@ class Workers(SpecModel):
 
     stall_seconds: int = 300
     """The operator replaces a worker that sends no gradient for this many seconds, or for 20 times its own median step
-    if that is longer. Compiling has another limit. With less than 40 s, a worker that answers no call is replaced
-    sooner. It has a quarter of this time for a heartbeat, and then a third for an answer, each at least 3 s."""
+    if that is longer. Compiling has another limit. A worker that sends no heartbeat and answers no call is replaced
+    after this time too. If it is more than 30 s, that limit is the longer one of 30 s and a tenth of it."""
 
     template: Annotated[Json | None, Shape(PodTemplate)] = None
     """PodTemplateSpec that the operator merges (strategic merge) into the pod that it builds. The name of the training
@@ -108,7 +108,7 @@ class Workers(SpecModel):
     not count."""
 
 
-class Evaluator(SpecModel):
+class EvaluatorSpec(SpecModel):
     """One pod that runs `evaluate` on new parameters; `{}` selects the defaults."""
 
     template: Annotated[Json | None, Shape(PodTemplate)] = None
@@ -120,12 +120,12 @@ class Evaluator(SpecModel):
     not count."""
 
 
-class Update(SpecModel):
+class UpdateSpec(SpecModel):
     """How gradients become updates."""
 
     mode: UpdateMode = "Sync"
-    """`Sync`: an update is the mean of one gradient each of (workers - backups) workers, computed on the same version.
-    `Async`: every gradient is a separate update."""
+    """With `Sync`, an update is the mean of one gradient each of (workers - backups) workers, computed on the same
+    version. With `Async`, every gradient is a separate update."""
 
     backups: int | str = 0
     """Sync only: workers that an update does not wait for. A number of pods, or whole percents: with "5%", an update of
@@ -160,7 +160,7 @@ class Update(SpecModel):
         return quorum_of(self.backups, world) if self.mode == "Sync" else 1
 
 
-class Wire(SpecModel):
+class WireSpec(SpecModel):
     """How tensors are encoded between workers and servers. Small leaves (fewer than 4,096 elements) always travel
     exactly, and so do checkpoints."""
 
@@ -183,10 +183,11 @@ class KeepBest(SpecModel):
     """The name of a number that `evaluate` returns. Evaluations without this name do not count."""
 
     mode: BestMode = "Max"
-    """`Max`: the largest value is the best, such as an accuracy. `Min`: the smallest value is, such as a loss."""
+    """With `Max`, the largest value is the best, such as an accuracy. With `Min`, the smallest value is the best,
+    such as a loss."""
 
 
-class Checkpoint(SpecModel):
+class CheckpointSpec(SpecModel):
     """Where and how often the job's state is stored; with neither `uri` nor `volume` nothing is stored."""
 
     uri: str | None = None
@@ -216,7 +217,7 @@ class Checkpoint(SpecModel):
     name and seed; the job fails if the folder has other checkpoints. `Any`: the newest one of any job."""
 
 
-class Trace(SpecModel):
+class TraceSpec(SpecModel):
     """The timeline of what each pod did: `backstay trace`."""
 
     megabytes: int = 16
@@ -258,7 +259,7 @@ class Gang(SpecModel):
     """Name of a PodGroup in the job's namespace."""
 
     kind: Literal["Coscheduling", "Volcano"] = "Coscheduling"
-    """The API of the PodGroup: the scheduler plug-in Coscheduling (scheduling.x-k8s.io), or Volcano."""
+    """The API of the PodGroup, which is the scheduler plug-in Coscheduling (scheduling.x-k8s.io), or Volcano."""
 
 
 class Scheduling(SpecModel):
@@ -323,19 +324,19 @@ class TrainingJobSpec(SpecModel):
     workers: Workers = Field(default_factory=Workers)
     """The workers."""
 
-    evaluator: Evaluator | None = None
+    evaluator: EvaluatorSpec | None = None
     """The evaluator. Absent: the job has none, and worker 0 evaluates once at the end."""
 
-    update: Update = Field(default_factory=Update)
+    update: UpdateSpec = Field(default_factory=UpdateSpec)
     """How gradients become updates."""
 
-    wire: Wire = Field(default_factory=Wire)
+    wire: WireSpec = Field(default_factory=WireSpec)
     """How tensors are encoded between workers and servers."""
 
-    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec)
     """Where and how often the job's state is stored."""
 
-    trace: Trace = Field(default_factory=Trace)
+    trace: TraceSpec = Field(default_factory=TraceSpec)
     """The timeline of what each pod did."""
 
     run_policy: RunPolicy = Field(default_factory=RunPolicy)
@@ -373,5 +374,5 @@ class TrainingJob(BaseModel):
     status: TrainingJobStatus = Field(default_factory=TrainingJobStatus)
 
     def to_dict(self) -> Json:
-        """The job as JSON for the API server: camelCase, absent values left out."""
+        """Returns the job as JSON for the API server, in camelCase and without absent values."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)

@@ -12,10 +12,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from backstay_spec.contract import API_VERSION, KIND
-from backstay_spec.crd_check import Check, display, join, kind_of
+from backstay_spec.crd_check import FoundMistakes, display, join, kind_of
 from backstay_spec.crd_schema import metadata_schema, openapi_schema, spec_schema, status_schema
 from backstay_spec.errors import SpecError, SpecErrors
-from backstay_spec.rules import CHANGES, RULES, Rule
+from backstay_spec.rules import CHANGES, RULES, FieldRule
 from backstay_spec.types import TrainingJob
 
 __all__ = ["SpecError", "SpecErrors", "check_update", "parse_job"]
@@ -34,7 +34,7 @@ def parse_job(obj: object) -> TrainingJob:
     """
     if not isinstance(obj, Mapping):
         raise SpecErrors([SpecError("", f"this is {kind_of(obj)}: must be a mapping, a TrainingJob")])
-    check = Check()
+    check = FoundMistakes()
     for name, valid in (("apiVersion", API_VERSION), ("kind", KIND)):
         if name not in obj:
             check.refuse(name, f"is missing: must be {valid}")
@@ -66,7 +66,7 @@ def _or_empty(value: Any) -> Any:
     return {} if value is None else value
 
 
-def _metadata(value: Any, check: Check) -> Any:
+def _metadata(value: Any, check: FoundMistakes) -> Any:
     metadata = check.value(_or_empty(value), metadata_schema(), "metadata", "metadata")
     if metadata is not None and not metadata.get("name") and check.usable("metadata.name"):
         prefix = metadata.get("generateName")
@@ -110,7 +110,7 @@ def expand(value: Any, steps: list[str], path: str) -> Iterator[tuple[str, Any]]
             yield from expand(one, steps[1:], f"{here}[{index}]")
 
 
-def broken(rule: Rule, job: Mapping[str, Any], check: Check) -> Iterator[SpecError]:
+def broken(rule: FieldRule, job: Mapping[str, Any], check: FoundMistakes) -> Iterator[SpecError]:
     for path, value in expand(job, rule.at.split(".") if rule.at else [], ""):
         if all(check.usable(_within(path, read)) for read in rule.reads) and not rule.holds(value):
             field = _within(path, rule.field)

@@ -19,7 +19,7 @@ import pytest
 
 DOCKERFILES = {
     "Dockerfile": {"": "operator"},
-    "images/trainer/Dockerfile": {"cpu": "trainer-cpu", "cuda": "trainer-cuda"},
+    "images/trainer/Dockerfile": {"cpu": "trainer-cpu", "cuda": "trainer-cuda", "serving": "trainer-serving"},
 }
 KNOWN = {"ARG", "FROM", "ENV", "WORKDIR", "COPY", "RUN", "LABEL", "USER", "EXPOSE", "ENTRYPOINT", "CMD"}
 
@@ -101,7 +101,7 @@ def test_only_what_is_built_reaches_the_builder(context: list[str]) -> None:
     assert "operator/backstay_operator/__main__.py" in context
     assert "images/trainer/backstay/__init__.py" in context
     assert {path.split("/")[0] for path in context} == {"LICENSE", "README.md", "images", "operator", "pyproject.toml"}
-    assert not [path for path in context if path.startswith("images/trainer/Dockerfile")]
+    assert not [path for path in context if path.startswith(("images/trainer/Dockerfile", "operator/backstay_cluster"))]
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
@@ -182,11 +182,12 @@ def pins(path: Path) -> dict[tuple[str, str], frozenset[str]]:
         ("operator", ["operator"]),
         ("trainer-cpu", ["trainer", "examples"]),
         ("trainer-cuda", ["trainer", "examples"]),
+        ("trainer-serving", ["trainer", "serving", "examples"]),
         ("build", None),
     ],
 )
 def test_the_image_s_locks_are_parts_of_the_one_lock(root: Path, lock: str, extras: list[str] | None) -> None:
-    """After `make lock`: sh images/locks/update.sh."""
+    """Run `make lock`, and then sh images/locks/update.sh."""
     whole = pins(root / "requirements.lock")
     part = pins(root / "images" / "locks" / f"{lock}.lock")
     assert part
@@ -202,6 +203,6 @@ def test_the_image_s_locks_are_parts_of_the_one_lock(root: Path, lock: str, extr
         optional = project["project"]["optional-dependencies"]
         wanted = project["project"]["dependencies"] + [line for extra in extras for line in optional[extra]]
     names = {re.match(r"[A-Za-z0-9._-]+", line)[0].lower() for line in wanted}
-    assert names <= {name for name, _ in part}
-    assert not {"kopf", "kubernetes"} & {name for name, _ in part} or lock == "operator"
+    assert names - {"backstay"} <= {name for name, _ in part}, "an extra may name others of this distribution"
+    assert not {"kopf", "kubernetes"} & {name for name, _ in part} or lock in ("operator", "trainer-serving")
     assert "jax" not in {name for name, _ in part} or lock.startswith("trainer")

@@ -1,4 +1,4 @@
-"""The chart on a real Kubernetes API server with RBAC: strict validation of every object, and O6 from both sides.
+"""The chart passes strict validation of every object on a real Kubernetes API server with RBAC, and O6 from both sides.
 
 An operator runs under the chart's ServiceAccount and its token. It must be able to do all its work, and it is refused
 what it must not do.
@@ -243,6 +243,12 @@ def test_every_object_passes_strict_validation(cluster: Cluster, helm: Any, root
     )
     assert len(said.stdout.splitlines()) == len(kept)
     assert "Warning" not in said.stderr
+
+
+def test_the_example_of_serving_passes_strict_validation(cluster: Cluster, root: Path) -> None:
+    cluster.kubectl(
+        *("apply", "--validate=strict", "--dry-run=server"), f"--filename={root}/examples/digits/serve.yaml"
+    )
 
 
 @pytest.mark.parametrize("watch", ["", "team"])

@@ -1,4 +1,4 @@
-"""The rendered chart: lint, snapshots, validity against Kubernetes' own types, the values schema, the rights.
+"""The rendered chart passes lint, snapshots, Kubernetes' own types, the values schema, and the comparison of rights.
 
 The JSON schemas for kubeconform are derived here from the models of the `kubernetes` package, so nothing is downloaded.
 These models are generated from the API server's own description. `pytest tests/chart --update-snapshots` rewrites the

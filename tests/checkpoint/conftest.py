@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,21 +14,22 @@ import pytest
 from backstay._checkpoint import (
     CheckpointStore,
     FolderLease,
-    Job,
+    Identity,
+    JobIdentity,
     Manifest,
     ManifestLeaf,
+    ManifestStorage,
     Origin,
     describe_structure,
 )
 from backstay._coordination import CoordinatorState
-from backstay._roles import Identity, ManifestStorage
 from backstay._update import Entry, describe
 
 HISTORY = "00000000000000aa"
 
 
 def make_origin(history: str = HISTORY, name: str = "a", *, uid: str = "1", seed: int = 0, **more: Any) -> Origin:
-    return Origin(history=history, job=Job(namespace="default", name=name, uid=uid), seed=seed, **more)
+    return Origin(history=history, job=JobIdentity(namespace="default", name=name, uid=uid), seed=seed, **more)
 
 
 def leaves_of(named: list[tuple[str, Any]]) -> tuple[ManifestLeaf, ...]:
@@ -106,10 +108,12 @@ def storage_of() -> Callable[..., Any]:
         tree = describe({"a": np.zeros(4, np.float32)})
         digest = structure_digest = b""
 
-    def make(store: CheckpointStore, lease: FolderLease, job: Job, *, keep: int = 1) -> ManifestStorage:
+    def make(store: CheckpointStore, lease: FolderLease, job: JobIdentity, *, keep: int = 1) -> ManifestStorage:
         identity = Identity(job, incarnation=1, seed=0, steps=100, settings={})
         layout: Any = Layout()
-        return ManifestStorage(store, lease, layout, identity, keep=lambda: keep, world=lambda: 1, metrics=dict)
+        requested: Any = SimpleNamespace(keep=keep, world=1)
+        facts: Any = SimpleNamespace(evaluation=dict, examples=lambda: None)
+        return ManifestStorage(store, lease, layout, identity, requested, facts)
 
     return make
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backstay._checkpoint import Best, CheckpointStore, Evaluation, Manifest, load
+from backstay._checkpoint import (
+    Best,
+    CheckpointStore,
+    Evaluation,
+    FolderLease,
+    Holder,
+    JobIdentity,
+    Manifest,
+    ManifestStorage,
+    load,
+)
 from backstay._checkpoint._names import evaluation_name
+from backstay._coordination import CoordinatorState, WriteManifest
+from backstay._update import Entry
 from backstay.errors import CheckpointError
 
 Write = Callable[..., Manifest]
@@ -70,6 +82,55 @@ def test_t7_a_checkpoint_that_is_evaluated_now_is_not_deleted(write: Write, tmp_
     store.prune(keep=1, newest=last, best=ACCURACY)
     assert versions(store) == [3]
     assert not evaluated(store, first, accuracy=1.0), "it is gone"
+
+
+@pytest.fixture
+def storage(tmp_path: Path, storage_of: Callable[..., ManifestStorage]) -> Iterator[ManifestStorage]:
+    """The storage of a job's server of shard 0, before its term begins."""
+    job, store = JobIdentity(namespace="default", name="a", uid="1"), CheckpointStore(str(tmp_path))
+    lease = FolderLease(store, Holder(job, 1), lost=lambda error: None, wait=lambda seconds: False)
+    storage = storage_of(store, lease, job)
+    yield storage
+    storage.close()
+
+
+def store_version(storage: ManifestStorage, store: CheckpointStore, state: CoordinatorState, version: int) -> None:
+    entries, place = [Entry("params/a", 0, 4, np.zeros(4, np.float32))], {"term": state.term, "version": version}
+    file: Any = store.write_shard(entries, history=state.history, shard=0, shards=1, incarnation=1, **place)
+    storage.write_manifest(WriteManifest(state.term, version, state.to_json() | place, ((file,),)))
+
+
+def stored_evaluations(store: CheckpointStore) -> dict[int, dict[str, float]]:
+    contents = store.contents()
+    found = store.evaluations(contents, list(contents.manifests))
+    return {name.version: dict(evaluation.metrics) for name, evaluation in found.items()}
+
+
+def test_the_evaluation_of_worker_0_is_stored_before_and_after_the_manifest(
+    tmp_path: Path, storage: ManifestStorage
+) -> None:
+    """An evaluation that was reported before the manifest of its version existed was lost."""
+    store = CheckpointStore(str(tmp_path))
+    state, _ = storage.newest(0)
+    storage.evaluated(5, {"accuracy": 0.5})
+    assert stored_evaluations(store) == {}
+    store_version(storage, store, state, 4)
+    assert stored_evaluations(store) == {}, "of another version"
+    store_version(storage, store, state, 5)
+    assert stored_evaluations(store) == {5: {"accuracy": 0.5}}
+    store_version(storage, store, state, 6)
+    storage.evaluated(6, {"accuracy": 0.75})
+    assert stored_evaluations(store)[6] == {"accuracy": 0.75}
+
+
+def test_an_evaluation_of_a_term_that_ended_is_not_stored_later(tmp_path: Path, storage: ManifestStorage) -> None:
+    """T6: version 5 of the next term has other parameters."""
+    store = CheckpointStore(str(tmp_path))
+    storage.newest(0)
+    storage.evaluated(5, {"accuracy": 0.5})
+    state, _ = storage.newest(1)
+    store_version(storage, store, state, 5)
+    assert stored_evaluations(store) == {}
 
 
 def test_an_evaluation_is_stored_once_and_belongs_to_one_checkpoint(write: Write, tmp_path: Path) -> None:
@@ -139,7 +200,7 @@ def test_without_a_best_checkpoint_the_error_states_why(
 
 
 def test_t6_an_excluded_checkpoint_is_not_the_best(write: Write, tmp_path: Path) -> None:
-    """A process that lost the folder stored it: a claim of the next lease excludes it."""
+    """A process that lost the folder stored it, so a claim of the next lease excludes it."""
     from backstay._checkpoint import Claim
 
     store = CheckpointStore(str(tmp_path))

@@ -22,7 +22,7 @@ from backstay._checkpoint import (
     Evaluation,
     FolderLease,
     Holder,
-    Job,
+    JobIdentity,
     LeaseTimes,
     Manifest,
     Origin,
@@ -52,6 +52,7 @@ OTHER: Final = "00000000000000bb"
 EXAMPLES: Final = {
     "report-….json": record_name("report", 1e9, "worker-0"),
     "history-….json": record_name("history", 1e9, "uid"),
+    "curve-….json": record_name("curve", 1e9, "uid-1"),
     "trace-….pb.gz": record_name("trace", 1e9, "uid-1"),
     "events.out.tfevents.…": "events.out.tfevents.1000000000.a.1.1.000001.backstay",
     ".tmp…": ".tmpAb3dE9",
@@ -68,12 +69,12 @@ def rows_of(name: str) -> list[str]:
 
 
 class Run:
-    """The next run of the job: its server of shard 0, with its own clock."""
+    """The next run of the job, as its server of shard 0 with its own clock."""
 
     def __init__(self, folder: Path, storage_of: Callable[..., Any]) -> None:
         self.store = CheckpointStore(str(folder))
         self.now = 0.0
-        job = Job(namespace="default", name="a", uid="2")
+        job = JobIdentity(namespace="default", name="a", uid="2")
         self.lease = FolderLease(
             self.store,
             Holder(job, 1),
@@ -143,7 +144,7 @@ HARM: Final[dict[str, Callable[[bytes], bytes]]] = {
 
 
 def expected(row: str, damage: str) -> str:
-    """The outcome in the table: the bold words, and the reason of a failure."""
+    """Returns the outcome in the table, with the bold words and the reason of a failure."""
     cell = CELLS[row if row == ANY_OTHER else f"`{row}`"][damage]
     words = re.match(r"\*\*([a-z ]+)\*\*(?: with `(\w+)`)?", cell)
     assert words is not None, cell
@@ -293,13 +294,13 @@ def test_t7_an_unreadable_evaluation_costs_only_the_deletion_of_old_checkpoints(
 WRITER: Final = """
 import contextlib, resource, signal, sys
 import numpy as np
-from backstay._checkpoint import CheckpointStore, FolderLease, Holder, Job, probe
+from backstay._checkpoint import CheckpointStore, FolderLease, Holder, JobIdentity, probe
 from backstay._update import Entry
 from backstay.errors import BackstayError, StorageError
 
 folder, limit = sys.argv[1], int(sys.argv[2])
 store = CheckpointStore(folder)
-lease = FolderLease(store, Holder(Job(namespace="default", name="a", uid="1"), 1),
+lease = FolderLease(store, Holder(JobIdentity(namespace="default", name="a", uid="1"), 1),
                     lost=lambda error: print("lost", error), wait=lambda seconds: False)
 lease.acquire()
 array = np.zeros(1 << 20, np.uint8)

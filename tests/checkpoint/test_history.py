@@ -23,7 +23,7 @@ PARAMS = {"a": np.arange(4, dtype=np.float32)}
 
 
 class ObjectStore:
-    """An object store with few operations: no rename, no copy, no append, no folders, no locks."""
+    """An object store with few operations, without rename, copy, append, folders and locks."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}

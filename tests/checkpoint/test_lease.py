@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from backstay._checkpoint import CheckpointStore, FolderLease, Holder, Interrupted, Job, LeaseTimes
+from backstay._checkpoint import CheckpointStore, FolderLease, Holder, Interrupted, JobIdentity, LeaseTimes
 from backstay.errors import BackstayError, CheckpointInUse, Superseded
 
 TIMES = LeaseTimes(renew=100.0, silence=500.0, settle=1000.0, closing=9000.0, confirm=1000.0)
@@ -27,7 +27,7 @@ class Process:
         self.lost: list[BackstayError] = []
         self.lease = FolderLease(
             self.store,
-            Holder(Job(namespace="default", name=name, uid=uid), incarnation, f"{name}-pod"),
+            Holder(JobIdentity(namespace="default", name=name, uid=uid), incarnation, f"{name}-pod"),
             lost=self.lost.append,
             wait=self.wait,
             times=TIMES,
@@ -88,7 +88,8 @@ def test_t7_two_runs_of_one_job_are_two_writers(start: Start) -> None:
 
 
 def test_t7_a_silent_writer_is_succeeded_after_its_silence_and_finds_out(start: Start) -> None:
-    """The same job after SIGKILL, and after SIGSTOP: the first writer resumes, and stores nothing more (T6)."""
+    """The same job continues after SIGKILL, and after SIGSTOP the first writer resumes, and stores nothing more
+    (T6)."""
     first, second = start("a", "1", clock=50.0), start("a", "2", clock=-70.0)
     first.lease.acquire()
     second.lease.acquire()
@@ -252,7 +253,7 @@ def test_t7_a_full_disk_does_not_make_a_living_writer_look_dead(tmp_path: Path) 
 
 
 def test_t7_a_challenger_does_not_count_its_own_pause_as_silence(start: Start) -> None:
-    """A suspended node pauses both: the holder gets time to renew before the challenger decides."""
+    """A suspended node pauses both, and the holder gets time to renew before the challenger decides."""
     holder, challenger = start(uid="1"), start("b", uid="2")
     holder.lease.acquire()
 

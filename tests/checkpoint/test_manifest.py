@@ -183,7 +183,8 @@ def test_t7_any_value_in_any_place_is_refused_or_harmless(text: bytes, data: st.
 
 
 def test_t7_load_passes_over_a_changed_manifest_by_name(write: Write, tmp_path: Path) -> None:
-    """One flipped bit beside an older whole checkpoint: `load` reads the older one, and the message names the other."""
+    """With one flipped bit beside an older whole checkpoint, `load` reads the older one, and the message names the
+    other."""
     store = CheckpointStore(str(tmp_path))
     write(store, PARAMS, version=5)
     newer = write(store, PARAMS, version=6)

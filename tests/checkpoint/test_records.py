@@ -1,4 +1,4 @@
-"""Records beside the checkpoints: a bounded number of each kind, and none that is read as a part of a checkpoint."""
+"""Records beside the checkpoints have a bounded number of each kind, and none is read as a part of a checkpoint."""
 
 from __future__ import annotations
 

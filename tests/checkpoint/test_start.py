@@ -1,4 +1,4 @@
-"""Reading initial parameters by name from another place, and exporting them: no array is lost or reshaped silently."""
+"""No array is lost or reshaped silently when initial parameters are read by name from another place, and exported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 import backstay
 from backstay import StartFrom
 from backstay._checkpoint import CheckpointStore, Manifest, fix, read_start
-from backstay._checkpoint import _export as exporting
+from backstay._checkpoint._formats import _export as exporting
 from backstay._update import describe
 from backstay.errors import CheckpointError, ConfigurationError, StorageError
 from backstay_cli.export import export_checkpoint

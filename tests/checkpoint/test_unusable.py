@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backstay._checkpoint import CheckpointStore, FolderLease, Holder, Job, Manifest
+from backstay._checkpoint import CheckpointStore, FolderLease, Holder, JobIdentity, Manifest
 from backstay._checkpoint._names import HIGHEST, ClaimName, LeaseName
 from backstay.errors import CheckpointError
 
 Write = Callable[..., Manifest]
 PARAMS = {"a": np.arange(4, dtype=np.float32)}
-JOB = Job(namespace="default", name="a", uid="1")
+JOB = JobIdentity(namespace="default", name="a", uid="1")
 
 
 Open = Callable[[Path], Any]

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from backstay_cli.follow import JobView, view_of, with_page
+from backstay_client.view.follow import JobView, view_of, with_page
 from backstay_spec import contract
 
 NOW = datetime(2026, 11, 22, 12, 0, 0, tzinfo=UTC).timestamp()

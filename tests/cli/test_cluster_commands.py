@@ -1,4 +1,4 @@
-"""The commands about jobs: which cluster they ask, and what they write and return."""
+"""The commands about jobs select a cluster, and write and return what they should."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from typer.testing import CliRunner
 
 from backstay_cli import cluster_commands
 from backstay_cli.cluster_commands import with_cluster
-from backstay_cli.clusters import Where, default_kubeconfig, named_kubeconfig, runs_of
-from backstay_cli.jobfile import BadInput
 from backstay_cli.main import app
 from backstay_cli.plugin import app as plugin
+from backstay_client.finding.clusters import Where, default_kubeconfig, named_kubeconfig, runs_of
+from backstay_client.jobfiles.jobfile import BadInput
 from backstay_spec import contract
 
 RUNNER = CliRunner()

@@ -1,4 +1,4 @@
-"""The command: bad input is refused whole with exit status 2, and what it makes of a script is a right job."""
+"""The command refuses bad input whole with exit status 2, and makes a valid job of a script."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from backstay_cli import report
-from backstay_cli.follow import view_of
-from backstay_cli.jobfile import (
+from backstay_cli.main import app
+from backstay_cli.run import line_writer
+from backstay_cli.view import LiveDisplay
+from backstay_client.jobfiles.jobfile import (
     BadInput,
     ScriptOptions,
     claims_of,
@@ -32,9 +34,8 @@ from backstay_cli.jobfile import (
     variables_of,
     with_variables,
 )
-from backstay_cli.main import app
-from backstay_cli.run import line_writer
-from backstay_cli.view import LineDisplay, LiveDisplay
+from backstay_client.show.lines import LineDisplay
+from backstay_client.view.follow import view_of
 from backstay_spec.errors import SpecErrors
 from backstay_spec.validation import parse_job
 
@@ -335,7 +336,7 @@ def test_modes_and_codecs_may_have_any_case(mode: str, codec: str, data: st.Data
 
 
 def test_a_script_runs_in_the_current_folder_as_with_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only on this machine: `--print-job` prints a job for a cluster, where the script is in a flat folder."""
+    """Only on this machine, `--print-job` prints a job for a cluster, where the script is in a flat folder."""
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "tr.py").write_text("")
     monkeypatch.chdir(tmp_path)
@@ -390,7 +391,7 @@ def test_the_object_at_the_end_has_what_programs_need(tmp_path: Path) -> None:
     job = {"metadata": {"name": "a", "namespace": "default"}, "status": status}
     result = json.dumps({"result": "Failed", "step": 9, "checkpoint": "/c", "metrics": {"accuracy": 0.5, "bad": None}})
     view = view_of(job, [ended_pod(0, result, 1), ended_pod(1, "not JSON")], [])
-    view = replace(view, metrics={**view.metrics, "bad": math.nan})
+    view = replace(view, report=view.report.model_copy(update={"metrics": {**view.report.metrics, "bad": math.nan}}))
     assert json.loads(report.as_json(report.summary(view, 1.5, tmp_path))) == {
         "job": "a",
         "phase": "Failed",

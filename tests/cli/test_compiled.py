@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from backstay_cli import compiled
+from backstay_client.embedded import compiled
 
 
 def entry(folder: Path, name: str, size: int = 10, age: float = 0.0) -> None:

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from backstay_cli.dry_run import Check, checks_of, dry_job, lines, run_dry
-from backstay_cli.follow import JobView
-from backstay_cli.jobfile import ScriptOptions, job_of_script, localise_script
+from backstay_cli.dry_run import CheckOutcome, checks_of, dry_job, lines, run_dry
 from backstay_cli.main import app
+from backstay_client.jobfiles.jobfile import ScriptOptions, job_of_script, localise_script
+from backstay_client.view.follow import JobView
+from backstay_spec.job_report import JobReport, ReportedStatus
 from backstay_spec.validation import parse_job
 
 SCRIPT = Path(__file__)
@@ -27,9 +28,10 @@ def job(**options: Any) -> dict[str, Any]:
 
 
 def end(phase: str = "Succeeded", **more: Any) -> JobView:
-    return JobView(
-        "a", "default", phase=phase, **{"step": 2, "goal_steps": 2, "loss": 0.5, "checkpoint": "uri", **more}
-    )
+    rows = {"step": 2, "goal_steps": 2, "loss": 0.5}
+    rows |= {name: more.pop(name) for name in ReportedStatus.model_fields if name in more and name != "checkpoint"}
+    rows["evaluation_error"] = more.pop("evaluation_error", "")
+    return JobView("a", "default", phase=phase, report=JobReport(**rows), **{"checkpoint": "uri", **more})
 
 
 def readable(uri: str) -> tuple[bool, str]:
@@ -52,7 +54,7 @@ def test_the_job_of_a_dry_run_is_valid_and_small_and_writes_only_into_its_folder
     parse_job(dry)
 
 
-def outcomes(found: list[Check]) -> dict[str, str]:
+def outcomes(found: list[CheckOutcome]) -> dict[str, str]:
     return {check.name: check.outcome for check in found}
 
 

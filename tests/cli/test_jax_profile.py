@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trace_format import check, spans, timeline
 
-from backstay_cli.jax_profile import joined, read_profile
-from backstay_cli.jobfile import BadInput
-from backstay_cli.records import unpacked
-from backstay_cli.timeline import chrome_trace, read
-from backstay_cli.trace import Wanted, write_trace
+from backstay_client.jobfiles.jobfile import BadInput
+from backstay_client.reading.jax_profile import joined, read_profile
+from backstay_client.reading.records import unpacked
+from backstay_client.reading.timeline import chrome_trace, read
+from backstay_client.reading.trace import WantedTrace, write_trace
 from backstay_rpc.control_pb2 import Spans
 
 WORKER = "worker"
@@ -44,7 +44,7 @@ def test_a_profile_of_a_few_steps_is_on_the_clock_of_its_worker(tmp_path: Path) 
             items.append(("compute", began, time.monotonic(), step))
     data = timeline(spans("parameter-server", 0, [("apply", 1.0, 2.0, 1)]), spans(WORKER, 1, items))
 
-    written = write_trace(data, (), tmp_path / "out.json", "here", Wanted(None, tmp_path / "profile", 1))
+    written = write_trace(data, (), tmp_path / "out.json", "here", WantedTrace(None, tmp_path / "profile", 1))
     trace = json.loads((tmp_path / "out.json").read_text())
     check(trace)
     names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}

@@ -18,13 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from backstay_cli.jobfile import BadInput
-from backstay_cli.known_runs import KnownRun, ProcessMark, known_runs, register, state_folder
 from backstay_cli.main import app
 from backstay_cli.plugin import app as plugin
 from backstay_cli.run import keep_result
-from backstay_cli.selection import select
-from backstay_cli.stored_run import StateFile, StoredApi, jobs_in
+from backstay_client.finding.known_runs import KnownRun, ProcessMark, known_runs, register, state_folder
+from backstay_client.finding.selection import select
+from backstay_client.finding.stored_run import StateFile, StoredApi, jobs_in
+from backstay_client.jobfiles.jobfile import BadInput
 
 RUNNER = CliRunner()
 DEAD = ProcessMark(1, 0, "another start of this machine")
@@ -220,6 +220,17 @@ def test_two_runs_of_one_job_are_distinguished(home: Path) -> None:
     assert json.loads(shown.stdout)["step"] == 2
     assert "note: 2 runs on this machine have this job; this one is in" in shown.stderr
     assert json.loads(RUNNER.invoke(app, ["status", "old", "-o", "json"]).stdout)["step"] == 1
+
+
+def test_a_cluster_that_is_being_started_fails_no_command_about_another_run(home: Path) -> None:
+    """T8: `backstay up` in another folder has no kubeconfig yet while its cluster starts, and none while it stops."""
+    ended_run(home / "data", job(), step=3)
+    register(home / "up", None, ["backstay", "up"])
+    for words in (["status", "digits"], ["status", str(home / "data")], ["history", "digits"]):
+        shown = RUNNER.invoke(app, words)
+        assert shown.exit_code == 0, shown.stderr
+    asked = RUNNER.invoke(app, ["status", str(home / "up")])
+    assert (asked.exit_code, "is being started or stopped: try again" in asked.stderr) == (2, True)
 
 
 def test_the_file_of_a_run_has_all_its_jobs_and_pods_and_is_written_at_most_every_10_s(home: Path) -> None:

@@ -1,4 +1,4 @@
-"""The page of a job and its parts: what the commands say of a job, at any width."""
+"""The page of a job and its parts show the job at any width."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from digits import NOW, PAGE, PODS, job, pod, text_of, view
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backstay_cli import explain, listing
-from backstay_cli.curve import bar, curve, thin
-from backstay_cli.follow import JobView, view_of, with_page
+from backstay_cli import listing
 from backstay_cli.picture import Losses, Picture, page
-from backstay_cli.pods import rows
-from backstay_cli.words import clock, duration
+from backstay_client.show.curve import bar, curve, thin
+from backstay_client.view import explain
+from backstay_client.view.follow import JobView, view_of, with_page
+from backstay_client.view.pods import rows
+from backstay_client.words import clock, duration
+from backstay_spec.job_report import JobReport
 
 
 @pytest.mark.parametrize("width", [80, 160])
@@ -50,7 +52,7 @@ def test_a_small_terminal_gets_a_picture_that_fits_and_names_the_pods_that_are_n
     losses = Losses()
     shown = view_of(job(), many, [])
     for step in range(1, 50):
-        losses.add(JobView("a", "b", step=step, loss=1 / step))
+        losses.add(JobView("a", "b", report=JobReport(step=step, loss=1 / step)))
     lines = text_of(Picture(shown, 90.0, losses, hint="Ctrl-C", now=lambda: NOW), 80, 24)
     assert len(lines) <= 25
     said = "\n".join(lines)
@@ -120,7 +122,7 @@ def test_a_healthy_job_needs_nothing() -> None:
 def test_a_job_without_updates_shows_what_it_waits_for_and_no_rate_or_time_left() -> None:
     waits = {"seconds": 34.0, "text": "worker 1 waits for its input batch, for 34 s"}
     shown = with_page(view_of(job(), PODS, []), {**PAGE, "waits": waits})
-    assert (shown.seconds_left, shown.updates_per_second, shown.examples_per_second) == (None, None, None)
+    assert (shown.seconds_left, shown.report.updates_per_second, shown.report.examples_per_second) == (None, None, None)
     said = "\n".join(text_of(page(shown, NOW, "a cluster"), 80))
     assert "no update for 34 s: worker 1 waits for its input batch, for 34 s" in said
     assert "left" not in said
@@ -184,7 +186,7 @@ def test_a_thinned_list_keeps_the_newest() -> None:
 def test_the_losses_of_steps_that_are_redone_are_replaced() -> None:
     losses = Losses()
     for step, loss in ((10, 9.0), (20, 5.0), (15, 6.0)):
-        losses.add(JobView("a", "b", step=step, loss=loss))
+        losses.add(JobView("a", "b", report=JobReport(step=step, loss=loss)))
     assert losses.ends == (9.0, 6.0)
 
 

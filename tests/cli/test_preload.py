@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from backstay_cli.preload import TRAINER, imports_of, preload
+from backstay_client.embedded.preload import TRAINER, imports_of, preload
 from backstay_cluster.kubelet.node import python_environment
 from backstay_cluster.kubelet.preload import Preload
 from backstay_cluster.kubelet.runtime import ProcessRuntime
@@ -88,10 +88,11 @@ print(",".join(sorted(set(loaded) - before)) or "-")
 import jax.numpy as jnp, grpc
 assert float(jax.jit(lambda x: (x @ x).sum())(jnp.ones((64, 64)))) == 64.0**3
 assert numpy.linalg.norm(numpy.ones((300, 300)) @ numpy.ones((300, 300))) > 0
-from backstay._wire import ClientStream, Listener
+from backstay._transport import ClientStream, Listener
+from backstay_rpc.credentials import Credentials
 from backstay_rpc.control_pb2 import Frame, Hello, Pull
-listener = Listener("127.0.0.1", 0, "token", lambda hello, stream: stream.write(stream.read()[0]))
-stream = ClientStream(f"127.0.0.1:{listener.bound}", Hello(), "token")
+listener = Listener("127.0.0.1", 0, Credentials("token"), lambda hello, stream: stream.write(stream.read()[0]))
+stream = ClientStream(f"127.0.0.1:{listener.bound}", Hello(), Credentials("token"))
 stream.write(Frame(pull=Pull()))
 stream.read()
 print("answered", end=" ")

@@ -1,4 +1,4 @@
-"""O5 on a laptop: an operator that dies is started again, and nothing that is stopped holds up the end."""
+"""O5 on a laptop holds: an operator that dies is started again, and nothing that is stopped holds up the end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from backstay_cli import session
+from backstay_client.embedded import session
 
 SCRIPT = """
 import os, pathlib, sys, time

@@ -1,4 +1,4 @@
-"""Ctrl-C: what is stored, and the command that continues."""
+"""Ctrl-C stores a checkpoint, and prints the command that continues."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from backstay_cli.follow import JobView
 from backstay_cli.main import command_again
 from backstay_cli.stopping import closing_lines, stored_step, stores, with_former, with_stored
+from backstay_client.view.follow import JobView
 from backstay_spec import contract
+from backstay_spec.job_report import JobReport
 
 AGAIN = "backstay run --checkpoint ck train.py"
 
@@ -38,7 +39,7 @@ def test_the_newest_checkpoint_of_shard_0s_servers_counts(tmp_path: Path) -> Non
     view = JobView("a", "default", pods=pods)
     assert stored_step(view, tmp_path) == 105
     newest = with_stored(view, tmp_path)
-    assert newest.step == 105
+    assert newest.report.step == 105
     assert stored(105).endswith(f": {newest.checkpoint}"), "the JSON of an interrupted run names it"
     assert stored_step(JobView("a", "default", pods=(server(9),)), tmp_path) is None
 
@@ -57,7 +58,7 @@ def test_the_last_lines_state_which_checkpoint_was_stored(
     tmp_path: Path, step: int | None, checkpoint: Any, lines: Any, says: str
 ) -> None:
     log(tmp_path, server(1), *lines)
-    view = JobView("a", "default", step=step, pods=(server(1),))
+    view = JobView("a", "default", report=JobReport(step=step), pods=(server(1),))
     job = {"spec": {"checkpoint": checkpoint}}
     text = "\n".join(closing_lines(view, job, tmp_path, AGAIN))
     assert says in text
@@ -78,8 +79,12 @@ def test_the_log_of_a_pod_that_is_deleted_meanwhile_counts(tmp_path: Path) -> No
 
 def test_a_checkpoint_of_a_pod_that_is_gone_counts_if_it_has_the_newest_step(tmp_path: Path) -> None:
     pods = (server(2),)
-    assert stored_step(JobView("a", "default", step=90, checkpoint_step=90, pods=pods), tmp_path) == 90
-    assert stored_step(JobView("a", "default", step=97, checkpoint_step=90, pods=pods), tmp_path) is None
+    assert (
+        stored_step(JobView("a", "default", report=JobReport(step=90), checkpoint_step=90, pods=pods), tmp_path) == 90
+    )
+    assert (
+        stored_step(JobView("a", "default", report=JobReport(step=97), checkpoint_step=90, pods=pods), tmp_path) is None
+    )
 
 
 def test_a_run_with_volumes_continues_in_its_own_folder() -> None:

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from trace_format import check, spans, step, timeline
 from typer.testing import CliRunner
 
-from backstay_cli.follow import Entry
-from backstay_cli.jobfile import BadInput
 from backstay_cli.main import app
 from backstay_cli.run import Following, keep_trace
-from backstay_cli.stored_run import StateFile
-from backstay_cli.timeline import BadTimeline, chrome_trace, read
-from backstay_cli.trace import trace_of_file, write_trace
-from backstay_cli.view import LineDisplay
+from backstay_client.finding.stored_run import StateFile
+from backstay_client.jobfiles.jobfile import BadInput
+from backstay_client.reading.timeline import BadTimeline, chrome_trace, read
+from backstay_client.reading.trace import trace_of_file, write_trace
+from backstay_client.show.lines import LineDisplay
+from backstay_client.view.follow import ShownEntry
 from backstay_rpc.control_pb2 import Spans, Timeline
 
 SERVER, WORKER = "parameter-server", "worker"
@@ -93,11 +93,11 @@ def test_spans_that_a_new_server_was_sent_again_are_there_once_and_slices_nest()
 
 def test_deaths_are_instants_and_replacements_are_spans_that_end_with_the_next_death() -> None:
     history = [
-        Entry(1_000_020.0, "Normal", "Running", "all pods train"),
-        Entry(1_000_030.0, "Warning", "Crashed", "pod x died: exit code 137", "worker-1", 1_000_050.0),
-        Entry(1_000_040.0, "Warning", "Crashed", "pod y died: exit code 137", "worker-1", 1_000_050.0),
-        Entry(900_000.0, "Normal", "Running", "long ago"),
-        Entry(None, "Normal", "NoTime", "nobody knows"),
+        ShownEntry(1_000_020.0, "Normal", "Running", "all pods train"),
+        ShownEntry(1_000_030.0, "Warning", "Crashed", "pod x died: exit code 137", "worker-1", 1_000_050.0),
+        ShownEntry(1_000_040.0, "Warning", "Crashed", "pod y died: exit code 137", "worker-1", 1_000_050.0),
+        ShownEntry(900_000.0, "Normal", "Running", "long ago"),
+        ShownEntry(None, "Normal", "NoTime", "nobody knows"),
     ]
     trace = chrome_trace(
         read(timeline(spans(SERVER, 0, [("apply", 25.0, 26.0, 1)]), spans(WORKER, 1, [("compute", 25, 26, 1)]))),
@@ -250,7 +250,7 @@ def test_the_death_of_a_server_is_marked_in_its_process_and_not_in_that_of_its_s
             spans(SERVER, 0, [("apply", 5.0, 6.0, 1)]),
         )
     )
-    died = Entry(1_000_012.0, "Warning", "Crashed", "exit code 137", "parameter-server-0", None, 1)
+    died = ShownEntry(1_000_012.0, "Warning", "Crashed", "exit code 137", "parameter-server-0", None, 1)
     events = chrome_trace(job, [died])["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     marked = [names[e["pid"]] for e in events if e["ph"] == "i" and e["s"] == "p"]

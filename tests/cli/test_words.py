@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backstay_cli import report
-from backstay_cli.follow import JobView, RoleView, view_of
-from backstay_cli.view import LineDisplay
-from backstay_cli.waiting import no_update, waiting_for
-from backstay_cli.words import number, on_one_line, plain, printable, shortened, without_folder
+from backstay_client.show.lines import LineDisplay
+from backstay_client.view.follow import JobView, RoleView, view_of
+from backstay_client.view.waiting import no_update, waiting_for
+from backstay_client.words import number, on_one_line, plain, printable, shortened, without_folder
 from backstay_spec import contract
+from backstay_spec.job_report import JobReport
 
 TRACEBACK = """Traceback (most recent call last):
   File "/x/train.py", line 3, in <module>
@@ -63,10 +64,13 @@ UNSCHEDULABLE["status"]["conditions"] = [
         ({"pods": pods(False, False, False)}, "starting Python and JAX in 3 pods"),
         ({"pods": pods(False, True, False)}, "preparing the parameters: 0 of 1 server ready"),
         ({"pods": pods(True, True, False)}, "compiling the first step: 2 of 3 pods ready"),
-        ({"pods": pods(True, True, True), "step": 3}, ""),
-        ({"pods": (*pods(True), PULLING), "step": 3}, "waiting: worker 1: ImagePullBackOff no such image"),
+        ({"pods": pods(True, True, True), "report": JobReport(step=3)}, ""),
+        (
+            {"pods": (*pods(True), PULLING), "report": JobReport(step=3)},
+            "waiting: worker 1: ImagePullBackOff no such image",
+        ),
         ({"pods": (UNSCHEDULABLE,)}, "waiting: worker 0: Unschedulable 0/1 nodes"),
-        ({"pods": pods(True), "step": 3, "trouble": "the disk is full"}, "the disk is full"),
+        ({"pods": pods(True), "report": JobReport(step=3), "trouble": "the disk is full"}, "the disk is full"),
         ({"phase": "Failed"}, ""),
     ],
 )
@@ -132,15 +136,16 @@ def test_the_same_output_of_several_pods_is_shown_once(tmp_path: Path) -> None:
 
 
 def test_the_final_message_of_shard_0_is_newer_than_the_last_observation() -> None:
-    before = JobView("a", "default", loss=0.5, examples_per_second=10.0, step=8)
+    before = JobView("a", "default", report=JobReport(loss=0.5, examples_per_second=10.0, step=8))
     job = {"metadata": {"name": "a", "namespace": "default"}, "status": {"phase": "Succeeded", "loss": 0.7}}
     said = '{"result": "Succeeded", "step": 9, "loss": 0.25, "examplesPerSecond": 12.0, "evaluationError": "E: no"}'
     server = pod(contract.ROLE_SERVER, 0, "Succeeded")
     server["status"]["containerStatuses"] = [{"state": {"terminated": {"exitCode": 0, "message": said}}}]
     view = view_of(job, [server], [], before)
-    assert (view.step, view.loss, view.examples_per_second, view.evaluation_error) == (9, 0.25, 12.0, "E: no")
+    found = view.report
+    assert (found.step, found.loss, found.examples_per_second, found.evaluation_error) == (9, 0.25, 12.0, "E: no")
     assert "  the evaluation failed: E: no" in list(report.lines(view, 1.0, Path("/logs")))
-    assert view_of(job, [], [], before).loss == 0.5
+    assert view_of(job, [], [], before).report.loss == 0.5
 
 
 def test_a_missing_package_names_the_python_of_the_pods() -> None:
@@ -160,7 +165,7 @@ def test_a_long_wait_is_a_line_once_a_minute() -> None:
     for at, waited in ((10.0, 5), (30.0, 25), (31.0, 26), (91.0, 86), (92.0, 0), (120.0, 21)):
         now = at
         waits: dict[str, Any] = {"seconds": waited, "text": "worker 1 waits for its input batch"} if waited else {}
-        display.show(JobView("a", "default", phase="Running", step=3, waits=waits))
+        display.show(JobView("a", "default", phase="Running", report=JobReport(step=3), waits=waits))
     said = "worker 1 waits for its input batch"
     assert [line for line in lines if said in line] == [
         f"no update for 25 s: {said}",
@@ -171,9 +176,12 @@ def test_a_long_wait_is_a_line_once_a_minute() -> None:
 
 def test_o10_after_the_last_update_the_line_describes_the_end() -> None:
     waits = {"seconds": 18.0, "text": "trained to step 20; worker 0 evaluates, for 18 s", "over": True}
-    assert no_update(JobView("a", "default", phase="Running", step=20, waits=waits)) == waits["text"]
-    assert no_update(JobView("a", "default", phase="Running", step=20, waits={**waits, "seconds": 1.0})) == ""
-    assert no_update(JobView("a", "default", phase="Succeeded", step=20, waits=waits)) == ""
+    assert no_update(JobView("a", "default", phase="Running", report=JobReport(step=20), waits=waits)) == waits["text"]
+    assert (
+        no_update(JobView("a", "default", phase="Running", report=JobReport(step=20), waits={**waits, "seconds": 1.0}))
+        == ""
+    )
+    assert no_update(JobView("a", "default", phase="Succeeded", report=JobReport(step=20), waits=waits)) == ""
 
 
 def test_a_message_of_several_lines_stays_one_entry() -> None:

@@ -180,7 +180,7 @@ def test_a_scale_is_zero_where_its_group_is_not_finite(name: Any, wrong: float) 
 
 @pytest.mark.parametrize("name", ["Int8", "Int4"])
 def test_rounding_is_unbiased(name: Any) -> None:
-    """The mean over many steps comes near the elements: nothing is lost but variance."""
+    """The mean over many steps comes near the elements, and nothing is lost but variance."""
     values = np.random.default_rng(1).uniform(-1, 1, 16 * GROUP).astype(np.float32)
     rounds = 400
     total = sum(through(CODECS[name], values, seed=(7, step, 0)).astype(np.float64) for step in range(rounds))

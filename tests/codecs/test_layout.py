@@ -1,4 +1,4 @@
-"""Codecs on blocks: what a leaf is rounded to depends neither on blocks nor on shards (T4)."""
+"""The rounding of a leaf by codecs depends neither on blocks nor on shards (T4)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from backstay import BatchKey
 from backstay._compute import Encoder, Summary
+from backstay._transport import frames
 from backstay._update._codecs import (
     GROUP,
     SMALL,
@@ -30,7 +31,6 @@ from backstay._update._engine import ShardEngine
 from backstay._update._partition import Partition, gather, partition, scatter
 from backstay._update._rules import analyse
 from backstay._update._tree import TreeSpec, describe
-from backstay._wire import frames
 from backstay.errors import ConfigurationError
 
 SIZES = [3, SMALL - 1, SMALL, SMALL + 200, 3 * SMALL + 77]
@@ -51,12 +51,18 @@ def layout_of(
     return parts, shard_wires(parts, wire, coded)
 
 
+@jax.jit
+def decoded(block: Any) -> Any:
+    """A block's values. One function, so that JAX compiles it once for each shape and codec."""
+    return block.decode()
+
+
 def received(wire: BlockWire, block: Any) -> np.ndarray:
     """A block of a contribution, decoded from its bytes."""
     data = np.concatenate(frames.sections_of(block))
     assert data.nbytes == wire.nbytes
     views = wire.views(data)
-    return views if isinstance(views, np.ndarray) else np.asarray(jax.jit(lambda b: b.decode())(views))
+    return views if isinstance(views, np.ndarray) else np.asarray(decoded(views))
 
 
 class Given:
@@ -236,9 +242,9 @@ def test_error_feedback_loses_nothing_over_time(dtype: Any) -> None:
     alone = Rounding(tree, wire)
     for step in range(50):
         key = replace(KEY, step=step)
-        decoded = sent(parts, wires, encoder, leaves, key)
+        back = sent(parts, wires, encoder, leaves, key)
         expected = alone.gradients(leaves, 0, step, KEY.rank)
-        for index, leaf in enumerate(decoded):
+        for index, leaf in enumerate(back):
             total[index] += leaf.astype(np.float64)
             np.testing.assert_allclose(
                 leaf.astype(np.float64), np.asarray(expected[index]).astype(np.float64), rtol=1e-5, atol=1e-5
@@ -250,7 +256,8 @@ def test_error_feedback_loses_nothing_over_time(dtype: Any) -> None:
 
 
 def test_residuals_follow_the_outcome() -> None:
-    """Applied: the new ones. Dropped: the old ones, as if nothing had been sent. Unknown: none."""
+    """An applied contribution takes the new ones, a dropped one keeps the old ones, and an unknown outcome drops
+    all."""
     tree, leaves = tree_of()
     wire = Wire(gradients="Int4", error_feedback=True)
     parts, wires = layout_of(tree, wire, 1, 1 << 22)
@@ -290,7 +297,7 @@ def test_servers_add_up_what_they_decode(gradients: Any) -> None:
     parts, wires = layout_of(tree, wire, 1, 1 << 22)
     rule = analyse(optax.sgd(0.1), tree)
     params = tree.unflatten(leaves)
-    encoded, decoded = [], []
+    encoded, plain = [], []
     for rank in range(3):
         encoder = Encoder(wires, 0)
         with encoder.sending(Given(parts, leaves, replace(KEY, rank=rank))) as sending:
@@ -299,22 +306,17 @@ def test_servers_add_up_what_they_decode(gradients: Any) -> None:
                 for b, one in enumerate(wires[0].gradients)
             ]
         encoded.append(views)
-        decoded.append(
-            [
-                view if isinstance(view, np.ndarray) else np.asarray(jax.jit(lambda b: b.decode())(view))
-                for view in views
-            ]
-        )
+        plain.append([view if isinstance(view, np.ndarray) else np.asarray(decoded(view)) for view in views])
     how: dict[str, Any] = {"weights": [1.0, 0.5, 1.0], "divisor": 3}
     ours, theirs = (ShardEngine(parts, 0, rule, params) for _ in range(2))
     ours.compile([3], weighted=True, clipped=True, wires=wires[0].gradients)
-    assert ours.sum_of_squares(encoded, **how) == pytest.approx(theirs.sum_of_squares(decoded, **how), rel=1e-6)
+    assert ours.sum_of_squares(encoded, **how) == pytest.approx(theirs.sum_of_squares(plain, **how), rel=1e-6)
     ours.apply(encoded, **how, clip_factor=0.5)
-    theirs.apply(decoded, **how, clip_factor=0.5)
+    theirs.apply(plain, **how, clip_factor=0.5)
     for b in range(len(ours.blocks)):
         np.testing.assert_allclose(ours.block(b), theirs.block(b), rtol=1e-5, atol=1e-6)
     for b, mean in enumerate(ours.mean(encoded, **how)):
-        np.testing.assert_allclose(np.asarray(mean), np.asarray(ours.mean(decoded, **how)[b]), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(np.asarray(mean), np.asarray(ours.mean(plain, **how)[b]), rtol=1e-5, atol=1e-6)
 
 
 def test_seeds_depend_on_every_word() -> None:

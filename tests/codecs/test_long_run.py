@@ -1,4 +1,4 @@
-"""Codecs over many contributions: no element is lost, however small it is in its group (T10)."""
+"""Codecs lose no element over many contributions, however small it is in its group (T10)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from backstay import Wire
 from backstay._compute import Encoder, Summary
 from backstay._data import BatchKey
+from backstay._transport import frames
 from backstay._update import Partition, Rounding, ShardEngine, analyse, coded_leaves, describe, partition, shard_wires
 from backstay._update._codecs import CODECS, GROUP, BlockWire, body_of, bound_of, seed_of
-from backstay._wire import frames
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(np.float64), np.dtype(np.float32), np.dtype(np.float16), BFLOAT16]

@@ -1,4 +1,4 @@
-"""Blame: the rank that an update waited for is named, with the part of its step."""
+"""Blame names the rank that an update waited for, with the part of its step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backstay._coordination._blame import AsyncBlame, Blame, Charge
+from backstay._coordination._observation import AsyncBlame, Blame, Charge
 
 
 def update(blame: Blame, version: int, ends: dict[int, float], *, shards: int = 1, late: float = 0.0) -> Charge | None:

@@ -6,8 +6,6 @@ Shards lose their link or their whole state. The assertions are about the commit
 
 from __future__ import annotations
 
-import dataclasses
-from collections import deque
 from random import Random
 
 import pytest
@@ -28,10 +26,9 @@ from backstay._coordination import (
     Updated,
     WriteManifest,
 )
+from backstay._simulation import SimShard, SimWorker, key_of
 from backstay_rpc.control_pb2 import (
-    Applied,
     Commit,
-    Done,
     Gather,
     GradientId,
     GradientInfo,
@@ -40,48 +37,9 @@ from backstay_rpc.control_pb2 import (
     NormRequest,
     Reject,
     RejectReason,
-    Rollback,
-    Save,
     Staged,
-    Written,
 )
 from backstay_spec.quorum import quorum_of
-
-
-def key_of(gradient: GradientId) -> bytes:
-    return gradient.SerializeToString(deterministic=True)
-
-
-@dataclasses.dataclass
-class Worker:
-    rank: int
-    incarnation: int = 0
-    attempt: int = 0
-    term: int = 0
-    key_step: int = 0
-    current: GradientId | None = None
-    to_push: list[int] = dataclasses.field(default_factory=list)
-    alive: bool = True
-
-
-class Shard:
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.lose_all()
-
-    def lose_all(self) -> None:
-        self.term = self.version = 0
-        self.staged: dict[bytes, Staged] = {}
-        self.rejected: dict[bytes, Reject] = {}
-        self.history: list[Commit] = []
-        self.used: set[bytes] = set()
-        self.sums: set[bytes] = set()  # of `staged`, those that are added up
-        self.round = 0
-        self.inbox: deque[object] = deque()
-        self.outbox: deque[object] = deque()
-        self.connected = False
-        self.done: Done | None = None
-        self.written: list[Written] = []
 
 
 class Job:
@@ -95,8 +53,8 @@ class Job:
             CoordinatorState(term=1, version=0, world=ranks),
             intervals=Intervals(every_steps=3 if rules.stores else None),
         )
-        self.shards = [Shard(index) for index in range(rules.shards)]
-        self.workers = [Worker(rank) for rank in range(ranks)]
+        self.shards = [SimShard(index, rules.mode) for index in range(rules.shards)]
+        self.workers = [SimWorker(rank, rules.mode) for rank in range(ranks)]
         self.saved = CoordinatorState(term=1, version=0, world=ranks)
         self.saved_uri = ""
         self.histories: dict[int, list[Commit]] = {}
@@ -183,72 +141,7 @@ class Job:
             assert commit.contributions[0].weight == weight
         assert commit.final == (commit.version + 1 == self.rules.steps)
 
-    # The shards' side.
-    def deliver_to_shard(self, shard: Shard) -> None:
-        if not shard.inbox:
-            return
-        message = shard.inbox.popleft()
-        match message:
-            case Rollback():
-                shard.term, shard.version = message.term, message.version
-                shard.staged.clear()
-                shard.rejected.clear()
-                shard.used.clear()
-                shard.sums.clear()
-                shard.history = []
-                shard.outbox.clear()
-            case Commit():
-                assert message.term == shard.term
-                if message.version < shard.version:
-                    return  # replayed
-                assert message.version == shard.version, "commits come without gaps"
-                assert shard.sums <= {key_of(c.id) for c in message.contributions}, "T1: all that is added up"
-                shard.sums.clear()
-                for contribution in message.contributions:
-                    key = key_of(contribution.id)
-                    assert key in shard.staged, "a shard holds the gradients that a commit names"
-                    assert key not in shard.used, "T3"
-                    shard.used.add(key)
-                    del shard.staged[key]
-                if self.rules.mode == "Sync":
-                    for key, staged in list(shard.staged.items()):
-                        if staged.id.version <= message.version:
-                            del shard.staged[key]
-                shard.version += 1
-                shard.history.append(message)
-                shard.outbox.append(("applied", shard.version))
-                if message.checkpoint:
-                    self.write(shard)
-            case Save():
-                assert message.version == shard.version
-                self.write(shard)
-            case Gather():
-                if (message.term, message.version) != (shard.term, shard.version):
-                    return
-                if message.round != shard.round:
-                    shard.sums.clear()
-                    shard.round = message.round
-                keys = {key_of(contribution.id) for contribution in message.contributions}
-                assert keys <= shard.staged.keys(), "a shard holds the gradients that it adds up"
-                assert keys <= shard.sums or not keys & shard.sums, "T3: each is added up once"
-                assert len(keys) == 4
-                shard.sums |= keys
-            case NormRequest():
-                assert all(key_of(c.id) in shard.staged for c in message.contributions)
-                assert shard.sums <= {key_of(c.id) for c in message.contributions}, "T1: all that is added up"
-                norm = Norm(term=message.term, version=message.version, sum_of_squares=4.0)
-                shard.outbox.append(norm)
-            case Reject():
-                key = key_of(message.id)
-                assert key not in shard.used, "an applied gradient is never rejected"
-                shard.staged.pop(key, None)
-                if key in shard.sums:
-                    shard.sums.clear()
-                shard.rejected[key] = message
-            case Done():
-                shard.done = message
-
-    def deliver_to_coordinator(self, shard: Shard) -> None:
+    def deliver_to_coordinator(self, shard: SimShard) -> None:
         if not shard.outbox or not shard.connected:
             return
         message = shard.outbox.popleft()
@@ -270,20 +163,14 @@ class Job:
                 self.carry_out(decisions)
                 of_rank = [s for s in coordinator.open_gradients() if s.id.rank == message.id.rank]
                 assert len(of_rank) <= 2, "the undecided gradients are bounded"
-            case Norm():
+            case Lost():
+                self.holders.get(key_of(message.id), set()).discard(index)
                 self.carry_out(coordinator.report(now, index, message))
-            case Written():
+            case _:
                 self.carry_out(coordinator.report(now, index, message))
-            case ("applied", version):
-                self.carry_out(coordinator.report(now, index, Applied(version=version)))
-            case ("lost", gradient):
-                self.holders.get(key_of(gradient), set()).discard(index)
-                self.carry_out(coordinator.report(now, index, Lost(id=gradient)))
 
-    def connect(self, shard: Shard) -> None:
-        shard.connected = True
-        shard.inbox.clear()
-        shard.outbox.clear()
+    def connect(self, shard: SimShard) -> None:
+        shard.open_link()
         self.holders = {
             key: holders if key in self.gathered & shard.staged.keys() else holders - {shard.index}
             for key, holders in self.holders.items()
@@ -294,21 +181,12 @@ class Job:
         term, version = shard.term, shard.version
         self.carry_out(self.coordinator.hello(self.now, ServerPosition(shard.index, term, version)))
         if shard.term == self.coordinator.state.term:
-            shard.outbox.extend(shard.staged.values())
-            shard.outbox.append(("applied", shard.version))
-            shard.outbox.extend(shard.written)
-
-    def write(self, shard: Shard) -> None:
-        shard.written.append(Written(term=shard.term, version=shard.version))
-        shard.outbox.append(shard.written[-1])
+            shard.report_all()
 
     # The workers' side.
-    def act(self, worker: Worker) -> None:
+    def act(self, worker: SimWorker) -> None:
         if not worker.alive:
-            worker.alive = True
-            worker.incarnation += 1
-            worker.attempt = 0
-            worker.current, worker.to_push = None, []
+            worker.replace()
             self.carry_out(self.coordinator.joined(self.now, worker.rank, worker.incarnation))
             worker.key_step = self.coordinator.state.key_steps.get(worker.rank, 0)
             return
@@ -325,57 +203,19 @@ class Job:
             version = min(versions)
             if version >= self.rules.steps:
                 return
-            key_step = version if self.rules.mode == "Sync" else worker.key_step
-            worker.attempt += 1
-            worker.current = GradientId(
-                term=terms.pop(),
-                version=version,
-                rank=worker.rank,
-                key_step=key_step,
-                incarnation=worker.incarnation,
-                attempt=worker.attempt,
-            )
-            worker.to_push = list(range(self.rules.shards))
+            worker.compute(terms.pop(), version, self.rules.shards)
             self.random.shuffle(worker.to_push)
             return
         if worker.to_push:
             self.push(worker.current, worker.to_push.pop())
             return
-        self.look(worker)
+        worker.look(self.shards)
 
     def push(self, gradient: GradientId, index: int) -> None:
-        shard = self.shards[index]
-        key = key_of(gradient)
-        stale = self.rules.mode == "Sync" and shard.version > gradient.version
-        if gradient.term != shard.term or key in shard.used or key in shard.staged or key in shard.rejected or stale:
-            return
-        info = GradientInfo(finite=self.random.random() < self.finite, examples=1 + gradient.rank, loss=1.0)
+        info = GradientInfo(examples=1 + gradient.rank, loss=1.0)
         # A contribution is finite or not, on every shard.
-        info.finite = (hash(key) % 1000) / 1000 < self.finite
-        staged = Staged(id=gradient, info=info)
-        shard.staged[key] = staged
-        if shard.connected:
-            shard.outbox.append(staged)
-
-    def look(self, worker: Worker) -> None:
-        """Wait for the answer of every shard."""
-        gradient = worker.current
-        assert gradient is not None
-        key = key_of(gradient)
-        rejects = [shard.rejected[key] for shard in self.shards if key in shard.rejected]
-        if rejects:
-            worker.current = None
-            if rejects[0].reason in {RejectReason.DUPLICATE, RejectReason.OUT_OF_ORDER}:
-                worker.key_step = rejects[0].next_key_step
-            return
-        sync = self.rules.mode == "Sync"
-        answered = [key in s.used or (sync and s.version > gradient.version) for s in self.shards]
-        if all(answered):
-            worker.current = None
-            worker.key_step = gradient.key_step + 1
-        else:
-            # A replaced server has lost it: send the same again.
-            worker.to_push = [s.index for s in self.shards if not answered[s.index] and key not in s.staged]
+        info.finite = (hash(key_of(gradient)) % 1000) / 1000 < self.finite
+        self.shards[index].push(gradient, info)
 
     def disturb(self) -> None:
         kind = self.random.choice([0, 1, 2, 3, 3, 3, 4, 5])
@@ -388,7 +228,7 @@ class Job:
                 self.zombies.append((worker.current, worker.to_push or [shard.index]))
         elif kind == 3 and worker.current is not None:  # a stream broke: the same gradient, as a new attempt
             if key_of(worker.current) not in shard.staged and shard.connected:
-                shard.outbox.append(("lost", worker.current))
+                shard.outbox.append(Lost(id=worker.current))
             worker.attempt += 1
             again = GradientId()
             again.CopyFrom(worker.current)
@@ -420,7 +260,7 @@ class Job:
         elif not shard.connected:
             self.connect(shard)
         elif roll < 0.35:
-            self.deliver_to_shard(shard)
+            shard.receive()
         elif roll < 0.65:
             self.deliver_to_coordinator(shard)
         else:
@@ -432,7 +272,7 @@ class Job:
             for shard in self.shards:
                 if not shard.connected:  # the last disturbance came after the end
                     self.connect(shard)
-                self.deliver_to_shard(shard)
+                shard.receive()
                 self.deliver_to_coordinator(shard)
 
     @property

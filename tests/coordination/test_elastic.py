@@ -42,7 +42,7 @@ def test_scaling_down_to_the_living_ranks_frees_a_job_whose_others_are_dead() ->
 
 
 def test_the_ranks_that_stay_make_the_update_in_any_order_of_arrival() -> None:
-    """T1: the history defines the ranks of an update: those of the smaller of the worlds around it."""
+    """The history defines the ranks of an update, which are those of the smaller of the worlds around it (T1)."""
     job = job_of(4, backups=1)
     job.report(0, 0, staged(3, 0))
     job.report(0, 0, staged(2, 0))

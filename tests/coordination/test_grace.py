@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backstay._coordination import Coordinator, CoordinatorState, Rules, Send, ServerPosition, Updated
-from backstay._coordination._grace import best_wait, replay
+from backstay._coordination._modes._grace import best_wait, replay
 from backstay_rpc.control_pb2 import Commit, GradientId, GradientInfo, Lost, Staged
 
 

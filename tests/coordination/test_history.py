@@ -1,4 +1,4 @@
-"""`History`, by itself: pending decisions can be withdrawn, commits cannot (T3, T6)."""
+"""In `UpdateHistory` alone, pending decisions can be withdrawn, and commits cannot (T3, T6)."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backstay._coordination import MODES, CoordinatorState, Rules
-from backstay._coordination._history import History, Pending, start_of
+from backstay._coordination._history import Pending, UpdateHistory, start_of
 from backstay_rpc.control_pb2 import Commit, Contribution, GradientId, GradientInfo, Norm, NormRequest
 
 SHARDS = 2
 FINITE, NOT_FINITE = GradientInfo(finite=True), GradientInfo(finite=False)
 
 
-def history(*, steps: int = 100, **rules: object) -> History:
+def history(*, steps: int = 100, **rules: object) -> UpdateHistory:
     made = Rules(mode="Sync", shards=SHARDS, steps=steps, **rules)  # type: ignore[arg-type]
     state = CoordinatorState(term=1, version=0, world=2)
-    return History(made, MODES["Sync"], state, start_of(state, ""))
+    return UpdateHistory(made, MODES["Sync"], state, start_of(state, ""))
 
 
-def contribution(history: History, rank: int = 0, attempt: int = 1) -> Contribution:
+def contribution(history: UpdateHistory, rank: int = 0, attempt: int = 1) -> Contribution:
     version = history.state.version
     gradient = GradientId(term=1, version=version, rank=rank, key_step=version, incarnation=1, attempt=attempt)
     return Contribution(id=gradient, weight=1.0)
 
 
-def decide(history: History, attempt: int = 1, info: GradientInfo = FINITE) -> Pending:
+def decide(history: UpdateHistory, attempt: int = 1, info: GradientInfo = FINITE) -> Pending:
     return history.decide((contribution(history, attempt=attempt),), (info,), world=history.state.world)
 
 
-def answer(history: History, pending: Pending, shard: int, squares: float = 1.0) -> None:
+def answer(history: UpdateHistory, pending: Pending, shard: int, squares: float = 1.0) -> None:
     commit = pending.commit
     history.answer(shard, Norm(term=commit.term, version=commit.version, sum_of_squares=squares, round=pending.round))
 

@@ -1,4 +1,4 @@
-"""`Intake`, by itself: which reported gradients are complete, refused and counted (T1, T3)."""
+"""`Intake` alone decides which reported gradients are complete, refused and counted (T1, T3)."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from hypothesis import strategies as st
 
 from backstay._coordination import MODES, CoordinatorState, Counted, Decision, Outcome, Rules, Send
 from backstay._coordination._conclusion import Conclusion
-from backstay._coordination._history import History, start_of
+from backstay._coordination._history import UpdateHistory, start_of
 from backstay._coordination._intake import Intake
 from backstay_rpc.control_pb2 import Contribution, GradientId, GradientInfo, Reject, RejectReason, Staged
 
 SHARDS, WORLD = 2, 3
 
 
-def intake(**rules: object) -> tuple[Intake, History]:
+def intake(**rules: object) -> tuple[Intake, UpdateHistory]:
     made = Rules(mode="Sync", shards=SHARDS, steps=100, **rules)  # type: ignore[arg-type]
     state = CoordinatorState(term=1, version=0, world=WORLD)
     mode = MODES["Sync"]
-    history = History(made, mode, state, start_of(state, ""))
+    history = UpdateHistory(made, mode, state, start_of(state, ""))
     return Intake(made, mode, history, Conclusion(made, history, None, 0.0)), history
 
 
@@ -148,7 +148,7 @@ def test_a_shard_that_connects_again_reports_its_gradients_again() -> None:
 
 
 def test_t6_a_gradient_whose_refusal_depends_on_a_pending_decision_waits() -> None:
-    """With standbys: the decision may be withdrawn, and then the gradient is on time."""
+    """With standbys, the decision may be withdrawn, and then the gradient is on time."""
     made, history = intake(replicates=True)
     for shard in range(SHARDS):
         made.staged(shard, staged(0))

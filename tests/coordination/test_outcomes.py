@@ -5,8 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from backstay._coordination import Coordinator, CoordinatorState, Counted, Decision, Rules
-from backstay_rpc.control_pb2 import GradientId, GradientInfo, Lost, Norm, Staged
+import pytest
+
+from backstay._coordination import Coordinator, CoordinatorState, Counted, Decision, Rules, Send
+from backstay_rpc.control_pb2 import (
+    Examine,
+    GradientId,
+    GradientInfo,
+    Lost,
+    Norm,
+    Occupied,
+    Reject,
+    RejectReason,
+    Staged,
+)
 
 
 def gradient(rank: int, version: int = 0, attempt: int = 1) -> GradientId:
@@ -46,7 +58,47 @@ def test_a_contribution_that_was_complete_on_shard_0_is_counted_once() -> None:
 def test_a_broken_stream_is_not_late_while_its_update_is_open() -> None:
     job = coordinator(2)
     assert outcomes(job.report(0.0, 0, Lost(id=gradient(1)))) == {}
-    assert outcomes([*job.report(0.0, 0, staged(0)), *job.report(0.0, 0, staged(1))]) == {"applied": 2}
+    again = Staged(id=gradient(1, attempt=2), info=GradientInfo(finite=True))
+    assert outcomes([*job.report(0.0, 0, staged(0)), *job.report(0.0, 0, again)]) == {"applied": 2}
+
+
+def refusals(decisions: Iterable[Decision]) -> list[tuple[int | None, int, str]]:
+    """(shard, rank, reason) of each refusal."""
+    return [
+        (one.shard, one.message.id.rank, RejectReason.Name(one.message.reason))
+        for one in decisions
+        if isinstance(one, Send) and isinstance(one.message, Reject)
+    ]
+
+
+@pytest.mark.parametrize("first", ["staged", "lost"])
+def test_t8_a_contribution_of_which_one_shard_lost_a_part_is_refused_on_all(first: str) -> None:
+    """No update can have it, and the memory of its other parts may be waited for."""
+    job = Coordinator(Rules(mode="Async", shards=3, steps=10), CoordinatorState(term=1, version=0, world=2))
+    lost = Lost(id=gradient(1))
+    if first == "staged":
+        assert job.report(0.0, 0, staged(1)) == []
+        decisions = job.report(0.0, 1, lost)
+        assert refusals(decisions) == [(None, 1, "ABANDONED")]
+        assert outcomes(decisions) == {"abandoned": 1}
+    else:
+        assert job.report(0.0, 1, lost) == []
+        assert refusals(job.report(0.0, 0, staged(1))) == [(None, 1, "ABANDONED")]
+    assert refusals(job.report(0.0, 2, staged(1))) == [(None, 1, "ABANDONED")], "a part that arrives later"
+    assert job.report(0.0, 1, lost) == []
+    again = Staged(id=gradient(1, attempt=2), info=GradientInfo(finite=True))
+    decisions = [decision for shard in range(3) for decision in job.report(0.0, shard, again)]
+    assert outcomes(decisions) == {"applied": 1}
+
+
+def test_t8_the_shards_that_lack_a_part_are_examined_while_others_wait() -> None:
+    job = Coordinator(Rules(mode="Async", shards=3, steps=10), CoordinatorState(term=1, version=0, world=3))
+    for shard in (0, 2):
+        job.report(0.0, shard, staged(1))
+    ids = [gradient(1), gradient(2)]
+    assert job.report(0.0, 0, Occupied(ids=ids)) == [Send(1, Examine(id=gradient(1)))], "nobody has reported rank 2"
+    job.report(0.0, 1, staged(1))
+    assert job.report(0.0, 0, Occupied(ids=ids)) == []
 
 
 def test_with_standbys_nothing_is_late_before_the_update_is_certain() -> None:

@@ -133,7 +133,7 @@ def test_t9_each_sample_once_an_epoch_over_changes_of_the_world_and_rollbacks(
 
 
 def test_t9_the_account_counts_dropped_and_repeated_samples() -> None:
-    """Two ranks, one of them a backup: half is dropped. Then two updates are lost, and made again."""
+    """With two ranks, one of them a backup, half is dropped. Then two updates are lost, and made again."""
     run = Run(seed=0, size=20, batch=2, world=2, backups=1)
     run.update()
     run.store()

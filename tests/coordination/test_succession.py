@@ -1,6 +1,6 @@
-"""T1, T3, T6 with standbys: servers die at any moment, the coordinator's too, and there is one history without a gap.
+"""With standbys, servers and the coordinator die at any moment, and there is one history without a gap (T1, T3, T6).
 
-The simulation models `_shard` and `_control._link`. A shard answers a decision once its standby holds the mean. It
+The simulation models `_shard` and a `Link`. A shard answers a decision once its standby holds the mean. It
 publishes a version once its standby holds the commit. Links deliver in order, at any pace.
 """
 
@@ -393,7 +393,7 @@ def test_t8_a_standby_receives_nothing_of_an_abandoned_history() -> None:
 
 
 def test_t6_a_new_term_begins_at_a_checkpoint_newer_than_the_standbys_state() -> None:
-    """The server abandoned the standby, and the operator promoted it: its state is not the newest."""
+    """The server abandoned the standby, and the operator promoted it, so its state is not the newest."""
     rules = Rules(mode="Sync", shards=1, steps=STEPS, replicates=True, stores=True)
     start = Rollback(term=1, version=0, world=1)
 

@@ -1,4 +1,4 @@
-"""Servers that connect to the coordinator (T6, T8): `takeover` over all positions of a small history."""
+"""`takeover` covers all positions of servers that connect, in a small history (T6, T8)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from backstay._coordination import MODES, CoordinatorState, Rules, ServerPosition
 from backstay._coordination._decisions import Restart
-from backstay._coordination._history import History, start_of
+from backstay._coordination._history import UpdateHistory, start_of
 from backstay._coordination._succession import Succession
 from backstay._coordination._takeover import Adopt, Begin, Replay, Wait, takeover
 from backstay_rpc.control_pb2 import Commit, Contribution, GradientId, GradientInfo, Norm
@@ -29,10 +29,10 @@ def commit(version: int) -> Commit:
     return Commit(term=TERM, version=version, contributions=contributions(version), world=1)
 
 
-def history_of(rules: Rules, decided: int, *, pending: bool = False) -> History:
+def history_of(rules: Rules, decided: int, *, pending: bool = False) -> UpdateHistory:
     """A term that began at version `START`, with decisions that no shard has applied."""
     state = CoordinatorState(term=TERM, version=START, world=1)
-    history = History(rules, MODES["Sync"], state, start_of(state, "a checkpoint"))
+    history = UpdateHistory(rules, MODES["Sync"], state, start_of(state, "a checkpoint"))
     for version in range(START, START + decided):
         entry = history.decide(contributions(version), (INFO,), world=1)
         if rules.replicates and not (pending and version == START + decided - 1):
@@ -42,7 +42,7 @@ def history_of(rules: Rules, decided: int, *, pending: bool = False) -> History:
     return history
 
 
-def observed(history: History, succession: Succession) -> Any:
+def observed(history: UpdateHistory, succession: Succession) -> Any:
     """All that `takeover` may read, to hold that it changes nothing."""
     return copy.deepcopy(
         (history.state.to_json(), list(history.pending), history.stores, vars(succession)["_prepared"])
@@ -106,7 +106,7 @@ def test_t6_a_server_continues_only_what_it_can_reach(
             pytest.fail("this coordinator took over no prepared decision")
 
 
-def taken_over(prepared: tuple[Contribution, ...]) -> tuple[History, Succession]:
+def taken_over(prepared: tuple[Contribution, ...]) -> tuple[UpdateHistory, Succession]:
     """A coordinator that continues at version `START`, whose previous one had prepared the next decision."""
     rules = Rules(mode="Sync", shards=2, steps=100, replicates=True)
     history = history_of(rules, 0)

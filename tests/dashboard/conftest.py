@@ -1,4 +1,4 @@
-"""Shared by the tests of the dashboards and rules: their queries, and what is in a PromQL expression."""
+"""The tests of the dashboards and rules share their queries, and a parser of PromQL expressions."""
 
 from __future__ import annotations
 

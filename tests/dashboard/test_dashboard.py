@@ -44,9 +44,9 @@ SUFFIXES = ("", "_total", "_bucket", "_sum", "_count")
 
 def exported() -> dict[str, frozenset[str]]:
     """Every series that the code exports -> its own labels and its target's."""
-    metrics = operator.Metrics()
+    metrics = operator.OperatorMetrics()
     families = [(m, TARGET) for m in vars(metrics).values() if isinstance(m, MetricWrapperBase)]
-    families += [(m, TRAINER_TARGET) for m in trainer.Metrics("job", "Worker", 0).families]
+    families += [(m, TRAINER_TARGET) for m in trainer.PodMetrics("job", "Worker", 0).families]
     labels = {f"{m._name}{suffix}": target | frozenset(m._labelnames) for m, target in families for suffix in SUFFIXES}
     for family in metrics.job.describe():
         name = f"{family.name}_total" if family.type == "counter" else family.name
@@ -238,7 +238,7 @@ def linear(colour: str) -> list[float]:
 
 
 def distance(first: str, second: str) -> float:
-    """How different two colours look in deuteranopia: Euclidean, in CIELAB.
+    """Returns the difference of two colours in deuteranopia, Euclidean in CIELAB.
 
     The matrix is that of Machado, Oliveira and Fernandes, https://doi.org/10.1109/TVCG.2009.113, severity 1.
     """
@@ -287,7 +287,8 @@ def test_the_dashboards_lead_to_each_other(dashboards: Any) -> None:
 
 
 def test_an_event_is_one_mark(dashboards: Any) -> None:
-    """Not an area as long as a window: the series' value is the time, and crashes differ from disruptions."""
+    """An event is not an area as long as a window, because the series' value is the time, and crashes differ from
+    disruptions."""
     marks = [a for a in dashboards[1].json["annotations"]["list"] if "expr" in a]
     assert [a["name"] for a in marks] == ["Crashes", "Disruptions"]
     charged = {str(cause) for cause in Cause if cause.charged}

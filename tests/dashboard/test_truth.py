@@ -1,4 +1,5 @@
-"""The values of the panels, against the truth of small made-up jobs: slow steps, few samples, coordinators that die.
+"""The values of the panels equal the truth of small made-up jobs with slow steps, few samples, and coordinators that
+die.
 
 `promtool test rules` computes each panel's query over series that are written down sample by sample, so no time passes
 and nothing is a race. A value that is extrapolated by `rate` is compared within the error of its window.
@@ -79,7 +80,7 @@ def shows(dashboards: Any, tool: Callable[[str], str], tmp_path: Path) -> Callab
 
 @pytest.mark.parametrize("at", range(60, 60 + EACH_STEP))
 def test_steps_of_90_seconds_have_a_steady_rate(shows: Any, at: int) -> None:
-    """Each of the scrapes between two updates: neither 0 nor twice the truth."""
+    """Each of the scrapes between two updates shows neither 0 nor twice the truth."""
     updates = {f"backstay_updates_total{labels('ParameterServer')}": counted(1)}
     shows("Updates", "A", updates, 0.75 / 90, 1.35 / 90, at=at)
     shows("Updates", "C", updates, 90 / 1.35, 90 / 0.75, at=at)
@@ -99,7 +100,7 @@ def test_steps_of_90_seconds_have_a_steady_rate(shows: Any, at: int) -> None:
 
 
 def test_a_dozen_samples_have_a_mean_and_a_bound(shows: Any) -> None:
-    """43 s each: the mean is exact, and the slowest is in the bucket that ends at 60 s."""
+    """With 43 s each, the mean is exact, and the slowest is in the bucket that ends at 60 s."""
     waits = histogram(
         "backstay_quorum_wait_seconds", labels("ParameterServer"), {"30": False, "60": True, "+Inf": True}, 43
     )
@@ -158,7 +159,7 @@ def spent(part: str, each: str) -> dict[str, str]:
 
 
 def test_goodput_is_the_share_of_worker_seconds_whose_computation_counts(shows: Any) -> None:
-    """Two slots: one worker computes 12 s of every 15, a third of it for nothing; the other slot is empty."""
+    """One worker computes 12 s of every 15, a third of it for nothing, and the slot beside it is empty."""
     series = spent("applied", "0+8x240") | spent("dropped", "0+4x240") | spent("wait", "0+3x240")
     series |= spent("missing", "0+15x240")
     truth = 8 / 30

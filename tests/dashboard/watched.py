@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 
 import yaml
 
-from backstay_cli.kube import JOBS
-from backstay_cli.session import Session, start_session
+from backstay_client.embedded.session import Session, start_session
+from backstay_client.kube import JOBS
 from backstay_cluster.net import claim_block
 from backstay_spec import contract
 
@@ -241,7 +241,7 @@ def scrape_config(monitor: dict[str, Any], targets: dict[str, Any], interval: st
 
 
 def discovered(pods: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The result of Prometheus' discovery of the role `pod`: one target for each port of each container.
+    """Returns the result of Prometheus' discovery of the role `pod`, with one target for each port of each container.
 
     https://prometheus.io/docs/prometheus/latest/configuration/configuration/#pod
     """

@@ -95,7 +95,7 @@ def test_each_seed_and_epoch_has_another_order() -> None:
 
 
 class Files:
-    """Like a Grain source or a list of files: a length and items, nothing else."""
+    """A source with a length and items and nothing else, like a Grain source or a list of files."""
 
     def __len__(self) -> int:
         return 10

@@ -72,7 +72,8 @@ UPDATE = st.tuples(st.sampled_from([0.5, 0.25, 0.125]), st.integers(1, 3), st.in
 
 @given(st.lists(UPDATE, max_size=15), st.integers(0, SAME_UPDATES + 5), st.lists(UPDATE, max_size=5))
 def test_the_losses_of_all_ranks_must_be_equal_and_change_in_many_updates(before: Any, equal: int, after: Any) -> None:
-    """Against the definition: updates of several ranks in a row, each with one loss that differs from the last."""
+    """It agrees with the definition over updates of several ranks in a row, each with one loss that differs from the
+    last."""
     same, in_a_row, last, expected = SameLosses(), 0, None, False
     for loss, ranks, differs in [*before, *((1.0 / (n + 9), 2, False) for n in range(equal)), *after]:
         losses = [loss] * ranks

@@ -1,4 +1,4 @@
-"""Arguments of `from_dataset`: each kind of source, with and without a transform, read by several threads."""
+"""`from_dataset` accepts each kind of source, with and without a transform, read by several threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from backstay import BatchKey, TokenFile, from_dataset
 from backstay._data import _order
-from backstay._data._order import Order
+from backstay._data._order import SampleOrder
 from backstay._data._prefetch import Prefetcher
 from backstay.errors import ConfigurationError
 
@@ -66,7 +66,7 @@ def test_each_kind_of_source_gives_the_same_batches(tmp_path: Path, kind: str, t
 
 
 class OnDisk:
-    """Like an array of h5py or zarr: rows are read by number; `numpy.asarray` reads the whole file."""
+    """A source like an array of h5py or zarr, whose rows are read by number, and which `numpy.asarray` reads whole."""
 
     shape, dtype, chunks = X.shape, X.dtype, (1, 3)
 
@@ -250,7 +250,7 @@ def test_t9_an_order_that_is_computed_place_by_place_is_a_permutation(size: int,
 
 
 def test_an_order_of_a_billion_samples_takes_no_memory_and_is_mixed() -> None:
-    order = Order(10**9, shuffle=True)
+    order = SampleOrder(10**9, shuffle=True)
     places = np.arange(10_000)
     first, second = order(0, 0, places), order(0, 1, places)
     assert len(np.unique(first)) == 10_000

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import logging
+import math
 import os
 import re
 import runpy
@@ -44,6 +46,7 @@ _SETUP = re.compile(r"<!-- test-setup\n(.*?)-->", re.DOTALL)
 PROGRAMS = (
     "backstay",
     "chown",
+    "curl",
     "docker",
     "git",
     "helm",
@@ -112,7 +115,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def setup(page: Path) -> str:
-    """Python that stands in a comment of the page: names that its blocks use without defining them."""
+    """Returns the Python in a comment of the page, with names that its blocks use without defining them."""
     return "\n".join(_SETUP.findall(page.read_text(encoding="utf-8")))
 
 
@@ -318,7 +321,7 @@ def check_backstay(arguments: list[str]) -> None:
 
 def check_python(arguments: list[str]) -> None:
     if arguments[0] == "-m":
-        assert arguments[1] in ("venv", "pip", "pytest"), arguments
+        assert arguments[1] in ("venv", "pip", "pytest", "backstay_cluster"), arguments
     else:
         assert Path(arguments[0]).is_file(), f"{arguments[0]} does not exist"
 
@@ -352,6 +355,18 @@ def check_git(arguments: list[str]) -> None:
     assert arguments == ["clone", "https://github.com/backstay-dev/backstay"]
 
 
+def check_curl(arguments: list[str]) -> None:
+    """The pages send requests to `backstay serve` alone: the path exists, and a body is JSON with whole tensors."""
+    url = next(argument for argument in arguments if argument.startswith("localhost:8080"))
+    assert re.fullmatch(r"/metrics|/v2(/health/(live|ready)|/models/\w+(/ready|/infer)?)?", url.partition("8080")[2]), (
+        url
+    )
+    assert ("-d" in arguments) == url.endswith("/infer")
+    if "-d" in arguments:
+        for tensor in json.loads(arguments[arguments.index("-d") + 1])["inputs"]:
+            assert len(tensor["data"]) == math.prod(tensor["shape"]), tensor["name"]
+
+
 CHECKS: dict[str, Callable[[list[str]], None]] = {
     "backstay": check_backstay,
     "python": check_python,
@@ -360,6 +375,7 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "docker": check_docker,
     "make": check_make,
     "git": check_git,
+    "curl": check_curl,
     # Of these the recording shell checks that they can be typed like this.
     "pgrep": lambda arguments: None,
     "kill": lambda arguments: None,
@@ -418,6 +434,11 @@ def kubeconfig(workshop: Path) -> Iterator[Path]:
     loop.close()
 
 
+# These manifests have kinds that the embedded API server lacks, such as Deployment. `tests/chart/test_real_cluster.py`
+# validates them on a real API server.
+OF_A_CLUSTER = ("examples/digits/serve.yaml",)
+
+
 @pytest.mark.tool("kubectl")
 @pytest.mark.timeout(600)
 def test_the_kubectl_commands_of_the_docs_run(workshop: Path, kubeconfig: Path, tool: Callable[[str], str]) -> None:
@@ -451,6 +472,8 @@ def test_the_kubectl_commands_of_the_docs_run(workshop: Path, kubeconfig: Path, 
             without = ("--watch", "--follow", "--server-side", "--force-conflicts")
             wanted = [one for one in arguments if one not in without]
             if program != "kubectl" or "rollout" in wanted or "crd" in wanted:
+                continue
+            if wanted[:2] == ["apply", "-f"] and wanted[2] in OF_A_CLUSTER:
                 continue
             namespace = re.sub(r"\W+", "-", block.page.lower())
             if namespace not in seen:

@@ -60,7 +60,7 @@ def test_every_reason_of_a_condition_is_documented() -> None:
 
 
 def test_every_failure_that_is_reported_is_documented() -> None:
-    planned = {reason for call in calls(SPEC, "Failure") for reason in literals(call.args[0])}
+    planned = {reason for call in calls(SPEC, "JobFailure") for reason in literals(call.args[0])}
     trained = {call.args[0] for call in calls(COORDINATION, "fail") if call.args}
     reported = planned | {reason for node in trained for reason in literals(node)}
     assert "MaxRestartsExceeded" in reported

@@ -1,4 +1,4 @@
-"""One cluster with the operator for all end-to-end tests: embedded, or what KUBECONFIG names when BACKSTAY_E2E=cluster.
+"""All end-to-end tests use one cluster with the operator, embedded, or what KUBECONFIG names when BACKSTAY_E2E=cluster.
 
 With KUBEBUILDER_ASSETS, a real kube-apiserver serves the embedded cluster's API. A cluster in KUBECONFIG has the
 operator already (`helm install`), and a token in its kubeconfig. Its nodes are this machine, with its files and its
@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 import aiohttp
 import pytest
 
-from backstay_cli.kube import JOBS, Api, ApiError
-from backstay_cli.preload import preload
-from backstay_cli.session import start_session
+from backstay_client.embedded.preload import preload
+from backstay_client.embedded.session import start_session
+from backstay_client.kube import JOBS, ApiCalls, ApiRequestError
 from backstay_spec import contract
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ _names = itertools.count()
 
 
 class Cluster:
-    """A cluster as tests use it: blocking calls, each with a deadline."""
+    """A cluster for tests with blocking calls, each with a deadline."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -42,7 +42,7 @@ class Cluster:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._stack = contextlib.AsyncExitStack()
-        self.api: Api
+        self.api: ApiCalls
         self.kubeconfig: Path
 
     def start(self) -> None:
@@ -93,20 +93,11 @@ class Cluster:
     def patch(self, name: str, body: list[dict[str, Any]]) -> None:
         path = f"{JOBS}/namespaces/{self.namespace}/{contract.PLURAL}/{name}"
 
-        async def send() -> None:
-            async with self.api._session.patch(
-                self.api.server + path,
-                data=json.dumps(body),
-                headers={"Content-Type": "application/json-patch+json"},
-                ssl=self.api._tls,
-            ) as response:
-                assert response.status < 300, await response.text()
-
-        self.run(send())
+        self.run(self.api.request("PATCH", path, body, content_type="application/json-patch+json"))
 
     def delete(self, name: str) -> None:
         path = f"{JOBS}/namespaces/{self.namespace}/{contract.PLURAL}/{name}"
-        with contextlib.suppress(ApiError):
+        with contextlib.suppress(ApiRequestError):
             self.run(self.api.request("DELETE", path, propagationPolicy="Background"))
         self.wait(f"the pods of {name} are gone", lambda: not self.pods(name))
 
@@ -196,14 +187,14 @@ class Foreign(Cluster):
         self._thread.start()
 
         async def begin() -> None:
-            self.api = await self._stack.enter_async_context(Api.of_kubeconfig(self.kubeconfig))
+            self.api = await self._stack.enter_async_context(ApiCalls.of_kubeconfig(self.kubeconfig))
             meta = {"name": self.namespace}
             scripts = {path.name: path.read_text() for path in SCRIPTS.glob("*.py")}
             configuration = {"metadata": {"name": "scripts"}, "data": scripts}
             for path, body in (("", {"metadata": meta}), (f"/{self.namespace}/configmaps", configuration)):
                 try:
                     await self.api.request("POST", f"/api/v1/namespaces{path}", body)
-                except ApiError as error:
+                except ApiRequestError as error:
                     if error.reason != "AlreadyExists":
                         raise
             await self.api.request("PUT", f"/api/v1/namespaces/{self.namespace}/configmaps/scripts", configuration)
@@ -230,7 +221,7 @@ class Foreign(Cluster):
     def log(self, pod: str) -> str:
         async def read() -> str:
             path = f"/api/v1/namespaces/{self.namespace}/pods/{pod}/log"
-            async with self.api._session.get(self.api.server + path, ssl=self.api._tls) as response:
+            async with self.api.open("GET", path, timeout=aiohttp.ClientTimeout(30)) as response:
                 return await response.text(errors="replace") if response.status == 200 else ""
 
         # Keep the text: the pod may be deleted at the next read.

@@ -20,6 +20,7 @@ from trace_format import check
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 SCRIPT = Path(__file__).parent / "scripts" / "tiny.py"
+_STARTED: list[subprocess.Popen[str]] = []
 SAYS_NAN = """
 import runpy, sys, jax.numpy as jnp
 sys.path.insert(0, {folder!r})
@@ -59,6 +60,10 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     for line in processes(tmp_path):
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(line.split()[0]), signal.SIGKILL)
+    # After a failed test too: an open pipe would be a warning, and so a failure, of a later test.
+    while _STARTED:
+        with _STARTED.pop() as process:
+            process.kill()
 
 
 def start(
@@ -66,7 +71,7 @@ def start(
 ) -> subprocess.Popen[str]:
     # The folder in the environment marks what descends from it.
     command = [sys.executable, "-m", "backstay_cli.main", "run", "--data-dir", str(folder), *options]
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [*command, str(script), *arguments],
         env={**os.environ, "BACKSTAY_TEST_FOLDER": str(folder), **(env or {})},
         stdin=subprocess.DEVNULL,
@@ -75,6 +80,8 @@ def start(
         text=True,
         start_new_session=True,
     )
+    _STARTED.append(process)
+    return process
 
 
 def status_of(folder: Path, command: str) -> dict[str, Any]:

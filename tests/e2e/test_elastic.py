@@ -25,7 +25,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "tiny.py"
 
 
 def replayed(state: CoordinatorState, settings: dict[str, Any]) -> Any:
-    """The plain loop, with the worlds of the manifest: each update has the smaller world of the two around it."""
+    """The plain loop with the worlds of the manifest, where each update has the smaller world of the two around it."""
     params = settings["init"](jax.random.key(settings["seed"]))
     optimizer = settings["optimizer"]
     memory = optimizer.init(params)
@@ -51,7 +51,8 @@ def replayed(state: CoordinatorState, settings: dict[str, Any]) -> Any:
 def test_t4_scaled_up_and_down_while_it_trains_and_the_manifest_allows_to_repeat_it(
     cluster: Any, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """T1, T4, O4: 2 -> 4 -> 1 workers: no pod restarted, nothing charged, the result that of the recorded worlds."""
+    """With 2 -> 4 -> 1 workers, no pod is restarted, nothing is charged, and the result is that of the worlds (T1, T4,
+    O4)."""
     # Slow until the last change has been seen, so that the job cannot end before; then fast.
     gate = tmp_path / "gate"
     environment = {"BEHAVE": "numbers", "PAUSE": "1", "STEPS": "300", "GATE": str(gate)}

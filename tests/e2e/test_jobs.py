@@ -17,7 +17,7 @@ from trace_format import check
 
 import backstay
 from backstay.testing import train_local
-from backstay_cli.trace import trace_of_file
+from backstay_client.reading.trace import trace_of_file
 from backstay_spec.goodput import PARTS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

@@ -1,4 +1,5 @@
-"""O5, T8: operator, servers, workers, kubelet and API server stop or starve for a while: no healthy pod is replaced."""
+"""No healthy pod is replaced when operator, servers, workers, kubelet and API server stop or starve for a while (O5,
+T8)."""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ def process_of(cluster: Any, module: str) -> int:
 def test_what_stops_or_starves_together_with_its_observer_is_not_replaced(
     cluster: Any, submit: Callable[..., str], tmp_path: Path
 ) -> None:
-    """Two jobs at the same time, without and with standbys: the operator judges each of them separately."""
+    """The operator judges two jobs at the same time separately, without and with standbys."""
     jobs = []
     for standbys in (0, 1):
         spec = {

@@ -1,4 +1,4 @@
-"""Hot standbys as a whole: the operator promotes, the servers continue, with the result of a run without faults."""
+"""With hot standbys, the operator promotes and the servers continue, with the result of a run without faults."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from backstay import _faults, _instrument
 from backstay._checkpoint import PosixFolder
 from backstay._faults import Injector, parse
 from backstay._process import Environment
-from backstay._wire import Cover, Refusal
+from backstay._transport import Cover, Refusal
 from backstay.errors import CheckpointError, ConfigurationError
 from backstay_rpc.control_pb2 import Frame, PushBegin
 from backstay_spec import contract

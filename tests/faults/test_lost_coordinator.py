@@ -1,4 +1,4 @@
-"""T6, T8: found by chaos: a coordinator that died before any checkpoint was whole, while another shard lived on."""
+"""A coordinator dies before any checkpoint is whole, while another shard lives on, as found by chaos (T6, T8)."""
 
 from __future__ import annotations
 

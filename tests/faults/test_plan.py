@@ -1,4 +1,4 @@
-"""The language of fault scripts: what is written is what is meant, and what is misspelt is refused."""
+"""The language of fault scripts accepts what is written correctly, and refuses what is misspelt."""
 
 from __future__ import annotations
 

@@ -16,18 +16,39 @@ from functools import cache
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-PACKAGES = ("backstay", "backstay_cli", "backstay_cluster", "backstay_operator", "backstay_rpc", "backstay_spec")
+PACKAGES = (
+    "backstay",
+    "backstay_cli",
+    "backstay_client",
+    "backstay_cluster",
+    "backstay_operator",
+    "backstay_rpc",
+    "backstay_spec",
+)
 # The rooms that each folder tests. Modules of the trainer beside the rooms belong to tests/runtime.
 HOMES = {
     "checkpoint": {"_checkpoint"},
     "codecs": {"_update"},
-    "coordination": {"_coordination"},
+    "coordination": {"_coordination", "_simulation"},
     "data": {"_data"},
     "faults": {"_faults", "_instrument"},
-    "runtime": {"_roles", "_report", "_single", "_control", "_process", "_instrument", "_timeouts", "_train"},
+    "simulator": {"_simulator"},
+    "runtime": {
+        "_pod",
+        "_roles",
+        "_report",
+        "_single",
+        "_transport",
+        "_threaded",
+        "_process",
+        "_instrument",
+        "_timeouts",
+        "_train",
+    },
+    "serving": {"_serving"},
     "testing": {"testing"},
     "trainer_math": {"_update", "_compute"},
-    "wire": {"_wire", "_shard"},
+    "wire": {"_transport", "_shard"},
 }
 
 

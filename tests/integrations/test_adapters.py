@@ -1,4 +1,5 @@
-"""Models of Flax NNX, Flax Linen and Equinox: their arguments for `train`, and the examples, on real data."""
+"""The arguments for `train` from models of Flax NNX, Flax Linen and Equinox work, and so do the examples on real
+data."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def test_the_example_learns_the_digits(library, capsys):
 
 
 def test_the_image_classifier_trains_on_whole_images_and_shifts_them(capsys, monkeypatch):
-    """Few updates: `bench/classifier.py` measures its accuracy."""
+    """It makes few updates, because `bench/classifier.py` measures its accuracy."""
     script = EXAMPLES / "images" / "train.py"
     monkeypatch.setattr("sys.argv", [str(script), "--batch", "8", "--steps", "3"])
     example = runpy.run_path(str(script), run_name="__main__")

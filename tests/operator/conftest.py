@@ -1,4 +1,4 @@
-"""Shared by the operator's tests: a clock that jumps, and a small API server in memory with injected failures."""
+"""The operator's tests share a clock that jumps, and a small API server in memory with injected failures."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ import pytest
 
 from backstay_operator import errors
 from backstay_operator.backoff import Backoffs, Curve
-from backstay_operator.cluster import Cluster
+from backstay_operator.bus import Bus, Changed
+from backstay_operator.clocks import Clocks
+from backstay_operator.cluster import ClusterOverlay
 from backstay_operator.events import EventSender
 from backstay_operator.execute import Executor
+from backstay_operator.known_jobs import KnownJobs
 from backstay_operator.kube import Kube
-from backstay_operator.metrics import Metrics
+from backstay_operator.metrics import OperatorMetrics
 from backstay_operator.overlay import Seen
 from backstay_operator.reconcile import Reconciler
-from backstay_operator.rights import JOBS, PODS, SERVICES, Resource
+from backstay_operator.rights import JOBS, PODS, SERVICES, ResourceKind
 from backstay_operator.slim import SLIM
 from backstay_operator.watching import INDEXED, JobKey, job_key, own_key
 from backstay_spec import contract
@@ -61,15 +64,15 @@ class FakeKube:
         self.fail: Callable[[str, str, str], Exception | None] = lambda *_: None
         self.lose: Callable[[str, str, str], Exception | None] = lambda *_: None
         self.requests: list[tuple[str, str, str]] = []
-        self.history: list[tuple[str, Resource, Json]] = []
+        self.history: list[tuple[str, ResourceKind, Json]] = []
 
     # Calls of the operator.
 
-    async def get(self, resource: Resource, namespace: str, name: str) -> Json:
+    async def get(self, resource: ResourceKind, namespace: str, name: str) -> Json:
         self._before("get", resource, name)
         return copy.deepcopy(self._found(resource, namespace, name))
 
-    async def create(self, resource: Resource, namespace: str, body: Mapping[str, Any]) -> Json:
+    async def create(self, resource: ResourceKind, namespace: str, body: Mapping[str, Any]) -> Json:
         name = body["metadata"]["name"]
         self._before("create", resource, name)
         if (resource.plural, namespace, name) in self.objects:
@@ -79,7 +82,12 @@ class FakeKube:
         return answer
 
     async def merge_patch(
-        self, resource: Resource, namespace: str, name: str, patch: Mapping[str, Any], subresource: str | None = None
+        self,
+        resource: ResourceKind,
+        namespace: str,
+        name: str,
+        patch: Mapping[str, Any],
+        subresource: str | None = None,
     ) -> Json:
         self._before("patch", resource, name if subresource is None else f"{name}/{subresource}")
         found = self._found(resource, namespace, name)
@@ -92,7 +100,7 @@ class FakeKube:
         self._after("patch", resource, name if subresource is None else f"{name}/{subresource}")
         return answer
 
-    async def json_patch(self, resource: Resource, namespace: str, name: str, patch: list[Json]) -> Json:
+    async def json_patch(self, resource: ResourceKind, namespace: str, name: str, patch: list[Json]) -> Json:
         self._before("patch", resource, name)
         found = copy.deepcopy(self._found(resource, namespace, name))
         for step in patch:
@@ -106,7 +114,7 @@ class FakeKube:
         return self.change(resource, namespace, name, found)
 
     async def delete(
-        self, resource: Resource, namespace: str, name: str, *, uid: str | None = None, grace: int | None = None
+        self, resource: ResourceKind, namespace: str, name: str, *, uid: str | None = None, grace: int | None = None
     ) -> Json:
         self._before("delete", resource, name)
         found = self._found(resource, namespace, name)
@@ -118,7 +126,7 @@ class FakeKube:
         return {"kind": "Status"}
 
     async def metadata(
-        self, resource: Resource, namespace: str | None, _selector: str
+        self, resource: ResourceKind, namespace: str | None, _selector: str
     ) -> AsyncIterator[tuple[list[Json], str]]:
         self._before("list", resource, "")
         items = [
@@ -130,7 +138,7 @@ class FakeKube:
 
     # Actions of a user, a kubelet and the garbage collector.
 
-    def put(self, resource: Resource, namespace: str, body: Json) -> Json:
+    def put(self, resource: ResourceKind, namespace: str, body: Json) -> Json:
         self.uids += 1
         self.version += 1
         body["metadata"] |= {
@@ -149,7 +157,7 @@ class FakeKube:
         self.history.append(("ADDED", resource, copy.deepcopy(body)))
         return copy.deepcopy(body)
 
-    def change(self, resource: Resource, namespace: str, name: str, patch: Mapping[str, Any]) -> Json:
+    def change(self, resource: ResourceKind, namespace: str, name: str, patch: Mapping[str, Any]) -> Json:
         found = self.objects[resource.plural, namespace, name]
         before = copy.deepcopy(found)
         _merge(found, patch)
@@ -162,13 +170,13 @@ class FakeKube:
             self.history.append(("MODIFIED", resource, copy.deepcopy(found)))
         return copy.deepcopy(found)
 
-    def remove(self, resource: Resource, namespace: str, name: str) -> None:
+    def remove(self, resource: ResourceKind, namespace: str, name: str) -> None:
         gone = self.objects.pop((resource.plural, namespace, name))
         self.version += 1
         gone["metadata"]["resourceVersion"] = str(self.version)
         self.history.append(("DELETED", resource, gone))
 
-    def all(self, resource: Resource) -> list[Json]:
+    def all(self, resource: ResourceKind) -> list[Json]:
         return [obj for (plural, _, _), obj in sorted(self.objects.items()) if plural == resource.plural]
 
     def count(self, verb: str, plural: str) -> int:
@@ -177,19 +185,19 @@ class FakeKube:
     def writes(self) -> list[tuple[str, str, str]]:
         return [request for request in self.requests if request[0] not in ("get", "list")]
 
-    def _found(self, resource: Resource, namespace: str, name: str) -> Json:
+    def _found(self, resource: ResourceKind, namespace: str, name: str) -> Json:
         try:
             return self.objects[resource.plural, namespace, name]
         except KeyError:
             raise errors.NotFound(f"{resource.plural} {name}", 404, "NotFound", f"{name} not found") from None
 
-    def _before(self, verb: str, resource: Resource, name: str) -> None:
+    def _before(self, verb: str, resource: ResourceKind, name: str) -> None:
         self.requests.append((verb, resource.plural, name))
         error = self.fail(verb, resource.plural, name)
         if error is not None:
             raise error
 
-    def _after(self, verb: str, resource: Resource, name: str) -> None:
+    def _after(self, verb: str, resource: ResourceKind, name: str) -> None:
         error = self.lose(verb, resource.plural, name)
         if error is not None:
             raise error
@@ -206,16 +214,19 @@ def _merge(into: Json, patch: Mapping[str, Any]) -> None:
 
 
 class Operator:
-    """One operator process without Kopf: a watch that shows the part of the history that the test selects."""
+    """One operator process without Kopf, whose watch shows the part of the history that the test selects."""
 
-    def __init__(self, kube: FakeKube, *, seed: int = 0) -> None:
+    def __init__(self, kube: FakeKube, *, seed: int = 0, settings: PlanSettings | None = None) -> None:
         self.kube = kube
         self.seconds = 0.0
         self.start = datetime(2026, 1, 1, tzinfo=UTC)
-        self.metrics = Metrics(self.clock)
+        self.metrics = OperatorMetrics(self.clock)
         self.marked: list[JobKey] = []
-        self.cluster = Cluster(self.clock, self.metrics, self.marked.append)
-        self.indexes: dict[Resource, dict[JobKey, list[Seen[Json]]]] = {resource: {} for resource in INDEXED}
+        self.bus = Bus()
+        self.bus.subscribe(Changed, self._changed)
+        clocks = Clocks(self.clock, self.now)
+        self.cluster = ClusterOverlay(self.clock, self.metrics, self.bus)
+        self.indexes: dict[ResourceKind, dict[JobKey, list[Seen[Json]]]] = {resource: {} for resource in INDEXED}
         for resource in INDEXED:
             self.cluster.attach(resource, self.indexes[resource])
         draw = random.Random(seed).random
@@ -226,22 +237,23 @@ class Operator:
             SECRET_KEY,
             self.metrics,
             EventSender(cast(Kube, kube), "test", self.metrics, now=self.now, draw=draw),
-            clock=self.clock,
-            now=self.now,
+            clocks=clocks,
             backoffs=Backoffs(Curve(first=0.2, most=30.0), draw),
         )
         self.reconciler = Reconciler(
-            self.cluster,
+            KnownJobs(self.cluster, clocks),
             executor,
-            PlanSettings("backstay-system"),
+            settings or PlanSettings("backstay-system"),
             SECRET_KEY,
             self.metrics,
-            clock=self.clock,
-            now=self.now,
+            self.bus,
             leads=lambda: self.leads,
         )
-        self.cluster.ended = self.reconciler.ended
         self.shown = 0
+
+    def _changed(self, event: Changed) -> None:
+        if event.after == 0:
+            self.marked.append(event.key)
 
     def clock(self) -> float:
         return self.seconds

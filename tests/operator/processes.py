@@ -23,19 +23,19 @@ from aiohttp import web
 from backstay_cluster.apiserver import ApiServer
 from backstay_cluster.net import claim_block
 from backstay_operator.kube import Kube
-from backstay_operator.rights import JOBS, PODS, Resource
+from backstay_operator.rights import JOBS, PODS, ResourceKind
 from backstay_spec import contract
 
 T = TypeVar("T")
 Json = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
-CRDS = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions")
+CRDS = ResourceKind("apiextensions.k8s.io", "v1", "customresourcedefinitions")
 TOKEN = "a-token-for-the-test"
 PATIENCE = 90.0  # seconds that anything may take before the test gives up; nothing here is timed
 
 
 class RecordingServer(ApiServer):
-    """Notes each request of the operator's two clients: method, path, and query."""
+    """Notes the method, path and query of each request of the operator's two clients."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -160,7 +160,7 @@ class Api:
 
     # Actions of a user and a kubelet.
 
-    def all(self, resource: Resource, namespace: str = "default") -> list[Json]:
+    def all(self, resource: ResourceKind, namespace: str = "default") -> list[Json]:
         async def listed(kube: Kube) -> list[Json]:
             path = resource.path(namespace)
             return list((await kube.discover(path)).get("items") or [])

@@ -1,4 +1,4 @@
-"""Which API server and which user: a service account and a plain kubeconfig are read without the kubernetes package."""
+"""A service account and a plain kubeconfig name the API server and the user without the kubernetes package."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def kubeconfig(folder: Path, cluster: dict[str, Any], user: dict[str, Any]) -> s
     return str(path)
 
 
-def token_of(found: access.Credentials) -> str | None:
+def token_of(found: access.ApiCredentials) -> str | None:
     async def ask() -> str | None:
         return await found.token()
 
@@ -70,7 +70,7 @@ def test_what_is_not_plain_is_left_to_the_package(
 def test_the_package_reads_the_rest(tmp_path: Path) -> None:
     path = kubeconfig(tmp_path, {"server": "https://h", "insecure-skip-tls-verify": True}, {"token": "t"})
 
-    async def read() -> tuple[access.Credentials, str | None]:
+    async def read() -> tuple[access.ApiCredentials, str | None]:
         found = await access.load(path)
         return found, await found.token()
 
@@ -91,7 +91,7 @@ def test_the_token_of_a_service_account_is_read_again(tmp_path: Path) -> None:
     found = access._service_account(environ, tmp_path)
     assert (found.host, found.ca_path, token_of(found)) == ("https://[fd00::1]:443", str(tmp_path / "ca.crt"), "one")
     now = 0.0
-    token = access._TokenFile(tmp_path / "token", lambda: now)
+    token = access._ApiTokenFile(tmp_path / "token", lambda: now)
     token.read()
     (tmp_path / "token").write_text("two")
     assert asyncio.run(token()) == "one"

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from backstay_operator.bus import LeadChanged, Progressed
 from backstay_operator.rights import JOBS, PODS
-from backstay_spec.goodput import MEASURED, Report
+from backstay_spec.goodput import MEASURED, SecondsReport
 from backstay_spec.observed import Progress
 
 from .fake_pods import KEY, Json, MakeJob, crash, names, of_role, run_all, status
@@ -28,10 +29,10 @@ def test_the_account_of_worker_seconds_survives_pods_and_operators(
     def receive(**seconds: tuple[int, float]) -> None:
         at, applied = operator.now().timestamp(), MEASURED.index("applied")
         reports = {
-            (rank, 1): Report(at, tuple(spent * (i == applied) for i in range(len(MEASURED))))
+            (rank, 1): SecondsReport(at, tuple(spent * (i == applied) for i in range(len(MEASURED))))
             for rank, spent in seconds.values()
         }
-        operator.reconciler.on_progress(KEY, Progress(operator.now(), reached=frozenset({0}), worker_seconds=reports))
+        operator.bus.send(Progressed(KEY, Progress(operator.now(), reached=frozenset({0}), worker_seconds=reports)))
 
     assert "workerSeconds" not in status(kube), "nothing is paid yet"
     run_all(kube)
@@ -84,8 +85,8 @@ def test_an_operator_that_acts_again_counts_no_second_twice(kube: Any, operator_
 
     def receive(operator: Any, incarnation: int, applied: float) -> None:
         seconds = tuple(applied * (part == "applied") for part in MEASURED)
-        report = {(0, incarnation): Report(operator.now().timestamp(), seconds)}
-        operator.reconciler.on_progress(KEY, Progress(operator.now(), reached=frozenset({0}), worker_seconds=report))
+        report = {(0, incarnation): SecondsReport(operator.now().timestamp(), seconds)}
+        operator.bus.send(Progressed(KEY, Progress(operator.now(), reached=frozenset({0}), worker_seconds=report)))
 
     run(first)
     at(first, 0)
@@ -101,7 +102,7 @@ def test_an_operator_that_acts_again_counts_no_second_twice(kube: Any, operator_
     second.seconds = start + 350
     receive(second, 2, 48.0)
     at(second, 350)
-    first.reconciler.took_over()
+    first.bus.send(LeadChanged(True))
     at(first, 400)
     first.seconds = start + 411
     receive(first, 2, 109.0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from backstay_operator.collector import Collector
+from backstay_operator.collector import ObjectCollector
 
 
 class Node:
@@ -32,7 +32,7 @@ def test_what_survived_is_not_visited_again_until_the_full_collection(virtual: C
         gc.disable()
         old = Node()
         gone = weakref.ref(old)
-        task = asyncio.create_task(Collector(period=10.0, rounds=3).run())
+        task = asyncio.create_task(ObjectCollector(period=10.0, rounds=3).run())
         await asyncio.sleep(1)
         assert gc.get_freeze_count() > 0
         assert not any(found is old for found in gc.get_objects())  # out of the collector's sight

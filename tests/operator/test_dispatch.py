@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from backstay_operator.backoff import Curve
-from backstay_operator.dispatch import Dispatcher
+from backstay_operator.dispatch import Dispatcher, Pauses
 
 NO_CHANCE = Curve(first=1.0, most=8.0, jitter=0.0)
 
@@ -57,9 +57,7 @@ def dispatcher(
         limit=limit,
         draw=lambda: 0.0,
         failed=lambda key, _: sink.append(key),
-        curve=NO_CHANCE,
-        impatient=impatient,
-        settle=settle,
+        pauses=Pauses(NO_CHANCE, impatient, settle),
         behind=behind,
     )
 

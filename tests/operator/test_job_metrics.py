@@ -1,4 +1,4 @@
-"""The series of each job: they say what its status says, count time without gaps, and go with the job."""
+"""The series of each job agree with its status, count time without gaps, and end with the job."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 from prometheus_client import generate_latest
 
 from backstay_operator.job_metrics import PHASES
-from backstay_operator.metrics import Metrics, metric_names
-from backstay_spec.actions import Death
+from backstay_operator.metrics import OperatorMetrics, metric_names
+from backstay_spec.actions import FoundDead
 from backstay_spec.causes import Cause
 from backstay_spec.goodput import PARTS
+from backstay_spec.job_report import JobReport
 from backstay_spec.observed import Progress
 from backstay_spec.types import TrainingJobSpec
 from backstay_spec.validation import parse_job
@@ -57,7 +58,7 @@ def pod_of(role: str, index: int, incarnation: int, *, ready: bool = True, phase
 class Watched:
     def __init__(self) -> None:
         self.clock = Clock()
-        self.metrics = Metrics(self.clock, lambda: 1000.0 + self.clock.now)
+        self.metrics = OperatorMetrics(self.clock, lambda: 1000.0 + self.clock.now)
 
     def value(self, name: str, **labels: str) -> float | None:
         of_job = {"namespace": "ns", "training_job": "a"} if name.startswith("backstay_job_") else {}
@@ -76,7 +77,9 @@ def test_every_series_of_a_job_names_it_in_one_way_and_goes_away_with_it() -> No
         job = job_of("Running", training=True, roles={"Worker": {"desired": 2, "ready": 1, "restarts": 3}}, step=7)
         watched.metrics.job.report(("ns", name), job, spec_of(), [], None, 2)
     watched.metrics.job.progress(
-        KEY, Progress(datetime.now(UTC), step=7, loss=0.5, examples_per_second=9, redone=4), trains=True
+        KEY,
+        Progress(datetime.now(UTC), report=JobReport(step=7, loss=0.5, examples_per_second=9, steps_redone=4)),
+        trains=True,
     )
     assert watched.value("backstay_job_restarts_total", role="Worker") == 3
     assert watched.value("backstay_job_restarts_limit", role="Worker") == 7
@@ -99,10 +102,10 @@ def test_every_series_of_a_job_names_it_in_one_way_and_goes_away_with_it() -> No
 
 
 def test_a_job_is_in_one_phase_and_its_rate_is_zero_while_it_does_not_train() -> None:
-    """Alerts query the phase and training by job: each phase has a series, 1 or 0."""
+    """Each phase has a series, 1 or 0, because alerts query the phase and training by job."""
     watched = Watched()
     watched.report(job_of("Running", training=True))
-    progress = Progress(datetime.now(UTC), examples_per_second=48.5)
+    progress = Progress(datetime.now(UTC), report=JobReport(examples_per_second=48.5))
     watched.metrics.job.progress(KEY, progress, trains=True)
     assert watched.value("backstay_job_training") == 1
     assert watched.value("backstay_job_examples_per_second") == 48.5
@@ -175,8 +178,8 @@ def test_a_death_is_counted_and_recovered_when_its_replacement_works() -> None:
 
     running = job_of("Running", training=True, step=3)
     watched.clock.now = 5
-    watched.metrics.job.died(KEY, Death("worker", 1, 0, "w", Cause.CRASHED, True))
-    watched.metrics.job.died(KEY, Death("parameter-server", 0, 0, "s", Cause.CRASHED, True))
+    watched.metrics.job.died(KEY, FoundDead("worker", 1, 0, "w", Cause.CRASHED, True))
+    watched.metrics.job.died(KEY, FoundDead("parameter-server", 0, 0, "s", Cause.CRASHED, True))
     assert watched.value("backstay_job_deaths_total", role="Worker", cause="Crashed") == 1
     assert watched.value("backstay_job_last_death_timestamp_seconds", role="Worker", cause="Crashed") == 1005
     watched.clock.now = 6

@@ -12,6 +12,8 @@ from typing import Any, cast
 import pytest
 
 from backstay_operator import errors
+from backstay_operator.bus import Bus, LeadChanged
+from backstay_operator.clocks import Clocks
 from backstay_operator.kube import Kube
 from backstay_operator.leader import Leader, identity, is_dead, pod_reference
 
@@ -69,7 +71,9 @@ class Leases:
 def leader(leases: Leases, me: str, notified: list[bool] | None = None) -> Leader:
     loop = asyncio.get_running_loop()
     sink: list[bool] = [] if notified is None else notified
-    return Leader(cast(Kube, leases), "ns", me, clock=loop.time, changed=sink.append, seconds=15.0, period=4.0)
+    bus = Bus()
+    bus.subscribe(LeadChanged, lambda event: sink.append(event.leads))
+    return Leader(cast(Kube, leases), "ns", me, bus, clocks=Clocks(loop.time))
 
 
 def show(leases: Leases, *leaders: Leader) -> None:
@@ -163,8 +167,10 @@ def test_a_lease_is_deleted_with_its_holders_pod_and_the_next_operator_acts_imme
     async def story() -> None:
         leases = Leases()
         loop = asyncio.get_running_loop()
-        first = Leader(cast(Kube, leases), "ns", "a", clock=loop.time, owner=owner)
-        second = Leader(cast(Kube, leases), "ns", "b", clock=loop.time, owner={**owner, "name": "backstay-8"})
+        first = Leader(cast(Kube, leases), "ns", "a", Bus(), clocks=Clocks(loop.time), owner=owner)
+        second = Leader(
+            cast(Kube, leases), "ns", "b", Bus(), clocks=Clocks(loop.time), owner={**owner, "name": "backstay-8"}
+        )
         await first.step()
         assert leases.stored is not None
         assert leases.stored["metadata"]["ownerReferences"] == [owner]

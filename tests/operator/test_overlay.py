@@ -8,8 +8,9 @@ from typing import Any, TypeAlias
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backstay_operator.cluster import Cluster
-from backstay_operator.metrics import Metrics
+from backstay_operator.bus import Bus
+from backstay_operator.cluster import ClusterOverlay
+from backstay_operator.metrics import OperatorMetrics
 from backstay_operator.overlay import Overlay, Seen, version_of
 from backstay_operator.rights import PODS
 from backstay_spec import contract
@@ -132,7 +133,7 @@ def test_versions_are_numbers() -> None:
 
 @given(st.lists(st.sampled_from(["create", "change", "delete"]), max_size=12), st.data())
 def test_the_view_is_never_older_than_our_own_writes_and_ends_right(steps: list[str], data: st.DataObject) -> None:
-    """A history of one object, some steps our own, shown by a watch that lags: we never see less than we did."""
+    """A lagging watch shows a history of one object with steps of this operator, and the overlay never goes back."""
     history: list[tuple[str, int]] = []
     version, alive = 0, False
     for step in steps:
@@ -184,8 +185,8 @@ def pod(name: str, version: int) -> dict[str, Any]:
 def test_a_watch_that_moves_is_not_dead_however_much_it_owes() -> None:
     """The liveness probe uses this: it must not restart the operator because the API server is slow."""
     now = [0.0]
-    metrics = Metrics(lambda: now[0])
-    cluster = Cluster(lambda: now[0], metrics, lambda _: None)
+    metrics = OperatorMetrics(lambda: now[0])
+    cluster = ClusterOverlay(lambda: now[0], metrics, Bus())
     cluster.wrote(PODS, pod("mine", 10))
     for second in range(1, 200):
         now[0] = float(second)

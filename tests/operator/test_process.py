@@ -1,4 +1,4 @@
-"""The operator as a process, with Kopf, against the embedded API server: O1, O2, O5, O6."""
+"""The operator runs as a process with Kopf against the embedded API server (O1, O2, O5, O6)."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from backstay_operator.rights import (
 )
 from backstay_rpc import control_pb2, control_pb2_grpc
 from backstay_spec import contract
+from backstay_spec.job_report import JobReport, TermStart
 from backstay_spec.token import token_for
 
 from .processes import CRDS, PATIENCE, ROOT, TOKEN, Api, Json, Process, container, eventually
@@ -103,7 +104,7 @@ def test_t8_a_job_that_is_nested_too_deep_fails_with_the_reason(api: Api, start:
 def test_a_job_trains_through_the_loss_of_its_workers_its_operator_and_the_api_server(
     api: Api, start: Callable[..., Process]
 ) -> None:
-    """O2, O5, and the probes: one story, as starting processes is what costs time here."""
+    """One story tests O2, O5 and the probes, because starting processes takes the time here."""
     operator = start()
     api.apply(make("story"))
     pods = running(api, "story", 3)
@@ -182,10 +183,8 @@ class Shard(control_pb2_grpc.ControlServicer):
             incarnation=1,
             term=1,
             step=41,
-            loss=0.25,
-            has_loss=True,
             world=2,
-            term_start=control_pb2.TermStart(term=1),
+            report=JobReport(loss=0.25, term_start=TermStart(1, 0)).encoded(),
         )
         self.asked: list[control_pb2.ProgressRequest] = []
 

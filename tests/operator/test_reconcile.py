@@ -11,8 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backstay_operator import errors
+from backstay_operator.bus import Changed, Progressed
 from backstay_operator.rights import EVENTS, JOBS, NETWORK_POLICIES, PODS, SECRETS, SERVICES
 from backstay_spec import contract
+from backstay_spec.job_report import JobReport
 from backstay_spec.observed import Progress
 from backstay_spec.token import token_for
 
@@ -174,7 +176,7 @@ def test_a_deletion_without_a_watch_event_is_found_by_comparing_with_a_list(
     operator.shown = len(kube.history)  # the watch missed it
     operator.reconcile()
     assert len(of_role(kube, "worker")) == 2
-    verifier = Verifier(kube, operator.cluster, None, operator.metrics, changed=operator.marked.append, every=300)
+    verifier = Verifier(kube, operator.cluster, None, operator.metrics, operator.bus, every=300)
     operator.marked.clear()
     assert virtual(verifier.compare()) == [(PODS, gone)]
     assert operator.marked == [KEY]
@@ -421,19 +423,19 @@ def test_o8_answers_with_nothing_new_cost_one_plan_in_ten_seconds(
     kube.put(JOBS, "team", make_job())
     operator = operator_on(kube)
     operator.settle()
-    progress = Progress(taken=operator.now(), reached=frozenset({0, 1}), term=1, step=7)
-    operator.reconciler.on_progress(KEY, progress)
+    progress = Progress(taken=operator.now(), reached=frozenset({0, 1}), report=JobReport(term=1, step=7))
+    operator.bus.send(Progressed(KEY, progress))
     operator.settle()
     plans, due = 0, float("inf")
 
-    def mark_after(_: object, seconds: float) -> None:
+    def changed(event: Changed) -> None:
         nonlocal due
-        due = min(due, operator.seconds + seconds)
+        due = min(due, operator.seconds + event.after)
 
-    operator.reconciler.mark_after = mark_after
+    operator.bus.subscribe(Changed, changed)
     for _ in range(30):
         operator.seconds += 2.0
-        operator.reconciler.on_progress(KEY, progress)
+        operator.bus.send(Progressed(KEY, progress))
         if operator.seconds >= due:
             plans, due = plans + 1, float("inf")
             operator.reconcile()

@@ -1,4 +1,4 @@
-"""The small pure parts: back-off, merge patch, key file, command line, metrics, slimming."""
+"""The small pure parts are back-off, merge patch, key file, command line, metrics and slimming."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from backstay_operator.logs import JsonFormatter
 from backstay_operator.merge import merge_patch
 from backstay_operator.metrics import metric_names
 from backstay_operator.settings import Patience, kopf_settings
-from backstay_operator.watching import Watch
+from backstay_operator.watching import KopfWatch
 
 json_values = st.recursive(
     st.booleans() | st.integers(-3, 3) | st.text(max_size=2),
@@ -111,7 +111,7 @@ async def test_the_watch_runs_as_a_user_without_a_name(monkeypatch: pytest.Monke
 
     def sink(*_: Any) -> None: ...
 
-    watch = Watch(None, None, slim=slim.SLIM, sink=sink, indexed=sink, lease=sink, me="backstay-0/uid")
+    watch = KopfWatch(None, None, slim=slim.SLIM, sink=sink, indexed=sink, lease=sink, me="backstay-0/uid")
     watch.stop()
     await watch.run()
 

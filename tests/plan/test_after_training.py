@@ -231,8 +231,30 @@ def test_a_replacement_runs_the_code_once_too(running, ready):
     assert cluster.status["incarnations"]["worker-0"] == (2 if ready else 3)
 
 
+@pytest.mark.parametrize("code", [1, 137])
+def test_o10_a_replacement_that_dies_while_it_evaluates_is_replaced(running, code):
+    """`train` has not returned there, though its message says that training has ended."""
+    cluster = running(SPEC)
+    cluster.disrupt(leader(cluster), "EvictionByEvictionAPI")
+    cluster.train(returned=0)
+    cluster.settle()
+    cluster.run(leader(cluster, 2), ready=False)
+    cluster.settle()
+    message = {"result": "Trained", "evaluates": True, "step": 9, "checkpoint": "file:///ckpt/9"}
+    cluster.end(leader(cluster, 2), code, json.dumps(message))
+    cluster.settle()
+    cluster.tick(5)
+    cluster.settle()
+    assert cluster.status["phase"] not in ("Succeeded", "Failed")
+    assert cluster.status["incarnations"]["worker-0"] == 3
+    cluster.run(leader(cluster, 3), ready=False)
+    cluster.end(leader(cluster, 3), 0, json.dumps(message))
+    cluster.settle()
+    assert cluster.status["phase"] == "Succeeded", "the script ended its process with code 0 in `evaluate`"
+
+
 def test_a_result_that_nothing_holds_fails_the_job(running):
-    """No checkpoint, and no worker with the result: the job cannot continue."""
+    """The job cannot continue without a checkpoint and without a worker that has the result."""
     cluster = running({**SPEC, "checkpoint": {}})
     cluster.end(leader(cluster), 137)
     cluster.train(returned=0, checkpoint="")
@@ -358,8 +380,8 @@ def test_the_other_deadlines_still_count(running):
     complete = cluster.condition("AfterTrainingComplete")
     assert (complete["status"], complete["reason"]) == ("False", "DeadlineExceeded")
     cluster.tick(5)
-    cluster.settle(1) if cluster.job_deleted else cluster.apply(cluster.plan())
-    assert cluster.job_deleted
+    cluster.settle(1) if cluster.deleted else cluster.apply(cluster.plan())
+    assert cluster.deleted
 
 
 @settings(
@@ -407,13 +429,13 @@ def test_t8_for_any_end_of_worker_0_the_job_ends_and_its_code_runs_at_most_once(
             cluster.restart_operator()
         if step == "wait":
             cluster.tick(7)
-        before = len([a for a in cluster.ever if "-worker-0-" in a])
+        before = len([a for a in cluster.created if "-worker-0-" in a])
         todo = cluster.plan()
         assert all(a.role == WORKER for a in todo.actions if isinstance(a, CreatePod))
         cluster.apply(todo)
         cluster.settle()
         if had:
-            assert len([a for a in cluster.ever if "-worker-0-" in a]) == before
+            assert len([a for a in cluster.created if "-worker-0-" in a]) == before
     cluster.tick(101)
     cluster.settle()
     assert cluster.status["phase"] in ("Succeeded", "Failed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from backstay_spec import contract
+from backstay_spec.job_report import CheckpointStatus
 
 TWO_SERVERS = {"parameterServers": {"replicas": 2}, "workers": {"replicas": 3}, "checkpoint": {"uri": "file:///ckpt"}}
 SERVER, WORKER = contract.ROLE_SERVER, contract.ROLE_WORKER
@@ -36,7 +37,7 @@ def test_a_checkpoint_that_cannot_be_written_is_reported_until_one_is_written(ru
     cluster.restart_operator()
     cluster.settle()
     assert cluster.condition("Checkpointing")["reason"] == "WriteFailed"
-    cluster.answer(step=8, checkpoint_step=8, checkpoint_uri="file:///ckpt/8")
+    cluster.answer(step=8, checkpoint=CheckpointStatus(step=8, uri="file:///ckpt/8"))
     cluster.settle()
     assert cluster.condition("Checkpointing")["status"] == "True"
 
@@ -185,7 +186,7 @@ def test_o10_after_the_last_update_nothing_is_interrupted(running):
         said = cluster.condition("Training")
         assert (said["status"], said["reason"]) == ("False", "Ending")
         assert said["message"] == "trained to step 20; worker 0 evaluates"
-    cluster.progress = None
+    cluster.memory.progress = None
     cluster.run(cluster.named(SERVER, 1), ready=False)
     cluster.tick(20)
     cluster.settle()
@@ -198,7 +199,7 @@ def test_o10_a_lost_server_after_the_last_update_is_an_interruption(running):
     cluster = running(TRAINING_SPEC)
     train(cluster, 20, coordinator=1, ending="trained to step 20; worker 0 evaluates, for 1 s")
     cluster.end(cluster.named(SERVER, 0), 137)
-    cluster.progress = None
+    cluster.memory.progress = None
     cluster.settle()
     cluster.tick(20)
     cluster.settle()

@@ -52,6 +52,55 @@ def test_a_servers_failure_fails_the_job(running, shard):
     assert not cluster.living()
 
 
+@pytest.mark.parametrize(
+    ("said", "step"),
+    [
+        ({"step": 150, "term": 2}, 150),
+        ({"step": 150}, 150),
+        ({"step": 40, "term": 2}, 84),
+        ({"step": 150, "term": 1}, 84),  # a rollback has discarded it
+        ({"step": 9, "term": 3}, 9),  # a rollback that no call has reported
+        ({"step": -1}, 84),
+        ({"step": 1 << 63}, 84),
+        ({}, 84),
+    ],
+)
+def test_o8_a_failed_job_has_the_last_step_that_a_pod_reported(running, said, step):
+    """The newest call of the operator was made before the last updates. Its number stayed in the status."""
+    cluster = running(TWO_SERVERS)
+    cluster.answer(term=2, step=84)
+    cluster.settle()
+    failed = {"result": "Failed", "reason": "NonFinite", "message": "m", **said}
+    cluster.end(cluster.named(SERVER, 1), 1, json.dumps(failed))
+    cluster.settle()
+    assert (cluster.status["phase"], cluster.status["step"]) == ("Failed", step)
+    assert [text for reason, text in cluster.events if reason == "Failed"] == [
+        f"NonFinite: parameter server 1: m (last step: {step})"
+    ]
+    cluster.tick(60)
+    cluster.settle()
+    assert cluster.status["step"] == step
+
+
+def test_o8_the_last_step_of_a_job_without_an_answer_is_in_the_message_of_a_worker(running):
+    """A job of one second ends before the first call."""
+    cluster = running({"parameterServers": {"replicas": 1}, "workers": {"replicas": 1}})
+    said = {"reason": "EmptyBatch", "message": "no rows", "result": "Refused", "step": 3, "term": 1}
+    cluster.end(cluster.named(WORKER, 0), 1, json.dumps(said))
+    cluster.settle()
+    assert (cluster.status["phase"], cluster.status["step"]) == ("Failed", 3)
+
+
+def test_the_step_of_a_running_job_is_that_of_its_servers(running):
+    """A worker's message counts only at the end: the servers may have gone back since."""
+    cluster = running(TWO_SERVERS)
+    cluster.answer(term=1, step=84)
+    cluster.settle()
+    cluster.end(cluster.named(WORKER, 1), 1, json.dumps({"reason": "KeyError", "message": "m", "step": 150, "term": 1}))
+    cluster.settle()
+    assert cluster.status["step"] == 84
+
+
 def test_a_reason_that_kubernetes_would_refuse_is_replaced(running):
     cluster = running(TWO_SERVERS)
     cluster.end(
@@ -135,10 +184,10 @@ def test_time_to_live(running):
     cluster.apply(cluster.plan())
     cluster.tick(29)
     cluster.settle()
-    assert not cluster.job_deleted
+    assert not cluster.deleted
     cluster.tick(2)
     cluster.apply(cluster.plan())
-    assert cluster.job_deleted
+    assert cluster.deleted
 
 
 def test_active_deadline(running):

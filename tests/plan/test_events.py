@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from backstay_spec import contract
 from backstay_spec.events import MAX_EVENT, normal, one_line, warning
-from backstay_spec.planner.report import Report, with_history
+from backstay_spec.planner.report import PlannedStatus, with_history
 from backstay_spec.records import merged
 from backstay_spec.types_status import TrainingJobStatus
 
@@ -76,7 +76,7 @@ def test_the_status_keeps_the_newest_events_with_the_slot_that_died(running):
     assert pod in entry["message"]
     kept = cluster.status["history"]
     cluster.restart_operator()
-    cluster.secret_ensured = True
+    cluster.memory.secret_at = cluster.now
     cluster.settle()
     assert cluster.status["history"][: len(kept)] == kept
 
@@ -86,24 +86,24 @@ def test_the_history_in_the_status_is_bounded():
     old = TrainingJobStatus()
     for number in range(120):
         events = (normal("Running", f"{number} " + "x" * 1000), normal("Evaluated", "of step 3"))
-        written = with_history(Report({"phase": "Running"}), old, events, now)
+        written = with_history(PlannedStatus({"phase": "Running"}), old, events, now)
         old = TrainingJobStatus.model_validate(written.status)
     assert [entry.message.split()[0] for entry in old.history] == [str(n) for n in range(70, 120)]
     assert len(json.dumps(old.to_dict())) < 25_000
-    assert with_history(Report(), old, (normal("A", "b"),), now).status is None
+    assert with_history(PlannedStatus(), old, (normal("A", "b"),), now).status is None
 
 
 def test_the_history_names_both_pods_of_a_slot_that_died_at_the_same_time():
     """The active server of a shard and its standby can die between two plans."""
     now = datetime(2026, 11, 22, tzinfo=UTC)
     events = tuple(warning("Crashed", f"pod {n} died", "parameter-server-0", n) for n in (1, 2))
-    status = with_history(Report({"phase": "Running"}), TrainingJobStatus(), events, now).status
+    status = with_history(PlannedStatus({"phase": "Running"}), TrainingJobStatus(), events, now).status
     assert [entry["incarnation"] for entry in status["history"]] == [1, 2]
     assert [entry["incarnation"] for entry in merged(status["history"], status["history"])] == [1, 2]
 
 
 def test_the_history_states_when_a_slot_took_part_in_training_again(running):
-    """A worker with its first contribution, a server with the next update: what the death cost."""
+    """A worker's first contribution, or a server's next update, shows what the death cost."""
     cluster = running({"workers": {"replicas": 2}, "checkpoint": {"uri": "file:///c"}})
     cluster.answer(term=1, step=5, contributed={0: 1, 1: 1})
     cluster.settle()

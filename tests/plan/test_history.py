@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from backstay_spec.observed import StoredReport, TermStart
+from backstay_spec.job_report import TermStart
+from backstay_spec.observed import StoredReport
 
 URI = "/ck/step-105"
 
@@ -93,7 +94,7 @@ def test_a_run_that_continues_is_reported_before_its_first_update(running: Any) 
     job = running()
     start = TermStart(4, 105, URI)
     for waits in ("", "worker 0 compiles, for 21 s", "worker 0 compiles, for 65 s"):
-        job.answer(term=4, step=105, last=(4, 105), term_start=start, waits=waits)
+        job.answer(term=4, step=105, last=(4, 105), term_start=start, waits_for=waits)
         job.settle()
         assert sent_events(job, "Continued", "SettingsChanged", "TrainingInterrupted") == [
             ("Continued", f"training continues from the checkpoint of step 105: {URI}")

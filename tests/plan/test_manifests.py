@@ -1,4 +1,4 @@
-"""The objects of a job: what the contract, O2, O3, O6 and O7 ask of them, and what a template may change."""
+"""The objects of a job follow the contract, O2, O3, O6, O7, and what a template may change."""
 
 from __future__ import annotations
 

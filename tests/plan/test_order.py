@@ -10,12 +10,12 @@ QUOTA = ("Forbidden", "exceeded quota: two, requested: pods=1, used: pods=2, lim
 
 
 class Quota:
-    """A ResourceQuota: it refuses the creation of more pods than `limit`."""
+    """A ResourceQuota that refuses the creation of more pods than `limit`."""
 
     def __init__(self, cluster, limit):
         self.cluster, self.limit = cluster, limit
-        self.refuses = cluster._refuses
-        cluster._refuses = self
+        self.refuses = cluster.refuses
+        cluster.refuses = self
 
     def __call__(self, manifest):
         pods = [p for p in self.cluster.pods.values() if p["status"]["phase"] in ("Pending", "Running")]

@@ -120,7 +120,7 @@ def test_an_operator_that_dies_after_the_status_ends_what_was_begun(training):
     """O2, O5: the status is written first; the patch and the new pods follow from it."""
     training.end(training.named(SERVER, 0, 1), 137)
     todo = training.plan()
-    training.write_status(todo)
+    training.write(todo)
     training.restart_operator()
     training.settle()
     assert selected(training, 0) == "2"

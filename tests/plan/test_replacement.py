@@ -128,7 +128,7 @@ def test_a_pod_that_was_never_made_is_not_counted(running):
         cluster.end(cluster.named(WORKER, 0), 1)
         cluster.settle()
     cluster.tick(1)
-    cluster.write_status(cluster.plan())
+    cluster.write(cluster.plan())
     assert "notBefore" not in cluster.status["backoff"]["worker-0"]
     cluster.restart_operator()
     cluster.apply(cluster.plan())

@@ -137,7 +137,7 @@ def test_a_command_that_does_not_exist_fails_the_job(make_cluster):
 
 
 def test_a_script_that_never_trains_fails_the_job(make_cluster):
-    """Exit code 0 without `train`: every attempt would end in the same way, and no log explains it."""
+    """With exit code 0 without `train`, every attempt would end in the same way, and no log explains it."""
     cluster = started(make_cluster)
     crash(cluster, SERVER, 0, "", 0)
     assert cluster.status["phase"] != "Failed"
@@ -172,7 +172,7 @@ def test_a_script_that_has_trained_is_not_one_that_never_trains(make_cluster, re
     ],
 )
 def test_what_may_succeed_later_is_retried(make_cluster, message, code):
-    """Signals, networks and memory: a retry may help, so budgets decide."""
+    """Budgets decide about signals, networks and memory, because a retry may help."""
     cluster = started(make_cluster)
     for role, count in ((SERVER, 2), (WORKER, 4)):
         for index in range(count):

@@ -53,13 +53,14 @@ def again(cluster: Any, rank: int, incarnation: int, message: str, **answered: A
 
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("workers", [1, 3])
-def test_o4_an_iterator_that_ended_in_one_worker_fails_the_job_immediately(
-    training: Any, workers: int, trained: bool
+@pytest.mark.parametrize("reason", ["BatchesEnded", "EmptyBatch"])
+def test_o4_batches_that_ended_or_have_no_rows_in_one_worker_fail_the_job_immediately(
+    training: Any, workers: int, trained: bool, reason: str
 ) -> None:
     cluster = training(workers, step=50 if trained else 0)
-    crash(cluster, 0, says("BatchesEnded", result="Refused"))
+    crash(cluster, 0, says(reason, result="Refused"))
     failed = cluster.condition("Failed")
-    assert failed["reason"] == "BatchesEnded"
+    assert failed["reason"] == reason
     assert failed["message"].startswith("worker 0: 'x'")
     assert not cluster.living()
 
@@ -97,6 +98,30 @@ def test_o4_one_worker_that_never_contributes_again_fails_the_job(training: Any)
     failed = cluster.condition("Failed")
     assert failed["reason"] == "ScriptFailed"
     assert "raised by worker 1 again and again, without a contribution between" in failed["message"]
+
+
+@pytest.mark.parametrize("case", ["the same", "another line", "served"])
+def test_o4_a_server_that_never_serves_again_fails_a_job_that_has_trained(training: Any, case: str) -> None:
+    """The transform raises in each replacement, which was charged up to `maxRestarts`. No update is made without it."""
+    cluster = training(2)
+    cluster.end(cluster.named(SERVER, 0, 1), 137)
+    for incarnation in (2, 3, 4):
+        assert cluster.status["phase"] != "Failed"
+        cluster.tick(60)
+        cluster.settle()
+        if case == "served" and incarnation == 4:
+            cluster.run(cluster.named(SERVER, 0, incarnation))
+            cluster.tick(5)
+            cluster.settle()
+        at = "train.py:13" if case == "another line" and incarnation == 4 else "train.py:12"
+        cluster.end(cluster.named(SERVER, 0, incarnation), 1, says(at=at))
+        cluster.settle()
+    if case != "the same":
+        assert cluster.status["phase"] != "Failed"
+        return
+    failed = cluster.condition("Failed")
+    assert failed["reason"] == "ScriptFailed"
+    assert "KeyError: 'x' (train.py:12): raised by parameter server 0 again and again" in failed["message"]
 
 
 @pytest.mark.parametrize("worked", [False, True])

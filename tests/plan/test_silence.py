@@ -1,4 +1,5 @@
-"""O5, T8: random histories of pauses, lost leases and starvation: a healthy pod is never replaced, a dead one always.
+"""A healthy pod is never replaced, and a dead one always, over random histories of pauses, lost leases and starvation
+(O5, T8).
 
 A model of servers, a worker, a kubelet and an operator in steps of 0.1 s. The parts that judge are the real ones:
 `Attention` and `Calls` of the operator, `reported`, and the planner. Time is an argument of all of them.
@@ -29,7 +30,7 @@ def during(spans, t):
 
 @dataclass
 class Call:
-    """One request to a server, on its way: `work` grows while the server has a processor."""
+    """One request to a server on its way, whose `work` grows while the server has a processor."""
 
     kind: str
     uid: str
@@ -50,7 +51,7 @@ class Heart:
 
 @dataclass
 class World:
-    """The injected interruptions: spans of seconds.
+    """The injected interruptions, as spans of seconds.
 
     Attributes:
         stopped: name -> when its process is stopped. Names: a pod's, ``operator``, ``kubelet``, ``worker``.

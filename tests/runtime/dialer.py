@@ -15,11 +15,12 @@ from pathlib import Path
 
 import grpc
 
-from backstay._wire import ClientStream
+from backstay._transport import ClientStream
 from backstay.errors import PeerLost
 from backstay_rpc.channels import open_aio_channel, open_channel
 from backstay_rpc.control_pb2 import CoordinateRequest, Hello, ProgressRequest
 from backstay_rpc.control_pb2_grpc import ControlStub
+from backstay_rpc.credentials import Credentials
 
 CALLS, PARALLEL = 60, 4
 MEMORY_BYTES = 300 << 20
@@ -39,7 +40,7 @@ def control(address: str) -> None:
 
 def data(address: str) -> None:
     with contextlib.suppress(PeerLost):
-        stream = ClientStream(address, Hello(), "token")
+        stream = ClientStream(address, Hello(), Credentials("token"))
         try:
             stream.read()
         finally:

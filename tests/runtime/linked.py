@@ -1,4 +1,5 @@
-"""The ports of shard 0's server that other shards use: the control service, and the data port of their links."""
+"""The ports of shard 0's server that other shards use, which are the control service and the data port of their
+links."""
 
 from __future__ import annotations
 
@@ -6,9 +7,10 @@ import queue
 from collections.abc import Callable
 from typing import Any
 
-from backstay._control import Agreement, ControlServer, Driving, Links, Peers
-from backstay._wire import Listener
+from backstay._threaded import ThreadedCoordinator
+from backstay._transport import Agreement, ControlServer, Links, Listener, Peers
 from backstay_rpc.control_pb2 import CoordinatorMessage, Frame, HeartbeatReply, Leaf, ShardMessage
+from backstay_rpc.credentials import Credentials
 
 TOKEN = "0123456789abcdef"
 AGREEMENT = Agreement((Leaf(path="w", dtype="float32"),), {"steps": "10"})
@@ -18,12 +20,12 @@ class Coordinating:
     """Both ports, open until `close`. `host` gets the attribute `data_address`."""
 
     def __init__(self, host: Any, token: str, port: int = 0, bind: str = "127.0.0.1", **options: Any) -> None:
-        """`options`: of `ControlServer`, which listens at `bind` and `port`."""
+        """`options` are those of `ControlServer`, which listens at `bind` and `port`."""
         peers = Peers()
         self.links = Links(host, peers)
-        self._data = Listener("127.0.0.1", 0, token, self.links.serve)
+        self._data = Listener("127.0.0.1", 0, Credentials(token), self.links.serve)
         host.data_address = f"127.0.0.1:{self._data.bound}"
-        self.control = ControlServer(host, peers, bind=bind, port=port, token=token, **options)
+        self.control = ControlServer(host, peers, bind=bind, port=port, credentials=Credentials(token), **options)
         self.port = self.control.port
 
     def close(self) -> None:
@@ -36,8 +38,8 @@ class FakeHost:
 
     shard, incarnation, agreement = 0, 1, AGREEMENT
 
-    def __init__(self, driving: Driving) -> None:
-        self.driving = driving
+    def __init__(self, threaded: ThreadedCoordinator) -> None:
+        self.threaded = threaded
 
     def beat(self, _: object) -> HeartbeatReply:
         return HeartbeatReply()
@@ -46,14 +48,14 @@ class FakeHost:
 
 
 class Quiet:
-    """A `Storage` and an `Observer` that the test does not use."""
+    """A `CheckpointStorage` and an `Observer` that the test does not use."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_: None
 
 
 class MemoryStream:
-    """A `ServerStream` in memory: the coordinator's end of a link."""
+    """A `ServerStream` in memory as the coordinator's end of a link."""
 
     def __init__(self) -> None:
         self.incoming: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()

@@ -9,6 +9,7 @@ import grpc
 from backstay_rpc import bearer
 from backstay_rpc.control_pb2 import ProgressReply, ProgressRequest
 from backstay_rpc.control_pb2_grpc import ControlStub
+from backstay_spec.job_report import JobReport
 
 
 def progress(job: Any, **fields: Any) -> ProgressReply:
@@ -17,3 +18,8 @@ def progress(job: Any, **fields: Any) -> ProgressReply:
         stub = ControlStub(channel)  # type: ignore[no-untyped-call]
         reply: ProgressReply = stub.Progress(ProgressRequest(**fields), timeout=30, metadata=bearer(job.token))
     return reply
+
+
+def report(job: Any, **fields: Any) -> JobReport:
+    """The report in that answer."""
+    return JobReport.decoded(progress(job, **fields).report)

@@ -1,4 +1,4 @@
-"""Local steps written out a second time, from `docs/local-steps.md`: a training script, and a loop in NumPy and optax.
+"""A training script and a loop in NumPy and optax that write local steps out again, from `docs/local-steps.md`.
 
 The loop has nothing of Backstay but the fragment of each parameter, which `LocalSteps.fragment_of` defines.
 """
@@ -154,7 +154,7 @@ def train() -> None:
 
 
 class Worker:
-    """One rank: its own parameters, and those of the servers as they arrived last.
+    """One rank, with its own parameters and those of the servers as they arrived last.
 
     Attributes:
         own: the parameters of the worker.
@@ -175,7 +175,7 @@ class Worker:
         self.finite = True
 
     def receive(self, params: Params, fragment: int | None) -> None:
-        """The servers' answer: a fragment, or everything."""
+        """Returns the servers' answer, which is a fragment or everything."""
         if self.own is None or fragment is None:
             self.own = self.base = params
             self.ahead = 0
@@ -261,7 +261,8 @@ def expected(case: Case, world: int, sets: Sequence[Sequence[int]], *, by_exampl
 
 
 def _advanced(new: Any, old: Any, fragment_of: Params, fragment: int) -> Any:
-    """The outer state: arrays that belong to parameters change with their fragment; counters with every update."""
+    """The outer state, whose arrays that belong to parameters change with their fragment, and counters with every
+    update."""
     names = {jax.tree_util.keystr(path): of for path, of in jax.tree_util.tree_leaves_with_path(fragment_of)}
 
     def leaf(path: Any, a: Any, b: Any) -> Any:

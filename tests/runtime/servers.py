@@ -7,10 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from backstay._checkpoint import Records
+from backstay._process import Stop
 from backstay._process._environment import Environment
+from backstay._report import PodMetrics, ServerReports
+from backstay._roles import Script, Server, ServerContext
+from backstay._roles._standby import Inherited
+from backstay_rpc.credentials import Credentials
 from backstay_spec.runtime import RuntimeConfig
 
-__all__ = ["flush", "server_environment"]
+__all__ = ["flush", "server_environment", "server_of"]
 
 
 def server_environment(**changes: Any) -> Environment:
@@ -27,13 +32,21 @@ def server_environment(**changes: Any) -> Environment:
         bind="127.0.0.1",
         pod_name="s",
         pod_ip="127.0.0.1",
-        token="00",
+        credentials=Credentials("00"),
         config=RuntimeConfig(shards=1, workers=1),
         checkpoint_uri=None,
         termination_log=None,
         uid="12345678-abcd",
     )
     return replace(usual, **changes)
+
+
+def server_of(
+    environment: Environment, script: Script, stop: Stop, metrics: PodMetrics, inherited: Inherited | None = None
+) -> Server:
+    """A server as in a pod, without an HTTP port."""
+    context = ServerContext.of(environment, script, script.plan(environment.config.shards), stop, inherited)
+    return Server(context, ServerReports(context, metrics), inherited)
 
 
 def flush(records: Records) -> None:

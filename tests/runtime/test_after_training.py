@@ -1,4 +1,5 @@
-"""The code after `train`: which exit code counts, the report of a failure, and which pods get the result. T7, T8."""
+"""The code after `train` ends a job by its exit code, its failure is reported, and certain pods get the result (T7,
+T8). T7, T8."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import backstay
 from backstay._faults import ENV_FAULTS
 from backstay._process._exit import Stop, termination_message
 from backstay._process._failure import describe, printed
-from backstay._roles._shutdown import Shutdown
+from backstay._roles._ending import ServerEnd
 from backstay._timeouts import Timeouts
 from backstay.errors import PeerLost, StorageError
 from backstay.testing import KILLED, TERMINATED
@@ -50,6 +51,49 @@ def test_the_last_messages_state_who_has_the_result(job, tmp_path: Path) -> None
         assert words["checkpoint"] == server.final_message()["checkpoint"]
         result = tiny.params(worker)
         assert (result["rank"], result["leads"]) == (rank, rank == 0)
+
+
+def test_t8_a_server_that_is_replaced_while_worker_0_evaluates_sends_it_the_end(job, tmp_path: Path) -> None:
+    """The next server found the training complete and left. The worker waited for a server until the job failed."""
+    evaluate = tmp_path / "evaluate"
+    tiny = job(2, 1, checkpoint={"uri": str(tmp_path / CHECKPOINTS)})
+    tiny.environment = {"STEPS": "4", "EVALUATE": str(evaluate)}
+    servers = [tiny.server(shard, 1) for shard in range(2)]
+    worker = tiny.worker(0)
+    tiny.wait_for(worker, "evaluate waits")
+    tiny.wait_for(servers[0], "checkpoint of step 4")
+    servers[0].process.send_signal(signal.SIGKILL)
+    servers[0].wait()
+    servers[0] = tiny.server(0, 2)
+    assert servers[0].wait() == 0, "it has sent the end to the worker, and does not wait for the evaluation"
+    evaluate.touch()
+    assert [pod.wait() for pod in (worker, *servers)] == [0, 0, 0]
+    assert worker.final_message()["result"] == "Trained"
+    assert tiny.params(worker)["step"] == 4
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_t8_a_server_that_is_replaced_while_the_evaluator_evaluates_sends_workers_the_end(
+    job, tmp_path: Path, shards: int
+) -> None:
+    """The workers have the last version. They waited for parameters from a server that has none, and has left."""
+    evaluate = tmp_path / "evaluate"
+    tiny = job(shards, 2, checkpoint={"uri": str(tmp_path / CHECKPOINTS), "every_steps": 4}, evaluator=True)
+    tiny.environment = {"STEPS": "4", "EVALUATE": str(evaluate)}
+    servers = [tiny.server(shard, 1) for shard in range(shards)]
+    workers = [tiny.worker(rank, 1) for rank in range(2)]
+    evaluator = tiny.start("evaluator", 0, 1)
+    for worker in workers:
+        tiny.wait_for(worker, "step 4/4")  # it has the last version
+    tiny.wait_for(evaluator, "evaluate waits")
+    servers[0].process.send_signal(signal.SIGKILL)
+    servers[0].wait()
+    servers[0] = tiny.server(0, 2)
+    # A busy worker of another rank may join too late. The operator deletes it at the end of the job.
+    assert workers[0].wait() == 0, "it does not need the evaluation"
+    assert tiny.params(workers[0])["step"] == 4
+    evaluate.touch()
+    assert [server.wait() for server in servers] == [0] * shards
 
 
 def test_an_exception_after_training_is_the_last_message(job, tmp_path: Path) -> None:
@@ -111,7 +155,7 @@ def test_t7_t8_a_worker_that_is_killed_at_the_end_is_replaced_from_the_last_chec
 
 
 def test_t8_without_a_checkpoint_the_servers_wait_for_the_worker_that_comes_again(job, tmp_path: Path) -> None:
-    """T8: only the servers hold the result: the replacement gets it from them."""
+    """The replacement gets the result from the servers, which alone hold it (T8)."""
     tiny = job(2, 1)
     tiny.environment = {"STEPS": "4", "JAX_ENABLE_X64": "1", ENV_FAULTS: "kill worker/0 @0 done"}
     servers = [tiny.server(shard, 1) for shard in range(2)]
@@ -124,7 +168,7 @@ def test_t8_without_a_checkpoint_the_servers_wait_for_the_worker_that_comes_agai
 
 def test_t8_how_long_a_server_stays() -> None:
     """T8: for peers 15 s, for a result that no checkpoint holds 2 minutes, and never longer."""
-    shutdown = Shutdown(TIMES, incarnation=1, took_over=False)
+    shutdown = ServerEnd(TIMES, incarnation=1)
     assert not shutdown.stays(0.0, stored=True, awaited=False)
     assert shutdown.stays(TIMES.shutdown - 1, stored=True, awaited=True)
     assert not shutdown.stays(TIMES.shutdown, stored=True, awaited=True)
@@ -149,7 +193,28 @@ def test_t8_how_long_a_server_stays() -> None:
 )
 def test_a_server_that_cannot_know_who_returned_does_not_say(incarnation, took_over, already, said) -> None:
     """A server before this one may have reached the end, and rank 0 may have reported to that one."""
-    assert Shutdown(TIMES, incarnation=incarnation, took_over=took_over).end(already_complete=already) == said
+    end = ServerEnd(TIMES, incarnation=incarnation, took_over=0.0 if took_over else None)
+    assert end.end(already_complete=already) == said
+
+
+def test_t8_a_promoted_server_stays_for_workers_that_the_previous_one_cut_off() -> None:
+    """No worker has joined it, and the job has ended. A worker may have been pulling from the previous server."""
+    promoted = ServerEnd(TIMES, incarnation=2, took_over=100.0)
+    assert promoted.expects_newcomers(100.0 + TIMES.newcomer - 0.1)
+    assert not promoted.expects_newcomers(100.0 + TIMES.newcomer)
+    assert not ServerEnd(TIMES, incarnation=2).expects_newcomers(100.0)
+
+
+def test_t8_a_server_that_finds_the_training_complete_waits_for_rank_0() -> None:
+    """T8: rank 0 may still evaluate, and joins the replacement of the server that it has trained with."""
+    replacement = ServerEnd(TIMES, incarnation=2)
+    assert replacement.expects_rank_0(TIMES.latecomer - 0.1, already_complete=True)
+    assert not replacement.expects_rank_0(TIMES.latecomer, already_complete=True)
+    assert not replacement.expects_rank_0(0.0, already_complete=False)
+    assert not ServerEnd(TIMES, incarnation=1).expects_rank_0(0.0, already_complete=True)
+    assert replacement.report(1)
+    assert replacement.expects_rank_0(TIMES.newcomer - 0.1, already_complete=True), "other ranks join again"
+    assert not replacement.expects_rank_0(TIMES.newcomer, already_complete=True)
 
 
 def raised(error: BaseException, cause: BaseException | None = None):
@@ -216,7 +281,8 @@ def test_the_log_has_the_frames_of_the_script_and_not_those_between_them() -> No
 
 
 def test_the_last_message_fits_and_stays_json_for_any_output_of_the_script() -> None:
-    """https://kubernetes.io/docs/tasks/debug/debug-application/determine-reason-pod-failure/: 4096 bytes."""
+    """The limit is 4096 bytes, by
+    https://kubernetes.io/docs/tasks/debug/debug-application/determine-reason-pod-failure/."""
     for text in ("é\n" * 5000, "\ud800" * 3000, '"' * 9000, "错误" * 9000):
         fields = {"result": "AfterTrainingFailed", "reason": "E", "message": text, "traceback": text + "the end"}
         written = termination_message(fields)

@@ -15,8 +15,8 @@ from backstay import BatchKey, LocalSteps
 from backstay._compute import Start
 from backstay._roles._script import Script
 from backstay._single._loop import train_alone
-from backstay._update import Wire, analyse, describe, enable_x64, partition
-from backstay._wire import Arrangement
+from backstay._transport import Arrangement
+from backstay._update import ALL, Selection, Wire, analyse, describe, enable_x64, partition
 from backstay.errors import ConfigurationError, JobFailed
 from backstay.testing import train_local
 
@@ -68,7 +68,7 @@ def diloco(
     mixing: float = 0.0,
     turns: tuple[tuple[str, ...], ...] = (("w", "out"),),
 ) -> tuple[Any, list[float]]:
-    """Streaming DiLoCo, written out: nothing of Backstay but the batches and the definition of a key.
+    """Streaming DiLoCo, written out with nothing of Backstay but the batches and the definition of a key.
 
     Args:
         count: steps between two updates.
@@ -304,14 +304,14 @@ def test_steps_for_a_contribution_that_is_not_due_are_dropped() -> None:
     arrangement = Arrangement(partition(tree, analyse(OUTER, tree), 1))
     first, second = ([np.asarray(leaf) + shift for leaf in jax.tree.leaves(model)] for shift in (0.0, 0.5))
 
-    def made(overlap: int, key: BatchKey, received: frozenset[int] | None) -> Any:
+    def made(overlap: int, key: BatchKey, received: Selection | None) -> Any:
         one = script(local=LocalSteps(4, INNER, inner_state="reset", overlap=overlap))
         computation = one.computation(tree, arrangement, batches)
         computation.start(Start(first, BatchKey(0, 0, 2, 3))).wait()
         contribution = computation.start(Start(second, key, received))
         return np.concatenate([block for blocks in contribution.blocks for block in blocks])
 
-    all_of_it = frozenset({0})
+    all_of_it = ALL
     for key in (BatchKey(1, 0, 1, 3, offset=4), BatchKey(2, 0, 2, 3)):
         assert np.array_equal(made(2, key, all_of_it), made(0, key, None))
     due = BatchKey(1, 0, 2, 3)
@@ -321,7 +321,7 @@ def test_steps_for_a_contribution_that_is_not_due_are_dropped() -> None:
 
 @pytest.mark.parametrize("overlap", [0, 2, 4])
 def test_a_worker_requests_each_batch_once_and_in_order(overlap: int) -> None:
-    """This includes the key that it requests before a contribution: a stream of data cannot go back."""
+    """This includes the key that it requests before a contribution, because a stream of data cannot go back."""
     model = init(jax.random.key(0))
     tree = describe(model, has_state=True)
     arrangement = Arrangement(partition(tree, analyse(OUTER, tree), 1))
@@ -336,14 +336,14 @@ def test_a_worker_requests_each_batch_once_and_in_order(overlap: int) -> None:
     computation = one.computation(tree, arrangement, batch_of)
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(model)]
     for step in range(one.steps):
-        start = Start(leaves, BatchKey(step, 0, 2, 3), frozenset({0}) if step else None)
+        start = Start(leaves, BatchKey(step, 0, 2, 3), ALL if step else None)
         first = computation.first_batch(start)
         assert (first is None) == (overlap == 4 and step > 0)
         if first is not None:
             batch_of(first)
         computation.start(start).wait()
     assert requested == list(range(one.steps * 4))
-    other = Start(leaves, BatchKey(2, 0, 1, 3), frozenset({0}))
+    other = Start(leaves, BatchKey(2, 0, 1, 3), ALL)
     assert computation.first_batch(other) == BatchKey(8, 0, 1, 3, batches=4), "steps that are dropped do not count"
 
 

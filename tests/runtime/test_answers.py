@@ -1,4 +1,4 @@
-"""The meaning of answers: most mean that a connection is in transition (T8), and few are final. One table has all."""
+"""Most answers mean that a connection is in transition (T8), and few are final. One table has all."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 import grpc
 import pytest
 
-from backstay._control import Agreement, ControlClient, Heartbeats, Link
-from backstay._control._auth import is_final
 from backstay._timeouts import Timeouts
-from backstay._wire import ClientStream
+from backstay._transport import Agreement, ClientStream, ControlClient, Heartbeats, Link
+from backstay._transport._control._auth import is_final
 from backstay.errors import PeerLost, Refused, Superseded
 from backstay_rpc.channels import REFUSAL
 from backstay_rpc.control_pb2 import TRAINING, Hello, JoinReply, Leaf, Peer
+from backstay_rpc.credentials import Credentials
 
 TOKEN = "0123456789abcdef"
 AGREEMENT = Agreement((Leaf(path="w", shape=[2], dtype="float32"),), {"steps": "1"})
@@ -65,7 +65,7 @@ def answers() -> Iterator[tuple[Answers, str]]:
 
 
 def client_of(address: str) -> ControlClient:
-    return ControlClient([address], TOKEN, Peer(role="worker"), TIMES)
+    return ControlClient([address], Credentials(TOKEN), Peer(role="worker"), TIMES)
 
 
 def joins(address: str) -> None:
@@ -117,7 +117,7 @@ def test_t8_each_status_of_a_link_is_retried_or_final(
     handler, address = answers
     handler.code, handler.marked = code, marked
     before = handler.calls
-    link = Link(address, TOKEN, Peer(role="parameter-server", index=1), AGREEMENT, "Sync", TIMES)
+    link = Link(address, Credentials(TOKEN), Peer(role="parameter-server", index=1), AGREEMENT, "Sync", TIMES)
     link.start(lambda _: None)  # type: ignore[arg-type]
     try:
         if marked and code.name in FINAL:
@@ -198,7 +198,7 @@ def strange(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def streams(address: str) -> None:
-    stream = ClientStream(address, Hello(), TOKEN)
+    stream = ClientStream(address, Hello(), Credentials(TOKEN))
     try:
         stream.read()
     finally:
@@ -217,7 +217,7 @@ def test_t8_heartbeats_continue_after_a_strange_answer(answers: tuple[Answers, s
     handler, address = answers
     handler.code, handler.marked = grpc.StatusCode.UNIMPLEMENTED, False
     before = handler.calls
-    client = ControlClient([address], TOKEN, Peer(role="worker"), Timeouts(heartbeat=0.001))
+    client = ControlClient([address], Credentials(TOKEN), Peer(role="worker"), Timeouts(heartbeat=0.001))
     heart = Heartbeats(client, lambda shard, why: None)
     heart.start()
     until(lambda: handler.calls >= before + 3)
@@ -240,7 +240,9 @@ class Shard:
 
 
 def joined(monkeypatch: pytest.MonkeyPatch, *shards: Shard, **times: float) -> list[JoinReply]:
-    client = ControlClient(["127.0.0.1:1"] * len(shards), TOKEN, Peer(), Timeouts(join_pauses=(0.0,), **times))  # type: ignore[arg-type]
+    client = ControlClient(
+        ["127.0.0.1:1"] * len(shards), Credentials(TOKEN), Peer(), Timeouts(join_pauses=(0.0,), **times)
+    )  # type: ignore[arg-type]
     monkeypatch.setattr(client, "join", lambda shard, *_: shards[shard].answer())
     return client.join_all(AGREEMENT, lambda: False)
 

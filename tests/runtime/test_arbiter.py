@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from backstay._roles._arbiter import Arbiter
 from backstay._roles._ending import Ending
-from backstay._roles._loading import Loader
+from backstay._roles._server._arbiter import Arbiter
+from backstay._roles._server._loading import Loader
 from backstay._timeouts import Timeouts
 from backstay.errors import Superseded
 from backstay_rpc.control_pb2 import Rollback

@@ -41,6 +41,26 @@ def test_t7_the_best_checkpoint_stays_though_the_server_of_shard_0_dies(job: Any
     assert backstay.load(uri).step == 8
 
 
+def test_t7_a_server_that_takes_over_keeps_the_checkpoint_that_is_being_evaluated(job: Any, tmp_path: Path) -> None:
+    """It deleted the checkpoint, whose evaluation was then lost: nothing had reported the evaluation to this server."""
+    uri = str(tmp_path / "checkpoints")
+    rule = {"metric": "squares", "mode": "Max"}
+    tiny = job(1, 1, evaluator=True, checkpoint={"uri": uri, "every_steps": 2, "keep": 1, "keep_best": rule})
+    steps, evaluate = tmp_path / "let", tmp_path / "evaluate"
+    tiny.environment = {"STEPS": "8", "HOLD_AT": "2", "LET": str(steps), "EVALUATE": str(evaluate)}
+    server, worker, evaluator = tiny.server(0, 1), tiny.worker(0), tiny.start("evaluator", 0)
+    tiny.wait_for(evaluator, "evaluate waits")
+    server.process.send_signal(signal.SIGKILL)
+    server = tiny.server(0, 2)
+    tiny.wait_for(server, "the checkpoint of step 2 is kept until it is evaluated")
+    steps.write_text("8")
+    tiny.wait_for(server, "checkpoint of step 8")
+    assert {name.version for name in CheckpointStore(uri).contents().manifests} == {2, 8}
+    evaluate.touch()
+    tiny.wait_for(server, "evaluation of step 2 ")
+    assert [pod.wait() for pod in (server, worker, evaluator)] == [0, 0, 0]
+
+
 def test_a_metric_that_evaluate_does_not_return_is_named(job: Any, tmp_path: Path) -> None:
     uri = str(tmp_path / "checkpoints")
     rule = {"metric": "acuracy", "mode": "Max"}

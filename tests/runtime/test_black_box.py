@@ -1,4 +1,4 @@
-"""Reports about pods that died, and the job's history: they survive nonsense, torn files and another server."""
+"""Reports about pods that died, and the job's history, survive nonsense, torn files and another server."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from backstay import _instrument
 from backstay._checkpoint import PosixFolder, Records
-from backstay._control._spans import columns
-from backstay._process import _hanging
-from backstay._report._black_box import HANGS, BlackBox, hang_report, updated
-from backstay._report._timeline import Collector
+from backstay._process import HANGS, _hanging, hang_report
+from backstay._report._black_box import BlackBox, updated
+from backstay._report._timeline import SpanCollector
+from backstay._transport._control._spans import columns
 from backstay.errors import CheckpointError
-from backstay_cli.history import history_of_place, lines
+from backstay_client.reading.history import history_of_place, lines
 from backstay_rpc.control_pb2 import HangReport, Peer, ProgressReply
 from backstay_spec.goodput import PARTS
 
@@ -46,7 +46,7 @@ class Box:
     def __init__(self, folder: Path) -> None:
         self.folder, self.now = folder, 100.0
         self.records = Records([PosixFolder(folder)])
-        collector = Collector(Peer(), 1 << 20, job="j", namespace="n", uid="u")
+        collector = SpanCollector(Peer(), 1 << 20, job="j", namespace="n", uid="u")
         for incarnation in (1, 2):
             spans = columns([_instrument.Span(0, f"compute{incarnation}", 1.0, 2.0, 7, "t", {"raised": "OSError"})])
             spans.peer.CopyFrom(Peer(role="worker", index=3, incarnation=incarnation))

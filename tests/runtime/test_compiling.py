@@ -1,4 +1,4 @@
-"""Pods of one machine compile a program once: one compiles, and the others wait, but not forever (T8)."""
+"""One pod of a machine compiles a program, and the others wait, but not forever (T8)."""
 
 from __future__ import annotations
 

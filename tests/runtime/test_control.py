@@ -1,4 +1,4 @@
-"""The control plane over real gRPC on loopback, with neither JAX nor data streams: O7, T3, T6."""
+"""The control plane runs over real gRPC on loopback, with neither JAX nor data streams (O7, T3, T6)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from unittest.mock import Mock
 
 import grpc
 import pytest
 
 from backstay import _instrument
-from backstay._control import Agreement, ControlClient, ControlServer, Driving, Heartbeats, Link, Outbox, Peers
 from backstay._coordination import Coordinator, CoordinatorState, Intervals, Rules, ServerPosition, WriteManifest
 from backstay._report._http import HttpPort
-from backstay._report._metrics import Metrics
-from backstay._roles._coordinators import LocalCoordinator
+from backstay._report._metrics import PodMetrics
+from backstay._roles._ending import wait_stored
+from backstay._threaded import ThreadedCoordinator
 from backstay._timeouts import Timeouts
+from backstay._transport import Agreement, ControlClient, ControlServer, Heartbeats, Link, Outbox, Peers
 from backstay.errors import PeerLost, Refused, StorageError, Superseded
 from backstay_cluster.net import claim_block
 from backstay_rpc import bearer
@@ -46,6 +46,7 @@ from backstay_rpc.control_pb2 import (
     Written,
 )
 from backstay_rpc.control_pb2_grpc import ControlServicer, ControlStub, add_ControlServicer_to_server
+from backstay_rpc.credentials import Credentials
 
 from .linked import Coordinating
 
@@ -68,7 +69,7 @@ class FakeHost:
     def __init__(self, shard: int = 0, incarnation: int = 3) -> None:
         self.shard, self.incarnation = shard, incarnation
         self.agreement = AGREEMENT
-        self.driving: Driving | None = None
+        self.threaded: ThreadedCoordinator | None = None
         self.fenced: list[dict[str, int]] = []
         self.loading = ""
         self.progressed, self.asking = 0, False
@@ -141,14 +142,14 @@ def host() -> FakeHost:
 
 @pytest.fixture
 def server(host: FakeHost) -> Iterator[ControlServer]:
-    server = ControlServer(host, Peers(), bind="127.0.0.1", port=0, token=TOKEN)
+    server = ControlServer(host, Peers(), bind="127.0.0.1", port=0, credentials=Credentials(TOKEN))
     yield server
     server.close()
 
 
 def client_of(server: ControlServer, rank: int = 0, incarnation: int = 0, token: str = TOKEN) -> ControlClient:
     peer = Peer(role="worker", index=rank, incarnation=incarnation)
-    return ControlClient([f"127.0.0.1:{server.port}"], token, peer, Timeouts(join=0.0))
+    return ControlClient([f"127.0.0.1:{server.port}"], Credentials(token), peer, Timeouts(join=0.0))
 
 
 def join(client: ControlClient, agreement: Agreement = AGREEMENT) -> list[JoinReply]:
@@ -169,7 +170,7 @@ def test_t8_a_link_without_an_answer_is_dialled_again() -> None:
     port = deaf.add_insecure_port("127.0.0.1:0")
     deaf.start()
     peer = Peer(role="parameter-server", index=1)
-    link = Link(f"127.0.0.1:{port}", TOKEN, peer, AGREEMENT, "Sync", Timeouts(link_answer=0.5))
+    link = Link(f"127.0.0.1:{port}", Credentials(TOKEN), peer, AGREEMENT, "Sync", Timeouts(link_answer=0.5))
     link.start(Recorder())
     assert all(dialled.acquire(timeout=30) for _ in range(3))
     link.close()
@@ -180,10 +181,12 @@ def test_t8_a_link_without_an_answer_is_dialled_again() -> None:
 def test_t6_a_standby_that_its_successor_found_first_is_not_replaced_by_it(
     host: FakeHost, server: ControlServer
 ) -> None:
-    """A promoted standby without the message yet: the shard's Service selects it, and both standbys connect to it."""
+    """The shard's Service selects a promoted standby that has no message yet, and both standbys connect to it."""
     host.loading = "this is the standby of shard 0"
     own, next_one = (
-        ControlClient([f"127.0.0.1:{server.port}"], TOKEN, Peer(role="parameter-server", index=0, incarnation=number))
+        ControlClient(
+            [f"127.0.0.1:{server.port}"], Credentials(TOKEN), Peer(role="parameter-server", index=0, incarnation=number)
+        )
         for number in (3, 4)
     )
     try:
@@ -245,12 +248,69 @@ def test_the_first_leaf_that_differs_is_named(server: ControlServer) -> None:
     client.close()
 
 
+@pytest.mark.parametrize("call", ["heartbeat", "evaluated", "leave", "other settings", "too large"])
+@pytest.mark.parametrize("incarnation", [2, 10**6, 2**31, 2**32 - 1])
+def test_t6_a_call_without_a_join_replaces_no_worker(
+    server: ControlServer, host: FakeHost, call: str, incarnation: int
+) -> None:
+    """The caller has the token. Only a join with the job's settings, or the operator, replaces a pod."""
+    real, other = client_of(server, 0, 1), client_of(server, 0, incarnation)
+    join(real)
+    match call:
+        case "heartbeat":
+            with pytest.raises(PeerLost, match=f"worker-0 of incarnation {incarnation} has not joined this server"):
+                other.beat(0, 3, TRAINING, 0.0)
+        case "evaluated":
+            with pytest.raises(PeerLost, match="has not joined this server"):
+                other.evaluated(10, {})
+        case "leave":
+            with pytest.raises(PeerLost, match="has not joined this server"):
+                other.confirm()
+        case "other settings":
+            with pytest.raises(Refused, match="steps is 11"):
+                join(other, Agreement(AGREEMENT.leaves, {**AGREEMENT.settings, "steps": "11"}))
+        case "too large" if incarnation >= 10**6:
+            with pytest.raises(Refused, match="must be at most 999999"):
+                join(other)
+    real.beat(0, 3, TRAINING, 0.0)
+    join(real)
+    real.confirm()
+    assert all(fenced == {"worker-0": 1} for fenced in host.fenced)
+    real.close()
+    other.close()
+
+
+def test_o10_an_exception_with_a_huge_text_is_reported_shortened(host: FakeHost, server: ControlServer) -> None:
+    """The report of an evaluation must arrive, or the job waits for it for minutes."""
+    reported: list[str] = []
+    host.evaluated = lambda request: reported.append(request.error)  # type: ignore[method-assign, assignment]
+    client = client_of(server)
+    client.evaluated(4, {}, "\udcff" + "e" * (8 << 20))
+    assert reported == ["\\udcff" + "e" * 1999]
+    client.close()
+
+
+def test_t6_a_heartbeat_before_a_join_does_not_keep_the_pod_out(server: ControlServer) -> None:
+    """A new server has no join of the slot yet: it answers, and the number means nothing to it."""
+    other, real = client_of(server, 0, 2**31), client_of(server, 0, 1)
+    other.beat(0, 3, TRAINING, 0.0)
+    other.leave(trained=True)
+    assert join(real)[0].incarnation == 3
+    real.beat(0, 3, TRAINING, 0.0)
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        request = ProgressRequest(incarnations={"worker-0": 2**31})
+        ControlStub(channel).Progress(request, metadata=bearer(TOKEN), timeout=10)
+    real.beat(0, 3, TRAINING, 0.0)
+    real.close()
+    other.close()
+
+
 def test_an_incarnation_that_was_replaced_gets_superseded(server: ControlServer, host: FakeHost) -> None:
     """T6: on joining, on heartbeats, and in calls of the operator."""
     old, new = client_of(server, 4, 0), client_of(server, 4, 1)
     join(old)
     join(new)
-    assert host.fenced == [{"worker-4": 1}]
+    assert host.fenced == [{"worker-4": 0}, {"worker-4": 1}]
     with pytest.raises(Superseded, match="replaced by incarnation 1"):
         join(old)
     with pytest.raises(Superseded):
@@ -271,7 +331,9 @@ def test_an_incarnation_that_was_replaced_gets_superseded(server: ControlServer,
 
 def test_t6_an_old_call_of_the_operator_does_not_count(host: FakeHost) -> None:
     """A stopped server continues and finds old calls. Their caller has timed out, and has promoted a standby since."""
-    server = ControlServer(host, Peers(), bind="127.0.0.1", port=0, token=TOKEN, timeouts=Timeouts(second_look=3600.0))
+    server = ControlServer(
+        host, Peers(), bind="127.0.0.1", port=0, credentials=Credentials(TOKEN), timeouts=Timeouts(second_look=3600.0)
+    )
     asked = threading.Event()
     host.awaits_operator = lambda: asked.set() or host.asking  # type: ignore[method-assign]
     channel = grpc.insecure_channel(f"127.0.0.1:{server.port}")
@@ -290,7 +352,9 @@ def test_t6_an_old_call_of_the_operator_does_not_count(host: FakeHost) -> None:
 
 
 def test_t6_what_the_operator_states_now_replaces_what_it_sent_before(host: FakeHost) -> None:
-    server = ControlServer(host, Peers(), bind="127.0.0.1", port=0, token=TOKEN, timeouts=Timeouts(second_look=0.01))
+    server = ControlServer(
+        host, Peers(), bind="127.0.0.1", port=0, credentials=Credentials(TOKEN), timeouts=Timeouts(second_look=0.01)
+    )
     host.asking = True
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         ControlStub(channel).Progress(ProgressRequest(), metadata=bearer(TOKEN), timeout=30)
@@ -335,7 +399,7 @@ def test_t8_a_server_that_is_slow_to_answer_is_reached(server: ControlServer) ->
                 threading.Thread(target=copy, args=(far, near, 0.5), daemon=True).start()
 
     threading.Thread(target=serve, daemon=True).start()
-    client = ControlClient([f"127.0.0.1:{listener.getsockname()[1]}"], TOKEN, Peer(role="worker"))
+    client = ControlClient([f"127.0.0.1:{listener.getsockname()[1]}"], Credentials(TOKEN), Peer(role="worker"))
     assert len(client.join_all(AGREEMENT, lambda: False)) == 1
     client.close()
     listener.close()
@@ -347,24 +411,25 @@ def test_t8_a_server_that_is_slow_to_answer_is_reached(server: ControlServer) ->
 
 def test_a_port_that_is_taken_is_named(server: ControlServer, host: FakeHost) -> None:
     with pytest.raises(OSError, match=f"port {server.port}"):
-        ControlServer(host, Peers(), bind="127.0.0.1", port=server.port, token=TOKEN)
+        ControlServer(host, Peers(), bind="127.0.0.1", port=server.port, credentials=Credentials(TOKEN))
     with pytest.raises(OSError, match=f"port {server.port}"):
-        HttpPort(Metrics("job", "Worker", 0), lambda: True, bind="127.0.0.1", port=server.port)
+        HttpPort(PodMetrics("job", "Worker", 0), lambda: True, bind="127.0.0.1", port=server.port)
 
 
 def test_a_link_that_breaks_loses_nothing(host: FakeHost) -> None:
     """T1, T3: shard 1 reports again what it holds, and gets what it missed; once each."""
     rules = Rules(mode="Sync", shards=2, steps=100, stores=True)
-    driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), FakeStorage(), Silence())
-    driving.start()
-    host.driving = driving
+    coordinator = Coordinator(rules, CoordinatorState(term=1, version=0, world=1))
+    threaded = ThreadedCoordinator(coordinator, FakeStorage(), Silence())
+    threaded.start()
+    host.threaded = threaded
     first = Recorder()
-    driving.attach(first, ServerPosition(0, 0, 0))
+    threaded.attach(first, ServerPosition(0, 0, 0))
     block = claim_block()  # its own address: no other program takes the port while it is closed
     server = Coordinating(host, TOKEN, bind=block.node_ip)
     sink = Recorder()
     peer = Peer(role="parameter-server", index=1)
-    link = Link(f"{block.node_ip}:{server.port}", TOKEN, peer, AGREEMENT, "Sync")
+    link = Link(f"{block.node_ip}:{server.port}", Credentials(TOKEN), peer, AGREEMENT, "Sync")
     link.start(sink)
     until(lambda: sink.kinds() == ["Rollback"])
     link.started(1, 0)
@@ -375,28 +440,28 @@ def test_a_link_that_breaks_loses_nothing(host: FakeHost) -> None:
 
     port = server.port
     server.close()  # all links break
-    until(lambda: driving._sinks.keys() == {0})
+    until(lambda: threaded.linked == {0})
     link.report(staged(0))
-    driving.report(0, staged(0))  # complete only when shard 1 is linked again and says what it holds
+    threaded.report(0, staged(0))  # complete only when shard 1 is linked again and says what it holds
     assert "Commit" not in first.kinds()
     server = Coordinating(host, TOKEN, port, block.node_ip)
     until(lambda: "Commit" in sink.kinds())
     link.report(Applied(version=1))
-    driving.report(0, Applied(version=1))
+    threaded.report(0, Applied(version=1))
     # Decided while the link is down: sent when it is up again, and the files that shard 1 wrote meanwhile count.
     link.report(staged(1))
-    until(lambda: bool(driving._coordinator.open_gradients()))
+    until(lambda: bool(coordinator.open_gradients()))
     server.close()
-    until(lambda: driving._sinks.keys() == {0})
+    until(lambda: threaded.linked == {0})
     link.report(Written(term=1, version=1))
     server = Coordinating(host, TOKEN, port, block.node_ip)
-    until(lambda: len(driving._sinks) == 2)
-    driving.report(0, staged(1))
+    until(lambda: len(threaded.linked) == 2)
+    threaded.report(0, staged(1))
     until(lambda: [m.version for m in sink.received if type(m).__name__ == "Commit"][-1:] == [1])
     assert {m.version for m in sink.received if type(m).__name__ == "Commit"} == {0, 1}
     assert sink.kinds().count("Rollback") == 1
     link.close()
-    driving.close()
+    threaded.close()
     server.close()
     block.close()
 
@@ -404,42 +469,45 @@ def test_a_link_that_breaks_loses_nothing(host: FakeHost) -> None:
 def test_t6_messages_of_a_replaced_server_are_ignored() -> None:
     """A stopped server continues with an open link: its gradients are not those of its successor."""
     rules = Rules(mode="Sync", shards=2, steps=100)
-    driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), FakeStorage(), Silence())
+    coordinator = Coordinator(rules, CoordinatorState(term=1, version=0, world=1))
+    threaded = ThreadedCoordinator(coordinator, FakeStorage(), Silence())
     older, newer = Recorder(), Recorder()
-    driving.attach(older, ServerPosition(1, 0, 0, incarnation=1))
-    driving.attach(newer, ServerPosition(1, 0, 0, incarnation=2))
+    threaded.attach(older, ServerPosition(1, 0, 0, incarnation=1))
+    threaded.attach(newer, ServerPosition(1, 0, 0, incarnation=2))
     gradient = GradientId(term=1, version=0, rank=0, attempt=1)
     message = Staged(id=gradient, info=GradientInfo(finite=True))
-    driving.report(1, message, older)
-    assert not list(driving._coordinator.open_gradients())
-    driving.report(1, message, newer)
-    assert [staged.id for staged in driving._coordinator.open_gradients()] == [gradient]
+    threaded.report(1, message, older)
+    assert not list(coordinator.open_gradients())
+    threaded.report(1, message, newer)
+    assert [staged.id for staged in coordinator.open_gradients()] == [gradient]
 
 
 def test_t8_a_checkpoint_is_not_waited_for_when_its_writer_has_left() -> None:
     """A whole job is deleted: every server gets SIGTERM, and one may end before another requests its part."""
     rules = Rules(mode="Sync", shards=2, steps=100, stores=True)
-    driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), FakeStorage(), Silence())
-    driving.start()
+    threaded = ThreadedCoordinator(
+        Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), FakeStorage(), Silence()
+    )
+    threaded.start()
     zero, one = Recorder(), Recorder()
-    driving.attach(zero, ServerPosition(0, 1, 0))
-    driving.attach(one, ServerPosition(1, 1, 0))
+    threaded.attach(zero, ServerPosition(0, 1, 0))
+    threaded.attach(one, ServerPosition(1, 1, 0))
     gradient = GradientId(term=1, version=0, rank=0, attempt=1)
     for shard in (0, 1):
-        driving.report(shard, Staged(id=gradient, info=GradientInfo(finite=True)))
-        driving.report(shard, Applied(version=1))
-    driving.do(Coordinator.save)
+        threaded.report(shard, Staged(id=gradient, info=GradientInfo(finite=True)))
+        threaded.report(shard, Applied(version=1))
+    threaded.do(Coordinator.save)
     until(lambda: "Save" in zero.kinds())
-    driving.report(0, Written(term=1, version=1))
-    assert driving.unstored()
-    assert driving.unstored_without_server() == []
-    driving.detach(1, one)
-    assert driving.unstored_without_server() == [1]
-    driving.attach(one, ServerPosition(1, 1, 1))
-    assert driving.unstored_without_server() == []
-    driving.report(1, Written(term=1, version=1))
-    until(lambda: not driving.unstored())
-    driving.close()
+    threaded.report(0, Written(term=1, version=1))
+    assert threaded.unstored()
+    assert threaded.unstored_without_server() == []
+    threaded.detach(1, one)
+    assert threaded.unstored_without_server() == [1]
+    threaded.attach(one, ServerPosition(1, 1, 1))
+    assert threaded.unstored_without_server() == []
+    threaded.report(1, Written(term=1, version=1))
+    until(lambda: not threaded.unstored())
+    threaded.close()
 
 
 def test_t7_a_server_that_stops_during_training_waits_for_its_checkpoint_and_not_for_later_ones() -> None:
@@ -447,33 +515,32 @@ def test_t7_a_server_that_stops_during_training_waits_for_its_checkpoint_and_not
     rules = Rules(mode="Sync", shards=1, steps=100, stores=True)
     intervals = Intervals(every_steps=1)
     coordinator = Coordinator(rules, CoordinatorState(term=1, version=0, world=1), intervals=intervals)
-    driving = Driving(coordinator, FakeStorage(), Silence())
-    driving.start()
-    driving.attach(Recorder(), ServerPosition(0, 1, 0))
+    threaded = ThreadedCoordinator(coordinator, FakeStorage(), Silence())
+    threaded.start()
+    threaded.attach(Recorder(), ServerPosition(0, 1, 0))
 
     def update(version: int) -> None:
         gradient = GradientId(term=1, version=version, rank=0, key_step=version, attempt=version + 1)
-        driving.report(0, Staged(id=gradient, info=GradientInfo(finite=True)))
-        driving.report(0, Applied(version=version + 1))
+        threaded.report(0, Staged(id=gradient, info=GradientInfo(finite=True)))
+        threaded.report(0, Applied(version=version + 1))
 
     update(0)
     update(1)
-    local = Mock(driving=driving, _times=Timeouts(last_save=60.0))
-    local._ending.done = None
-    stopping = threading.Thread(target=LocalCoordinator.save_and_wait, args=(local,))
+    threaded.do(Coordinator.save)
+    stopping = threading.Thread(target=wait_stored, args=(threaded, lambda: False, Timeouts(last_save=60.0)))
     stopping.start()
-    until(lambda: driving.unstored() == {1, 2})
+    until(lambda: threaded.unstored() == {1, 2})
     update(2)
     stopping.join(0.3)
     assert stopping.is_alive()
     for version in (1, 2):
-        driving.report(0, Written(term=1, version=version))
-    until(lambda: not driving.unstored())
+        threaded.report(0, Written(term=1, version=version))
+    until(lambda: not threaded.unstored())
     update(3)
-    assert driving.unstored() == {4}
+    assert threaded.unstored() == {4}
     stopping.join(30.0)
     assert not stopping.is_alive()
-    driving.close()
+    threaded.close()
 
 
 @pytest.mark.parametrize("patience", [600.0, 0.0])
@@ -490,34 +557,36 @@ def test_t8_training_waits_a_limited_time_for_checkpoints_that_cannot_be_read(pa
             return super().newest(above_term)
 
     rules = Rules(mode="Sync", shards=1, steps=100, timeouts=timeouts)
-    driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), Fails(), Silence())
-    driving.start()
+    threaded = ThreadedCoordinator(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), Fails(), Silence())
+    threaded.start()
     sink = Recorder()
-    driving.attach(sink, ServerPosition(0, 1, 7))  # it has lived on after a coordinator that is gone
+    threaded.attach(sink, ServerPosition(0, 1, 7))  # it has lived on after a coordinator that is gone
     until(lambda: bool(sink.received))
     assert sink.kinds() == (["Rollback"] if patience else ["Done"])
-    driving.close()
+    threaded.close()
 
 
 def test_a_shard_may_answer_from_inside_a_call() -> None:
     """Decisions keep their order, and nothing deadlocks, when a sink calls the coordinator back immediately."""
     rules = Rules(mode="Sync", shards=1, steps=50)
-    driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), FakeStorage(), Silence())
+    threaded = ThreadedCoordinator(
+        Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), FakeStorage(), Silence()
+    )
 
     class Echo(Recorder):
         def deliver(self, commit: object) -> None:
             self.received.append(commit)
             if not isinstance(commit, Commit):
                 return
-            driving.report(0, Applied(version=commit.version + 1))
+            threaded.report(0, Applied(version=commit.version + 1))
             push(commit.version + 1)
 
     def push(version: int) -> None:
         gradient = GradientId(term=1, version=version, rank=0, key_step=version, attempt=1)
-        driving.report(0, Staged(id=gradient, info=GradientInfo(finite=True)))
+        threaded.report(0, Staged(id=gradient, info=GradientInfo(finite=True)))
 
     echo = Echo()
-    driving.attach(echo, ServerPosition(0, 0, 0))
+    threaded.attach(echo, ServerPosition(0, 0, 0))
     threads = [threading.Thread(target=push, args=(0,)) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -530,7 +599,7 @@ def test_a_shard_may_answer_from_inside_a_call() -> None:
 
 def test_joining_is_bounded_and_can_be_stopped() -> None:
     """T8."""
-    client = ControlClient(["127.0.0.1:1"], TOKEN, Peer(role="worker"), Timeouts(join=0.0))
+    client = ControlClient(["127.0.0.1:1"], Credentials(TOKEN), Peer(role="worker"), Timeouts(join=0.0))
     with pytest.raises(PeerLost, match="could not join within 0 s: shard 0"):
         join(client)
     with pytest.raises(PeerLost, match="stopped while joining"):
@@ -577,9 +646,11 @@ def test_heartbeats_carry_spans_once_the_clock_is_known_and_reports_of_hanging_p
 def test_another_shards_server_sends_its_spans_on_its_link(host: FakeHost) -> None:
     _instrument.keep(100)
     rules = Rules(mode="Sync", shards=2, steps=10)
-    host.driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), FakeStorage(), Silence())
+    host.threaded = ThreadedCoordinator(
+        Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), FakeStorage(), Silence()
+    )
     peer, server = Peer(role="parameter-server", index=1, incarnation=2), Coordinating(host, TOKEN)
-    link, outbox = Link(f"127.0.0.1:{server.port}", TOKEN, peer, AGREEMENT, "Sync"), Outbox(peer)
+    link, outbox = Link(f"127.0.0.1:{server.port}", Credentials(TOKEN), peer, AGREEMENT, "Sync"), Outbox(peer)
     link.send_spans(outbox.take)  # the link is not up: nothing is taken
     link.start(Recorder())
     try:
@@ -590,6 +661,6 @@ def test_another_shards_server_sends_its_spans_on_its_link(host: FakeHost) -> No
     finally:
         link.close()
         server.close()
-        host.driving.close()
+        host.threaded.close()
         _instrument.keep(_instrument.CAPACITY)
     assert [(list(spans.points), spans.peer.index) for spans in host.spans] == [(["apply"], 1)]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import backstay
-from backstay._control import Agreement
+from backstay._transport import Agreement
 from backstay_rpc.control_pb2 import Leaf
 
 LEAVES = (Leaf(path="w", shape=[2], dtype="float32"),)
@@ -103,7 +103,8 @@ def test_a_setting_that_a_peer_does_not_send_is_a_difference(missing: str) -> No
 
 
 def test_t4_a_server_with_another_learning_rate_is_refused(job, tmp_path: Path) -> None:
-    """Real processes: shard 1 by the coordinator, and a worker, a worker of other steps and an evaluator by shard 0."""
+    """The coordinator refuses shard 1, and shard 0 a worker, a worker of other steps and an evaluator, as real
+    processes."""
     tiny = job(2, 2, evaluator=True, checkpoint={"uri": str(tmp_path / "checkpoints"), "every_steps": 4})
     tiny.server(0)
     other_server = tiny.server(1, LEARNING_RATE="1e-3")

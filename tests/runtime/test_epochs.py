@@ -1,4 +1,5 @@
-"""T9, by real processes: each sample once an epoch while a worker dies, a server dies, and the world changes."""
+"""Each sample is used once an epoch while a worker dies, a server dies, and the world changes, by real processes
+(T9)."""
 
 from __future__ import annotations
 

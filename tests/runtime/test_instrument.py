@@ -1,4 +1,4 @@
-"""The instrumentation point: the content of spans, the values of histograms, and the time of injected faults."""
+"""The instrumentation point defines spans, the values of histograms, and the time of injected faults."""
 
 from __future__ import annotations
 

@@ -226,11 +226,12 @@ def test_gradients_that_are_not_finite_fail_the_job(job) -> None:
     words = tiny.pods[0].final_message()
     assert (words["result"], words["reason"]) == ("Failed", "NonFiniteGradients")
     assert "rank 0 at step 4" in str(words["message"])
+    assert (words["term"], words["step"]) == (1, 5), "the operator's last call may be two seconds older (O8)"
     assert tiny.pods[1].final_message()["reason"] == "NonFiniteGradients"
 
 
 def test_a_script_that_raises_leaves_a_termination_message(job) -> None:
-    """A worker's exception: its traceback in the log, its last line in the message, exit code 1."""
+    """A worker's exception gives its traceback in the log, its last line in the message, and exit code 1."""
     tiny = job(1, 1)
     tiny.environment = {"RAISE_AT": "2"}
     tiny.start_all()
@@ -238,6 +239,7 @@ def test_a_script_that_raises_leaves_a_termination_message(job) -> None:
     assert "Traceback" in tiny.pods[1].output()
     words = tiny.pods[1].final_message()
     assert (words["reason"], words["message"]) == ("RuntimeError", "the data is\ngone")
+    assert (words["term"], words["step"]) == (1, 2)
     assert str(words["at"]).startswith("tests/runtime/tiny.py:")
     assert "result" not in words
 

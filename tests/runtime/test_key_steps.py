@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from backstay._roles._key_steps import KEY_STEPS
-from backstay._wire import Pulled
+from backstay._transport import Pulled
 from backstay_rpc.control_pb2 import RejectReason
 
 AT = Pulled(term=1, version=5, world=2)

@@ -1,4 +1,4 @@
-"""`Lead`: how far the host of one process is ahead of the devices."""
+"""`Lead` decides how far the host of one process is ahead of the devices."""
 
 from __future__ import annotations
 

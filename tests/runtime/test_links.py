@@ -11,12 +11,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from backstay._control import Driving, Link, Links, Peers, _link, _links
 from backstay._coordination import Coordinator, CoordinatorState, Rules, ServerPosition
-from backstay._roles import _coordinators
-from backstay._roles._coordinators import RemoteCoordinator
+from backstay._roles._ending import LastSave
+from backstay._threaded import ThreadedCoordinator
 from backstay._timeouts import Timeouts
-from backstay._wire import ClientStream
+from backstay._transport import ClientStream, Link, Links, Peers
+from backstay._transport._control import _link, _links
 from backstay.errors import PeerLost
 from backstay_rpc.control_pb2 import (
     Applied,
@@ -38,6 +38,7 @@ from backstay_rpc.control_pb2 import (
     Staged,
     Written,
 )
+from backstay_rpc.credentials import Credentials
 
 from .linked import AGREEMENT, TOKEN, Coordinating, FakeHost, MemoryStream, Quiet
 
@@ -59,9 +60,9 @@ def until(true: Callable[[], object]) -> None:
 
 
 @pytest.fixture
-def driving() -> Iterator[Driving]:
+def threaded() -> Iterator[ThreadedCoordinator]:
     rules = Rules(mode="Sync", shards=2, steps=10)
-    made = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), Quiet(), Quiet())
+    made = ThreadedCoordinator(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), Quiet(), Quiet())
     made.start()
     yield made
     made.close()
@@ -81,9 +82,9 @@ def allowing(links: int) -> Peers:
     return peers
 
 
-def test_a_link_whose_thread_is_late_does_not_end_a_later_link(driving: Driving) -> None:
+def test_a_link_whose_thread_is_late_does_not_end_a_later_link(threaded: ThreadedCoordinator) -> None:
     """The link's position and reports are out of date: the coordinator would count the shard's later state as lost."""
-    links = Links(FakeHost(driving), allowing(3))  # type: ignore[arg-type]
+    links = Links(FakeHost(threaded), allowing(3))  # type: ignore[arg-type]
     earlier, later, newest = MemoryStream(), MemoryStream(), MemoryStream()
     for number, stream in enumerate((earlier, later, newest), start=1):
         stream.say(position=Position(link=number))
@@ -104,7 +105,27 @@ def test_a_link_whose_thread_is_late_does_not_end_a_later_link(driving: Driving)
     assert not links
 
 
-def test_a_link_with_a_wrong_frame_is_refused_without_waiting_for_its_peer(driving: Driving) -> None:
+def test_t6_a_link_without_a_call_of_coordinate_replaces_no_server(threaded: ThreadedCoordinator) -> None:
+    """`Coordinate` compares the settings; the first bytes of a stream do not."""
+    peers = allowing(1)
+    peers.claim("parameter-server", 1, 0)
+    links, real, other = Links(FakeHost(threaded), peers), MemoryStream(), MemoryStream()  # type: ignore[arg-type]
+    real.say(position=Position(link=1))
+    serving = serve(links, real)
+    until(lambda: len(links) == 1)
+    refused: list[str] = []
+    other.post = lambda frame: refused.append(frame.refused.code)  # type: ignore[method-assign]
+    other.say(position=Position(link=1))
+    hello = Hello(peer=Peer(role="parameter-server", index=1, incarnation=2**31), expected_incarnation=1)
+    links.serve(hello, other)
+    assert refused == ["FAILED_PRECONDITION"]
+    assert len(links) == 1
+    real.cut()
+    serving.join(SECONDS)
+    assert not serving.is_alive()
+
+
+def test_a_link_with_a_wrong_frame_is_refused_without_waiting_for_its_peer(threaded: ThreadedCoordinator) -> None:
     """The thread that carries out decisions may send on the same link, and must not wait behind a send."""
 
     class Full(MemoryStream):
@@ -123,7 +144,7 @@ def test_a_link_with_a_wrong_frame_is_refused_without_waiting_for_its_peer(drivi
             super().__init__()
             self.refusals: list[str] = []
 
-    links, stream = Links(FakeHost(driving), allowing(1)), Full()  # type: ignore[arg-type]
+    links, stream = Links(FakeHost(threaded), allowing(1)), Full()  # type: ignore[arg-type]
     stream.say(position=Position(link=1))
     stream.incoming.put(Frame(pull=Pull()))
     serve(links, stream).join(SECONDS)
@@ -134,8 +155,8 @@ def test_a_link_with_a_wrong_frame_is_refused_without_waiting_for_its_peer(drivi
 class SupersededHost(FakeHost):
     """Keeps the incarnations by which the coordinator was reported to be replaced, in `by`."""
 
-    def __init__(self, driving: Driving) -> None:
-        super().__init__(driving)
+    def __init__(self, threaded: ThreadedCoordinator) -> None:
+        super().__init__(threaded)
         self.by: list[int] = []
 
     def superseded(self, by: int) -> None:
@@ -143,16 +164,16 @@ class SupersededHost(FakeHost):
 
 
 def test_t6_a_shard_does_not_stay_linked_to_a_replaced_coordinator(
-    driving: Driving, monkeypatch: pytest.MonkeyPatch
+    threaded: ThreadedCoordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The shard receives the newer incarnation after the coordinator's answer, and before the link begins."""
-    host = SupersededHost(driving)
+    host = SupersededHost(threaded)
     server = Coordinating(host, TOKEN)
-    link = Link(f"127.0.0.1:{server.port}", TOKEN, HELLO.peer, AGREEMENT, "Sync")
+    link = Link(f"127.0.0.1:{server.port}", Credentials(TOKEN), HELLO.peer, AGREEMENT, "Sync")
 
-    def connect(address: str, hello: Hello, token: str) -> ClientStream:
+    def connect(address: str, hello: Hello, credentials: Credentials) -> ClientStream:
         link.expect(2)
-        return ClientStream(address, hello, token)
+        return ClientStream(address, hello, credentials)
 
     monkeypatch.setattr(_link, "ClientStream", connect)
     link.start(Nothing())
@@ -166,18 +187,18 @@ def test_t6_a_shard_does_not_stay_linked_to_a_replaced_coordinator(
 
 
 @pytest.mark.parametrize("index", [0, 2, 1 << 31])
-def test_a_shard_that_the_job_does_not_have_cannot_link(driving: Driving, index: int) -> None:
+def test_a_shard_that_the_job_does_not_have_cannot_link(threaded: ThreadedCoordinator, index: int) -> None:
     """The answers would count as those of another shard, and a strange position begins a new term."""
-    links, stream = Links(FakeHost(driving), Peers()), MemoryStream()  # type: ignore[arg-type]
+    links, stream = Links(FakeHost(threaded), Peers()), MemoryStream()  # type: ignore[arg-type]
     stream.say(position=Position(term=7, version=9))
     refused: list[str] = []
     stream.post = lambda frame: refused.append(frame.refused.code)  # type: ignore[method-assign]
     links.serve(Hello(peer=Peer(role="parameter-server", index=index), expected_incarnation=1), stream)
     assert refused == ["INVALID_ARGUMENT"]
-    assert driving.state().term == 1
-    server = Coordinating(FakeHost(driving), TOKEN)
+    assert threaded.state().term == 1
+    server = Coordinating(FakeHost(threaded), TOKEN)
     peer = Peer(role="parameter-server", index=index)
-    link = Link(f"127.0.0.1:{server.port}", TOKEN, peer, AGREEMENT, "Sync")
+    link = Link(f"127.0.0.1:{server.port}", Credentials(TOKEN), peer, AGREEMENT, "Sync")
     link.start(Nothing())
     try:
         until(lambda: link.error)
@@ -187,16 +208,16 @@ def test_a_shard_that_the_job_does_not_have_cannot_link(driving: Driving, index:
         server.close()
 
 
-def test_a_link_that_sends_nothing_ends(driving: Driving) -> None:
+def test_a_link_that_sends_nothing_ends(threaded: ThreadedCoordinator) -> None:
     """It would keep a thread of shard 0's server."""
-    links = Links(FakeHost(driving), Peers(), Timeouts(link_answer=0.01))  # type: ignore[arg-type]
+    links = Links(FakeHost(threaded), Peers(), Timeouts(link_answer=0.01))  # type: ignore[arg-type]
     serving = serve(links, MemoryStream())
     serving.join(SECONDS)
     assert not serving.is_alive()
     assert not links
 
 
-def test_a_link_to_a_coordinator_that_does_not_run_is_opened_again(driving: Driving) -> None:
+def test_a_link_to_a_coordinator_that_does_not_run_is_opened_again(threaded: ThreadedCoordinator) -> None:
     """A stopped process keeps its connections, and its successor waits for this shard."""
     runs = threading.Event()
     runs.set()
@@ -207,8 +228,8 @@ def test_a_link_to_a_coordinator_that_does_not_run_is_opened_again(driving: Driv
             pings.append(time.monotonic())
             assert runs.wait(SECONDS)
 
-    server = Coordinating(Host(driving), TOKEN)
-    link = Link(f"127.0.0.1:{server.port}", TOKEN, HELLO.peer, AGREEMENT, "Sync")
+    server = Coordinating(Host(threaded), TOKEN)
+    link = Link(f"127.0.0.1:{server.port}", Credentials(TOKEN), HELLO.peer, AGREEMENT, "Sync")
     link.start(Nothing())
     try:
         until(lambda: link.up)
@@ -273,7 +294,7 @@ class FakeEnd:
 class Ends:
     """A link that gets prepared ends, one after another."""
 
-    def __init__(self, driving: Driving, monkeypatch: pytest.MonkeyPatch, *ends: FakeEnd) -> None:
+    def __init__(self, threaded: ThreadedCoordinator, monkeypatch: pytest.MonkeyPatch, *ends: FakeEnd) -> None:
         remaining = list(ends)
 
         def connect(*_: object) -> FakeEnd:
@@ -282,8 +303,8 @@ class Ends:
             return remaining.pop(0)
 
         monkeypatch.setattr(_link, "ClientStream", connect)
-        self._server = Coordinating(FakeHost(driving), TOKEN)
-        self.link = Link(f"127.0.0.1:{self._server.port}", TOKEN, HELLO.peer, AGREEMENT, "Sync")
+        self._server = Coordinating(FakeHost(threaded), TOKEN)
+        self.link = Link(f"127.0.0.1:{self._server.port}", Credentials(TOKEN), HELLO.peer, AGREEMENT, "Sync")
 
     def __enter__(self) -> Link:
         return self.link
@@ -297,11 +318,13 @@ def staged(version: int, term: int = 1) -> Staged:
     return Staged(id=GradientId(term=term, version=version, key_step=version, attempt=version + 1))
 
 
-def test_nothing_waits_for_a_link_that_is_being_opened(driving: Driving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_waits_for_a_link_that_is_being_opened(
+    threaded: ThreadedCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stopped coordinator does not read what is sent first. Streams, calls and updates of the shard continue."""
     end = FakeEnd()
     end.room.clear()
-    with Ends(driving, monkeypatch, end) as link:
+    with Ends(threaded, monkeypatch, end) as link:
         link.inherit(1, 0, None, ())
         link.report(staged(0))
         link.start(Nothing())
@@ -319,19 +342,21 @@ def test_nothing_waits_for_a_link_that_is_being_opened(driving: Driving, monkeyp
         assert [message.applied.version for message in end.sent if message.HasField("applied")] == [0, 1, 2]
 
 
-def test_t8_a_term_that_is_announced_twice_loses_no_report(driving: Driving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_t8_a_term_that_is_announced_twice_loses_no_report(
+    threaded: ThreadedCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first link broke before the shard's report. A contribution that came meanwhile is not reported twice."""
     first, second = FakeEnd(), FakeEnd()
-    with Ends(driving, monkeypatch, first, second) as link:
+    with Ends(threaded, monkeypatch, first, second) as link:
         link.start(Nothing())
         first.say()
         first.say(rollback=Rollback(term=3, version=5))
-        until(lambda: link._begun == 3)
+        until(lambda: link.position.begun == 3)
         link.started(3, 5)
         link.report(staged(5, term=3))
         first.say(rollback=Rollback(term=3, version=5))
         first.say(commit=Commit(term=3, version=4))  # when this is received, so is the other
-        until(lambda: link._last is not None)
+        until(lambda: link.position.HasField("last"))
         first.cancel("")
         second.say()
         until(lambda: link.up and second.sent)
@@ -340,13 +365,15 @@ def test_t8_a_term_that_is_announced_twice_loses_no_report(driving: Driving, mon
         assert held.staged.id.version == 5
 
 
-def test_t8_a_server_whose_link_has_a_defect_ends(driving: Driving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_t8_a_server_whose_link_has_a_defect_ends(
+    threaded: ThreadedCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Broken:
         def deliver(self, _: Any) -> None:
             raise ZeroDivisionError
 
     end = FakeEnd()
-    with Ends(driving, monkeypatch, end) as link:
+    with Ends(threaded, monkeypatch, end) as link:
         link.start(Broken())
         end.say()
         end.say(rollback=Rollback(term=3, version=5))
@@ -355,11 +382,11 @@ def test_t8_a_server_whose_link_has_a_defect_ends(driving: Driving, monkeypatch:
 
 @pytest.mark.parametrize(("code", "final"), [("INVALID_ARGUMENT", True), ("FAILED_PRECONDITION", False)])
 def test_t8_a_refusal_of_an_open_link_counts(
-    driving: Driving, monkeypatch: pytest.MonkeyPatch, code: str, final: bool
+    threaded: ThreadedCoordinator, monkeypatch: pytest.MonkeyPatch, code: str, final: bool
 ) -> None:
     """Otherwise a shard whose message is too long would link again forever."""
     end, second = FakeEnd(), FakeEnd()
-    with Ends(driving, monkeypatch, end, second) as link:
+    with Ends(threaded, monkeypatch, end, second) as link:
         link.start(Nothing())
         end.say()
         end.incoming.put(Frame(refused=Refused(code=code, message="too long")))
@@ -368,11 +395,12 @@ def test_t8_a_refusal_of_an_open_link_counts(
         assert (link.error is not None) is final
 
 
-def test_t8_a_shard_leaves_a_replaced_coordinator_that_still_runs(driving: Driving) -> None:
-    """Without standbys, and later: it may store its last checkpoint. But its node may not end it at all."""
-    host = SupersededHost(driving)
+def test_t8_a_shard_leaves_a_replaced_coordinator_that_still_runs(threaded: ThreadedCoordinator) -> None:
+    """Without standbys, the old server may store its last checkpoint later, but its node may not end it at all. But its
+    node may not end it at all."""
+    host = SupersededHost(threaded)
     server = Coordinating(host, TOKEN)
-    link = Link(f"127.0.0.1:{server.port}", TOKEN, HELLO.peer, AGREEMENT, "Sync")
+    link = Link(f"127.0.0.1:{server.port}", Credentials(TOKEN), HELLO.peer, AGREEMENT, "Sync")
     link.start(Nothing())
     try:
         until(lambda: link.up)
@@ -391,9 +419,9 @@ def test_t8_a_shard_leaves_a_replaced_coordinator_that_still_runs(driving: Drivi
         server.close()
 
 
-def test_t8_the_coordinator_stays_for_a_shard_whose_link_broke_at_the_end(driving: Driving) -> None:
+def test_t8_the_coordinator_stays_for_a_shard_whose_link_broke_at_the_end(threaded: ThreadedCoordinator) -> None:
     """Otherwise that shard's server would try forever to link again."""
-    links = Links(FakeHost(driving), allowing(2), Timeouts(gone=1e6))  # type: ignore[arg-type]
+    links = Links(FakeHost(threaded), allowing(2), Timeouts(gone=1e6))  # type: ignore[arg-type]
     now = time.monotonic()
 
     def linked(number: int) -> MemoryStream:
@@ -407,7 +435,7 @@ def test_t8_the_coordinator_stays_for_a_shard_whose_link_broke_at_the_end(drivin
     assert not links.awaited(now)
     first = linked(1)
     assert links.awaited(now)
-    driving.do(Coordinator.fail, "Tired", "enough")
+    threaded.do(Coordinator.fail, "Tired", "enough")
     first.cut()
     threads[0].join(SECONDS)
     assert links.awaited(now)
@@ -422,9 +450,9 @@ def test_t8_the_coordinator_stays_for_a_shard_whose_link_broke_at_the_end(drivin
     assert not links.awaited(now)
 
 
-def test_a_shard_confirms_the_end(driving: Driving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_confirms_the_end(threaded: ThreadedCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
     end = FakeEnd()
-    with Ends(driving, monkeypatch, end) as link:
+    with Ends(threaded, monkeypatch, end) as link:
         link.start(Nothing())
         end.say()
         until(lambda: link.up)
@@ -442,26 +470,26 @@ def test_t8_a_shard_that_did_not_receive_the_request_for_a_checkpoint_gets_it_ag
             received.append(message)
 
     rules = Rules(mode="Sync", shards=2, steps=100, stores=True)
-    driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), Quiet(), Quiet())
-    driving.start()
-    driving.attach(Nothing(), ServerPosition(0, 1, 0))
-    driving.attach(broken := Nothing(), ServerPosition(1, 1, 0))
+    threaded = ThreadedCoordinator(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), Quiet(), Quiet())
+    threaded.start()
+    threaded.attach(Nothing(), ServerPosition(0, 1, 0))
+    threaded.attach(broken := Nothing(), ServerPosition(1, 1, 0))
     for shard in (0, 1):
-        driving.report(shard, staged(0))
-        driving.report(shard, Applied(version=1))
-    driving.detach(1, broken)
-    driving.do(Coordinator.save)
+        threaded.report(shard, staged(0))
+        threaded.report(shard, Applied(version=1))
+    threaded.detach(1, broken)
+    threaded.do(Coordinator.save)
     for saves, times in ((1, 0), (0, 1), (1, 1)):
-        driving.attach(Sink(), ServerPosition(1, 1, 1, saves=saves))
+        threaded.attach(Sink(), ServerPosition(1, 1, 1, saves=saves))
         until(lambda: received.count(Save(term=1, version=1)) == times)  # noqa: B023  another thread may deliver it
-    driving.report(1, Written(term=1, version=1))
-    driving.attach(Sink(), ServerPosition(1, 1, 1, saves=0))
+    threaded.report(1, Written(term=1, version=1))
+    threaded.attach(Sink(), ServerPosition(1, 1, 1, saves=0))
     assert received.count(Save(term=1, version=1)) == 1
-    driving.close()
+    threaded.close()
 
 
 def test_a_link_begins_with_the_newest_version_that_is_to_be_stored(
-    driving: Driving, monkeypatch: pytest.MonkeyPatch
+    threaded: ThreadedCoordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = [FakeEnd() for _ in range(4)]
     messages: list[dict[str, Any]] = [
@@ -469,7 +497,7 @@ def test_a_link_begins_with_the_newest_version_that_is_to_be_stored(
         {"commit": Commit(term=1, version=6, checkpoint=True)},
         {"rollback": Rollback(term=2, version=5)},
     ]
-    with Ends(driving, monkeypatch, *ends) as link:
+    with Ends(threaded, monkeypatch, *ends) as link:
         link.inherit(1, 3, None, ())
         link.start(Nothing())
         for number, message in enumerate(messages):
@@ -481,8 +509,10 @@ def test_a_link_begins_with_the_newest_version_that_is_to_be_stored(
 
 
 @pytest.mark.parametrize("field", ["term", "begun", "version"])
-def test_a_position_that_the_coordinator_cannot_count_on_from_is_refused(driving: Driving, field: str) -> None:
-    links, stream = Links(FakeHost(driving), Peers()), MemoryStream()  # type: ignore[arg-type]
+def test_a_position_that_the_coordinator_cannot_count_on_from_is_refused(
+    threaded: ThreadedCoordinator, field: str
+) -> None:
+    links, stream = Links(FakeHost(threaded), Peers()), MemoryStream()  # type: ignore[arg-type]
     stream.say(position=Position(**{field: 1 << 63}))
     refused: list[str] = []
     stream.post = lambda frame: refused.append(frame.refused.code)  # type: ignore[method-assign]
@@ -491,9 +521,9 @@ def test_a_position_that_the_coordinator_cannot_count_on_from_is_refused(driving
 
 
 @pytest.mark.parametrize("number", [2, (1 << 63) - 1, (1 << 64) - 1])
-def test_a_number_of_a_link_that_was_not_allowed_is_refused(driving: Driving, number: int) -> None:
+def test_a_number_of_a_link_that_was_not_allowed_is_refused(threaded: ThreadedCoordinator, number: int) -> None:
     """It would end the shard's link, and no link with an allowed number could begin."""
-    links, real, wrong = Links(FakeHost(driving), allowing(1)), MemoryStream(), MemoryStream()  # type: ignore[arg-type]
+    links, real, wrong = Links(FakeHost(threaded), allowing(1)), MemoryStream(), MemoryStream()  # type: ignore[arg-type]
     real.say(position=Position(link=1))
     serving = serve(links, real)
     until(lambda: real.received[1:])
@@ -517,15 +547,15 @@ def failing(links: Links) -> list[str]:
 
 
 def test_a_defect_of_the_coordinator_is_logged_once_and_ends_its_server(
-    driving: Driving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    threaded: ThreadedCoordinator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It was logged for each link, 50 times a second, and the job never ended."""
 
     def attach(*_: object, **__: object) -> None:
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr(driving, "attach", attach)
-    links = Links(FakeHost(driving), Peers())  # type: ignore[arg-type]
+    monkeypatch.setattr(threaded, "attach", attach)
+    links = Links(FakeHost(threaded), Peers())  # type: ignore[arg-type]
     for _ in range(_links.DEFECTS - 1):
         assert failing(links) == ["the coordinator has a defect: ZeroDivisionError('a defect')"]
         assert links.error is None
@@ -534,18 +564,20 @@ def test_a_defect_of_the_coordinator_is_logged_once_and_ends_its_server(
     assert sum("a defect" in record.getMessage() or bool(record.exc_info) for record in caplog.records) == 1
 
 
-def test_defects_of_links_that_lasted_do_not_add_up(driving: Driving, monkeypatch: pytest.MonkeyPatch) -> None:
-    links = Links(FakeHost(driving), Peers(), Timeouts(silent=-1.0))  # type: ignore[arg-type]
-    monkeypatch.setattr(driving, "attach", Mock(side_effect=ZeroDivisionError))
+def test_defects_of_links_that_lasted_do_not_add_up(
+    threaded: ThreadedCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links = Links(FakeHost(threaded), Peers(), Timeouts(silent=-1.0))  # type: ignore[arg-type]
+    monkeypatch.setattr(threaded, "attach", Mock(side_effect=ZeroDivisionError))
     for _ in range(2 * _links.DEFECTS):
         failing(links)
     assert links.error is None
 
 
-def test_losing_a_shard_is_not_a_defect(driving: Driving, monkeypatch: pytest.MonkeyPatch) -> None:
-    links = Links(FakeHost(driving), Peers())  # type: ignore[arg-type]
+def test_losing_a_shard_is_not_a_defect(threaded: ThreadedCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+    links = Links(FakeHost(threaded), Peers())  # type: ignore[arg-type]
     for error in (PeerLost("gone"), OSError("gone")):
-        monkeypatch.setattr(driving, "attach", Mock(side_effect=error))
+        monkeypatch.setattr(threaded, "attach", Mock(side_effect=error))
         for _ in range(2 * _links.DEFECTS):
             with pytest.raises(type(error)):
                 failing(links)
@@ -566,34 +598,38 @@ def test_t8_a_job_fails_if_a_term_cannot_begin() -> None:
             received.append(message)
 
     rules = Rules(mode="Sync", shards=1, steps=10)
-    driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), Storage(), Quiet())
-    driving.start()
-    driving.attach(Sink(), ServerPosition(0, 1, 7))  # it lives on after a coordinator that is gone
+    threaded = ThreadedCoordinator(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), Storage(), Quiet())
+    threaded.start()
+    threaded.attach(Sink(), ServerPosition(0, 1, 7))  # it lives on after a coordinator that is gone
     until(lambda: received)
     assert received[0].reason == "RestoreFailed"
     assert "could not carry out a decision: term 1 is not above" in received[0].failed
-    driving.close()
+    threaded.close()
 
 
 def test_t7_a_shard_that_stops_waits_until_it_has_stored_its_part(
-    driving: Driving, monkeypatch: pytest.MonkeyPatch
+    threaded: ThreadedCoordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An earlier checkpoint that ends meanwhile is not the one that it requested."""
     end = FakeEnd()
-    with Ends(driving, monkeypatch, end) as link:
-        coordinator = RemoteCoordinator(link, Mock(timeouts=Timeouts(last_save=60.0)), HELLO.peer, None, 9)
-        coordinator.start(Nothing())
+    with Ends(threaded, monkeypatch, end) as link:
+        last = LastSave(link, Timeouts(last_save=60.0), lambda: end.say(save=Save(term=1, version=5)))
+
+        def report(written: Written) -> None:
+            link.report(written)
+            last.reported(written)
+
+        link.start(Nothing())
         end.say()
         end.say(commit=Commit(term=1, version=1, checkpoint=True))
         until(lambda: link.up and link.storing)
-        monkeypatch.setattr(_coordinators, "request_save", lambda *_: end.say(save=Save(term=1, version=5)))
-        stopping = threading.Thread(target=coordinator.save_and_wait)
+        stopping = threading.Thread(target=last.wait)
         stopping.start()
-        until(lambda: link._saves == 5)
-        coordinator.report(Written(term=1, version=2))
+        until(lambda: link.position.saves == 5)
+        report(Written(term=1, version=2))
         stopping.join(1.0)
         assert stopping.is_alive()
-        coordinator.report(Written(term=1, version=5, error="the disk is full"))
+        report(Written(term=1, version=5, error="the disk is full"))
         until(lambda: end.sent[-1].WhichOneof("kind") is None)
         assert end.sent[-2].written.version == 5
         assert stopping.is_alive(), "the coordinator may not have processed the report yet"

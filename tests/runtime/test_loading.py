@@ -11,8 +11,10 @@ import numpy as np
 import optax
 import pytest
 
-from backstay._roles._loading import build
+from backstay._process import Stop
 from backstay._roles._script import Script
+from backstay._roles._server._context import ServerContext
+from backstay._roles._server._loading import build
 from backstay_rpc.control_pb2 import Rollback
 from backstay_spec.runtime import RuntimeConfig
 
@@ -47,8 +49,9 @@ def test_an_update_that_damps_stale_contributions_is_compiled_before_training(by
     )
     config = RuntimeConfig(shards=1, workers=2, mode="Async", staleness_damping=by == "spec")
     plan = script.plan(1)
+    context = ServerContext.of(server_environment(config=config), script, plan, Stop())
     with compiling() as before:
-        engine = build(Rollback(term=1, world=2), server_environment(config=config), script, plan, 2)
+        engine = build(Rollback(term=1, world=2), context)
     assert before
     with compiling() as during:
         for weight in (1.0, 0.5):

@@ -12,9 +12,9 @@ from typing import Any
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from backstay._report._metrics import Metrics
+from backstay._report._metrics import PodMetrics
 
-from .operator_calls import progress
+from .operator_calls import report
 
 
 def metrics_of(pod: Any) -> dict[str, float]:
@@ -47,13 +47,14 @@ def test_t3_updates_that_are_lost_with_the_coordinator_are_counted(job, tmp_path
         stored = int(re.findall(r"continuing from the checkpoint of step (\d+)", server.output())[0])
         assert (lost_at, stored) == (7, 4) or incarnation == 2
         tiny.wait_for(server, f"step {stored + 1}/")  # both workers have joined
-        shown, reply = metrics_of(server), progress(tiny)
+        shown, found = metrics_of(server), report(tiny)
         # The total is in the checkpoints: a coordinator that stored none takes its own share with it.
         total = (total if stored > before else 0) + lost_at - stored
         before = stored
         assert shown["backstay_steps_redone_total"] == lost_at - stored  # of two workers, counted once
-        assert (reply.steps_redone, reply.term_start.redone) == (total, lost_at - stored)
-        assert reply.term_start.step == stored
+        assert found.term_start is not None
+        assert (found.steps_redone, found.term_start.redone) == (total, lost_at - stored)
+        assert found.term_start.step == stored
         # The age of the checkpoint continues, whether or not the new coordinator has stored one itself.
         assert began < shown["backstay_checkpoint_timestamp_seconds"] <= time.time()
 
@@ -66,14 +67,16 @@ def test_t6_without_checkpoints_a_replaced_coordinator_begins_a_higher_term(job)
     workers = [tiny.worker(rank) for rank in range(2)]
     for worker in workers:
         tiny.wait_for(worker, "step 7/")
-    before = progress(tiny)
-    assert (before.term, before.term_start.step) == (1, 0)
+    before = report(tiny).term_start
+    assert before is not None
+    assert (before.term, before.step) == (1, 0)
     server.process.send_signal(signal.SIGKILL)
     server.wait()
     tiny.let()
     server = tiny.server(0, 2)
     tiny.wait_for(server, "step 1/")
-    start = progress(tiny).term_start
+    start = report(tiny).term_start
+    assert start is not None
     assert start.term > before.term
     assert (start.step, start.checkpoint, start.redone) == (0, "", 7)
 
@@ -88,7 +91,7 @@ def test_a_leaf_that_no_gradient_reaches_is_named(job) -> None:
 
 
 def test_there_is_no_loss_before_the_first_one() -> None:
-    metrics = Metrics("job", "ParameterServer", 0)
+    metrics = PodMetrics("job", "ParameterServer", 0)
     assert b"backstay_loss{" not in generate_latest(metrics.registry)
     metrics.loss.set(-2.5)
     shown = b'backstay_loss{index="0",role="ParameterServer",training_job="job"} -2.5'

@@ -14,14 +14,15 @@ from typing import get_args
 import pytest
 
 from backstay._process import Bounds
-from backstay._report._http import MAX_HEAD_BYTES, HttpPort
-from backstay._report._metrics import Metrics, metric_names
+from backstay._report._http import HttpPort
+from backstay._report._metrics import PodMetrics, metric_names
+from backstay_rpc.limits import MAX_HEAD_BYTES
 from backstay_spec.types_status import Role
 
 
 @pytest.mark.parametrize("role", get_args(Role))
 def test_a_pod_exports_its_roles_metrics_only(role: Role) -> None:
-    page = Metrics("job", role, 1).page().decode()
+    page = PodMetrics("job", role, 1).page().decode()
     mine = {name for name in metric_names() if f"\n{name}{{" in page}
     assert mine <= metric_names(role, 1)
     shared = {"backstay_step"}
@@ -40,7 +41,7 @@ def test_only_shard_0_exports_the_series_of_the_job() -> None:
 
 
 def test_a_script_cannot_make_series_without_end() -> None:
-    metrics = Metrics("job", "ParameterServer", 0)
+    metrics = PodMetrics("job", "ParameterServer", 0)
     for number in range(200):
         metrics.train(f"name{number}").set(number)
         metrics.evaluation("x" * 1000 + str(number)).set(number)
@@ -53,7 +54,7 @@ def test_a_script_cannot_make_series_without_end() -> None:
 
 
 def test_of_many_stragglers_the_slowest_are_exported() -> None:
-    metrics = Metrics("job", "ParameterServer", 0)
+    metrics = PodMetrics("job", "ParameterServer", 0)
     metrics.stragglers({rank: float(rank) for rank in range(100)})
     page = metrics.page().decode()
     assert page.count("\nbackstay_straggler_delay_seconds{") == 16
@@ -71,7 +72,7 @@ def test_a_probe_that_went_away_leaves_nothing_in_the_log(capfd: pytest.CaptureF
         asked.set()
         return gone.wait(60)
 
-    port = HttpPort(Metrics("job", "Worker", 0), ready, bind="127.0.0.1", port=0)
+    port = HttpPort(PodMetrics("job", "Worker", 0), ready, bind="127.0.0.1", port=0)
     try:
         with socket.create_connection(("127.0.0.1", port.port)) as probe:
             probe.sendall(b"GET /readyz HTTP/1.0\r\n\r\n")
@@ -89,7 +90,7 @@ def test_a_probe_that_went_away_leaves_nothing_in_the_log(capfd: pytest.CaptureF
 
 
 def test_a_probe_by_ipv6_is_answered_by_a_pod_that_binds_all_addresses() -> None:
-    port = HttpPort(Metrics("job", "Worker", 0), lambda: True, bind="0.0.0.0", port=0)
+    port = HttpPort(PodMetrics("job", "Worker", 0), lambda: True, bind="0.0.0.0", port=0)
     try:
         for host in ("127.0.0.1", "::1"):
             try:
@@ -117,7 +118,7 @@ def ports() -> Iterator[Callable[..., HttpPort]]:
     def make(**bounds: float) -> HttpPort:
         made.append(
             HttpPort(
-                Metrics("job", "ParameterServer", 0),
+                PodMetrics("job", "ParameterServer", 0),
                 lambda: True,
                 bind="127.0.0.1",
                 port=0,

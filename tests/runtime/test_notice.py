@@ -1,4 +1,4 @@
-"""A notice of preemption: a worker drops its current gradient and leaves, also in the middle of a step."""
+"""A worker drops its current gradient and leaves after a notice of preemption, also in the middle of a step."""
 
 from __future__ import annotations
 

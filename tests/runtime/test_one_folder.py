@@ -11,7 +11,7 @@ from backstay import load
 from backstay._checkpoint import CheckpointStore
 from backstay.testing import KILLED
 
-from .operator_calls import progress
+from .operator_calls import report
 
 
 def test_t7_two_jobs_side_by_side_do_not_share_a_folder(job, tmp_path: Path) -> None:
@@ -56,9 +56,10 @@ def test_t8_a_lease_file_of_0_bytes_delays_a_run_and_is_reported(job, tmp_path: 
     tiny.environment = {"STEPS": "6", "FAULT_INJECTION": "kill server/0#1 @4 rename"}
     server, worker, evaluator = tiny.server(0, 1), tiny.worker(0, HOLD_AT="3"), tiny.start("evaluator", 0)
     tiny.wait_for(server, "evaluation of step 2 ")
-    reply = progress(tiny, world=1, stall_seconds=60)
+    start = report(tiny, world=1, stall_seconds=60).term_start
     text = "the lease lease-00000007-0123456789abcdef.json cannot be read (0 bytes), and did not change for 5 s"
-    assert list(reply.term_start.taken_over) == [text]
+    assert start is not None
+    assert start.taken_over == (text,)
     assert f"{text}: taking over the checkpoint folder" in server.output()
     tiny.let()
     assert server.wait() == KILLED

@@ -14,7 +14,7 @@ import pytest
 import backstay
 from backstay._roles._next_contribution import NextContribution
 from backstay._roles._script import Script
-from backstay._wire import Pulled
+from backstay._transport import Pulled
 from backstay.errors import ConfigurationError
 from backstay_spec.runtime import RuntimeConfig
 
@@ -26,7 +26,7 @@ def contribution(key: backstay.BatchKey) -> Any:
 
 
 def test_t3_only_the_contribution_that_is_due_is_used() -> None:
-    """Another step, world or term: its batch may belong to another rank, or was used."""
+    """The batch of another step, world or term may belong to another rank, or was used."""
     at = Pulled(term=1, version=7, world=2)
     others = [
         (1, backstay.BatchKey(step=2, rank=0, world=2, seed=0, offset=0)),

@@ -1,4 +1,4 @@
-"""The small parts of a pod, without processes: batches ahead, the environment, arguments, the final message."""
+"""The small parts of a pod work without processes, such as batches ahead, the environment, and the final message."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import json
 import logging
 import os
 import signal
+import sys
 import threading
+from typing import Any
 
 import numpy as np
 import optax
@@ -18,7 +20,10 @@ from backstay._data import Prefetcher
 from backstay._process._environment import Environment
 from backstay._process._exit import Stop, termination_message
 from backstay._process._logs import Reporter, configure
+from backstay._report._job._evaluations import Evaluations
+from backstay._report._metrics import PodMetrics
 from backstay._roles._script import Script, evaluation_of
+from backstay_rpc.control_pb2 import EvaluatedRequest, Peer
 from backstay_spec.runtime import RuntimeConfig
 
 
@@ -134,6 +139,41 @@ def test_what_evaluate_returns_is_checked() -> None:
         evaluation_of(lambda params: {"a": "b"}, None)
     with pytest.raises(errors.ConfigurationError, match="returned list"):
         evaluation_of(lambda params: [], None)
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "said"),
+    [
+        (lambda params: sys.exit(0), r"evaluate called sys.exit\(0\): must return"),
+        (lambda params: sys.exit("e" * 5000), r"evaluate called sys.exit\('e{79}\.\.\.\)"),
+        (lambda params: {"x" * 10**6: 1.0}, r"the name 'x{79}\.\.\.: must be 1 to 200"),
+        (lambda params: {"": 1.0}, "the name '': must be"),
+        (lambda params: {"a\udcff": 1.0}, "must be 1 to 200 printable characters"),
+        (lambda params: {"a\n": 1.0}, "must be 1 to 200 printable characters"),
+        (lambda params: {"a": np.ones(3)}, "'a': ndarray: must be a number"),
+        (lambda params: {"a": 10**400}, "'a': int: must be a number"),
+        (lambda params: {"a": None}, "'a': NoneType: must be a number"),
+        (lambda params: dict.fromkeys(range(1001), 1.0), "1001 metrics: must be at most 1000"),
+    ],
+)
+def test_o10_an_evaluation_that_no_report_can_hold_is_named(evaluate: Any, said: str) -> None:
+    with pytest.raises(errors.ConfigurationError, match=said):
+        evaluation_of(evaluate, None)
+
+
+def test_o10_pods_that_end_while_they_evaluate_cost_the_metrics_of_that_step() -> None:
+    """`os._exit(0)` in `evaluate` leaves no message, so the servers count the pods that have begun."""
+    evaluations = Evaluations(PodMetrics("job", "ParameterServer", 0))
+
+    def begins(step: int, incarnation: int) -> str:
+        peer = Peer(role="worker", incarnation=incarnation)
+        return evaluations.begins(EvaluatedRequest(peer=peer, step=step, begins=True))
+
+    assert [begins(4, 1), begins(4, 1), begins(4, 2)] == ["", "", ""]
+    assert "2 pods have ended while they evaluated this step" in begins(4, 3)
+    assert begins(5, 4) == begins(5, 5) == ""
+    evaluations.evaluated(EvaluatedRequest(peer=Peer(role="worker", incarnation=5), step=5, metrics={"a": 1.0}))
+    assert begins(5, 6) == "", "the pod that has reported did not end while it evaluated"
 
 
 def test_termination_messages_fit_into_kubernetes_limit() -> None:

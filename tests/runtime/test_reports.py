@@ -1,4 +1,4 @@
-"""Reports of the coordinator: scalars that TensorBoard reads, `on_update`, and an early end."""
+"""The coordinator reports scalars that TensorBoard reads, calls `on_update`, and ends early."""
 
 from __future__ import annotations
 

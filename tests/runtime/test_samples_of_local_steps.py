@@ -1,4 +1,4 @@
-"""T9 with local steps: real steps of workers, a real coordinator, and servers that add contributions up.
+"""T9 holds with local steps, for real steps of workers, a real coordinator, and servers that add contributions up.
 
 The gradient of a batch is -1 for each of its samples, and the inner optimizer subtracts it. So a parameter counts how
 often its sample was used. Each fragment has a parameter for each sample.
@@ -19,7 +19,7 @@ import pytest
 from backstay import BatchKey, LocalSteps, from_dataset
 from backstay._compute import LocalProgram, LocalTraining
 from backstay._coordination import Coordinator, CoordinatorState, Rules, Samples, Updated
-from backstay._update import describe
+from backstay._update import Selection, describe
 from backstay_rpc.control_pb2 import GradientId, GradientInfo, Staged
 
 SIZE, BATCH, COUNT, UPDATES = 4000, 2, 4, 30
@@ -45,7 +45,7 @@ class Job:
         self.servers = [np.zeros(SIZE, np.float32) for _ in range(local.fragments)]
         self.used: dict[int, list[tuple[int, list[int]]]] = {}
         self._workers: dict[int, tuple[int, LocalTraining]] = {}
-        self._received: dict[int, frozenset[int]] = {}  # by rank; absent: it requests the whole model
+        self._received: dict[int, Selection] = {}  # by rank; absent: it requests the whole model
         self._drawn: dict[int, list[BatchKey]] = defaultdict(list)
         self._numbers = count()
         self.store()
@@ -55,7 +55,7 @@ class Job:
         return self.coordinator.state
 
     def replace(self, rank: int) -> None:
-        """The worker died: another process continues."""
+        """The worker died, and another process continues."""
         self._workers.pop(rank, None)
         self._received.pop(rank, None)
 
@@ -91,7 +91,7 @@ class Job:
             self.used[state.version].append((worker, numbers))
         for rank in [rank for rank in self._workers if rank >= self.state.world]:
             self.replace(rank)
-        self._received = dict.fromkeys(self._workers, frozenset({fragment}))
+        self._received = dict.fromkeys(self._workers, Selection(frozenset({fragment})))
 
     def _contribute(self, rank: int, state: CoordinatorState) -> tuple[int, list[Any], list[int]]:
         if rank not in self._workers:

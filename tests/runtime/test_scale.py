@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from backstay._control import ControlClient, Driving, Link, Links, Peers
 from backstay._coordination import Coordinator, CoordinatorState, Rules, ServerPosition
+from backstay._pod import PodRunner
 from backstay._process._environment import Environment
 from backstay._process._exit import Stop
-from backstay._report._metrics import Metrics
+from backstay._report._metrics import PodMetrics
 from backstay._roles._script import Script
-from backstay._roles._server import Server
-from backstay._roles._worker import Worker
+from backstay._threaded import ThreadedCoordinator
+from backstay._transport import ControlClient, Link, Links, Peers
 from backstay_cluster.net import claim_block
 from backstay_rpc.control_pb2 import (
     TRAINING,
@@ -31,6 +31,7 @@ from backstay_rpc.control_pb2 import (
     Position,
     Staged,
 )
+from backstay_rpc.credentials import Credentials
 
 from .linked import AGREEMENT, TOKEN, Coordinating, FakeHost, MemoryStream, Quiet
 
@@ -85,26 +86,21 @@ def test_64_shards_train() -> None:
     assert all(shard.nbytes for shard in plan.partition.shards)
     stop = Stop()
     statuses: dict[int, int] = {}
-    servers = [
-        Server(
-            environment_of("parameter-server", shard, block.node_ip),
-            SCRIPT,
-            plan,
-            Metrics("job", "ParameterServer", shard),
-            stop,
-        )
-        for shard in range(SHARDS)
-    ]
 
     def serve(shard: int) -> None:
-        statuses[shard] = servers[shard].run()
+        environment = environment_of("parameter-server", shard, block.node_ip)
+        statuses[shard] = PodRunner(
+            environment, SCRIPT, plan, stop, PodMetrics("job", "ParameterServer", shard)
+        ).serve()
 
     threads = [threading.Thread(target=serve, args=(shard,)) for shard in range(SHARDS)]
     for thread in threads:
         thread.start()
     try:
-        worker = Worker(environment_of("worker", 0, block.node_ip), SCRIPT, plan, Metrics("job", "Worker", 0), Stop())
-        result = worker.run()
+        pod = PodRunner(
+            environment_of("worker", 0, block.node_ip), SCRIPT, plan, Stop(), PodMetrics("job", "Worker", 0)
+        )
+        result = pod.work(pod.worker())
         for thread in threads:
             thread.join(SECONDS)
         assert result.step == STEPS
@@ -122,9 +118,9 @@ def test_256_shards_get_every_update_in_order_and_once() -> None:
     """256 is the most that a job may have. The transport is in memory."""
     shards, steps = 256, 5
     rules = Rules(mode="Sync", shards=shards, steps=steps)
-    driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), Quiet(), Quiet())
-    driving.start()
-    links = Links(FakeHost(driving), Peers())  # type: ignore[arg-type]
+    threaded = ThreadedCoordinator(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), Quiet(), Quiet())
+    threaded.start()
+    links = Links(FakeHost(threaded), Peers())  # type: ignore[arg-type]
     ends = [MemoryStream() for _ in range(1, shards)]
     threads = [
         threading.Thread(
@@ -138,19 +134,19 @@ def test_256_shards_get_every_update_in_order_and_once() -> None:
         thread.start()
     until(lambda: len(links) == shards - 1 and all(end.received for end in ends))
     local: list[Any] = []
-    driving.attach(Sink(local), ServerPosition(0, 0, 0))
+    threaded.attach(Sink(local), ServerPosition(0, 0, 0))
     until(lambda: all(end.received[1:] for end in ends))
     for version in range(steps):
         gradient = GradientId(term=1, version=version, rank=0, key_step=version, attempt=version + 1)
         staged = Staged(id=gradient, info=GradientInfo(finite=True))
-        driving.report(0, staged)
+        threaded.report(0, staged)
         for end in ends[:-1]:
             end.say(staged=staged)
         until(lambda: all(end.incoming.empty() for end in ends))
         assert ends[0].commits() == list(range(version))  # not before the last shard has it
         ends[-1].say(staged=staged)
         until(lambda: all(end.commits() == list(range(version + 1)) for end in ends))  # noqa: B023
-        driving.report(0, Applied(version=version + 1))
+        threaded.report(0, Applied(version=version + 1))
         for end in ends:
             end.say(applied=Applied(version=version + 1))
     for end in ends:
@@ -158,7 +154,7 @@ def test_256_shards_get_every_update_in_order_and_once() -> None:
     for thread in threads:
         thread.join(SECONDS)
     assert not links
-    driving.close()
+    threaded.close()
 
 
 class Sink:
@@ -170,18 +166,18 @@ class Sink:
 
 
 def test_heartbeats_are_answered_beside_256_links() -> None:
-    """Over real connections: 255 links are up, and a worker's heartbeat is answered."""
+    """Over real connections, 255 links are up, and a worker's heartbeat is answered."""
     shards = 256
     rules = Rules(mode="Sync", shards=shards, steps=10)
-    driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), Quiet(), Quiet())
-    driving.start()
-    host = FakeHost(driving)
+    threaded = ThreadedCoordinator(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), Quiet(), Quiet())
+    threaded.start()
+    host = FakeHost(threaded)
     server = Coordinating(host, TOKEN)
     received: list[list[Any]] = [[] for _ in range(shards)]
     links = [
         Link(
             f"127.0.0.1:{server.port}",
-            TOKEN,
+            Credentials(TOKEN),
             Peer(role="parameter-server", index=shard),
             AGREEMENT,
             "Sync",
@@ -192,12 +188,12 @@ def test_heartbeats_are_answered_beside_256_links() -> None:
         for shard, link in enumerate(links, 1):
             link.start(Sink(received[shard]))
         until(lambda: all(received[1:]))  # each has received its start
-        client = ControlClient([f"127.0.0.1:{server.port}"], TOKEN, Peer(role="worker"))
+        client = ControlClient([f"127.0.0.1:{server.port}"], Credentials(TOKEN), Peer(role="worker"))
         client.beat(0, 1, TRAINING, 0.0)
         client.close()
         assert len(server.links) == shards - 1
     finally:
         for link in links:
             link.close()
-        driving.close()
+        threaded.close()
         server.close()

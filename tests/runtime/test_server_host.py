@@ -1,25 +1,25 @@
-"""A server's answers to calls, with fakes of its other parts."""
+"""A server's answers to calls, with a context as in a pod and fakes of the shard, the coordinator and the streams."""
 
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import optax
 import pytest
 
-from backstay._coordination import Liveness
 from backstay._process._environment import Environment
-from backstay._report._metrics import Metrics
-from backstay._roles._arbiter import Arbiter
-from backstay._roles._ending import Ending
-from backstay._roles._live_settings import LiveSettings
+from backstay._process._exit import Stop
+from backstay._report import PodMetrics, ServerReports
+from backstay._roles._ending import ServerEnd
 from backstay._roles._script import Script
-from backstay._roles._server_host import ServerHost
-from backstay._roles._shutdown import Shutdown
+from backstay._roles._server._context import LiveSettings, ServerContext
+from backstay._roles._server._coordinators import CoordinatorAccess, LinkedShard
+from backstay._roles._server._server_host import ServerHost
 from backstay._timeouts import Timeouts
+from backstay._transport import Link
 from backstay.errors import Superseded
 from backstay_rpc.control_pb2 import CheckpointSettings, Done, HeartbeatRequest, JoinReply, Peer, ProgressRequest
 
@@ -27,22 +27,64 @@ SCRIPT = Script(init=lambda _: 0.0, loss=lambda *_: 0.0, batches=lambda _: 0, op
 WORKER = Peer(role="worker", index=0, incarnation=2)
 
 
-class Recorder:
-    """Any part: records which of its methods are called."""
+@dataclass
+class Runtime:
+    """The position of the shard."""
 
-    def __init__(self, **attributes: Any) -> None:
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        self.__dict__.update(attributes)
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *arguments: self.calls.append((name, arguments))
+    term: int = 1
+    version: int = 5
 
 
-class Here(Recorder):
-    """The coordinator, in this process."""
+@dataclass
+class Shard:
+    """The shard of the server."""
+
+    ready: bool = False
+    world: int = 4
+    replication: None = None
+    runtime: Runtime = field(default_factory=Runtime)
+
+
+class Coordinated(CoordinatorAccess):
+    """A coordinator that knows the next contribution of a worker."""
+
+    def __init__(self) -> None:
+        self.expected: list[int] = []
 
     def joined(self, peer: Peer, reply: JoinReply) -> None:
         reply.key_step = 7
+
+    def expect(self, incarnation: int) -> None:
+        self.expected.append(incarnation)
+
+    def start(self, sink: Any) -> None: ...
+    def tick(self, now: float, silent: set[int]) -> None: ...
+    def check(self, now: float) -> None: ...
+    def save_and_wait(self) -> None: ...
+    def close(self) -> None: ...
+    def release(self) -> None: ...
+    def report(self, report: Any) -> None: ...
+    def outcome(self, done: Done, term: int) -> dict[str, Any]:
+        return {}
+
+
+class Streams:
+    """The data streams of the server."""
+
+    port = 7078
+
+    def __init__(self) -> None:
+        self.fenced: list[Mapping[str, int]] = []
+
+    def fence(self, incarnations: Mapping[str, int]) -> None:
+        self.fenced.append(incarnations)
+
+
+class Keeping(ServerReports):
+    """Reports with one message of spans for a worker."""
+
+    def copies(self, rank: int) -> list[bytes]:
+        return [b"kept"]
 
 
 class Server:
@@ -62,29 +104,17 @@ class Server:
             }
         )
         assert environment is not None
-        self.ending = Ending()
-        self.desired = LiveSettings.of(environment.config)
-        self.coordinator, self.data = Here(driving=None), Recorder(port=7078)
-        self.link = Recorder() if shard else None
-        self.served = Recorder(ready=False, world=4, replication=None, runtime=Recorder(term=1, version=5))
-        shutdown = Shutdown(Timeouts(), incarnation=3, took_over=False)
-        shutdown.end(already_complete=False)
+        self.context = context = ServerContext.of(environment, SCRIPT, SCRIPT.plan(2), Stop())
+        self.ending, self.live = context.ending, context.live
+        self.coordinator, self.streams, self.served = Coordinated(), Streams(), Shard()
+        self.end = ServerEnd(Timeouts(), incarnation=3)
         self.host = ServerHost(
-            environment,
-            SCRIPT.plan(2).agreement,
-            Metrics("job", "ParameterServer", shard),
+            context,
+            Keeping(context, PodMetrics("job", "ParameterServer", shard)),
             self.served,  # type: ignore[arg-type]
-            self.coordinator,  # type: ignore[arg-type]
-            self.link,  # type: ignore[arg-type]
-            self.data,  # type: ignore[arg-type]
-            Liveness("Sync"),
-            threading.Lock(),
-            ending=self.ending,
-            desired=self.desired,
-            arbiter=Arbiter(shard, Timeouts(), self.ending),
-            shutdown=shutdown,
-            page=Recorder(),  # type: ignore[arg-type]
-            tracing=Recorder(black_box=Recorder(), copies=lambda _: [b"kept"]),  # type: ignore[arg-type]
+            self.coordinator,
+            self.streams,  # type: ignore[arg-type]
+            self.end,
         )
 
 
@@ -120,31 +150,47 @@ def test_t6_the_operator_reports_a_newer_incarnation_and_the_server_ends(server:
 def test_settings_that_the_operator_leaves_out_stay(server: Server) -> None:
     server.host.progress(ProgressRequest(world=6, stall_seconds=60, checkpoint=CheckpointSettings(keep=5)))
     server.host.progress(ProgressRequest())
-    assert server.desired == LiveSettings(world=6, stall_seconds=60.0, keep=5)
+    assert server.live == LiveSettings(world=6, stall_seconds=60.0, keep=5)
 
 
-@pytest.mark.parametrize(("shard", "expected"), [(0, []), (1, [(2, 0.0)])])
-def test_t6_a_newer_coordinator_is_expected_on_the_other_shards(shard: int, expected: list[Any]) -> None:
-    server = Server(shard)
+def test_t6_a_call_names_the_newest_coordinator(server: Server) -> None:
     incarnations: Mapping[str, int] = {"parameter-server-0": 2, "worker-1": 4}
     server.host.fence(incarnations)
-    calls = [] if server.link is None else server.link.calls
-    assert [arguments for name, arguments in calls if name == "expect"] == expected
-    assert server.data.calls == [("fence", (incarnations,))]
+    server.host.fence({"worker-1": 5})
+    assert server.coordinator.expected == [2]
+    assert server.streams.fenced == [incarnations, {"worker-1": 5}]
+
+
+@pytest.mark.parametrize(("standbys", "after"), [(1, 0.0), (0, Timeouts().last_save + Timeouts().silent)])
+def test_t6_a_shard_expects_a_newer_coordinator(server: Server, standbys: int, after: float) -> None:
+    """Without standbys, the previous server may still run, and need this shard for its last checkpoint."""
+    expected: list[tuple[int, float]] = []
+
+    class Recording(Link):
+        def expect(self, coordinator: int, after: float = 0.0) -> None:
+            expected.append((coordinator, after))
+
+    environment = server.context.environment
+    config = environment.config.model_copy(update={"standbys": standbys})
+    context = replace(server.context, environment=replace(environment, config=config))
+    LinkedShard(
+        context, Recording("127.0.0.1:1", environment.credentials, context.peer, context.plan.agreement, "Sync")
+    ).expect(2)
+    assert expected == [(2, after)]
 
 
 def test_t8_another_shard_keeps_a_report_of_the_result_that_comes_before_the_end() -> None:
     """The link of the shard may be broken then. The server would wait 2 minutes for that report."""
     for shard in (0, 1):
         server = Server(shard)
-        shutdown = server.host._shutdown = Shutdown(Timeouts(), incarnation=3, took_over=False)
         assert server.host.left(WORKER, trained=True)
         server.ending.done = Done(version=10)
-        assert shutdown.stays(1.0, stored=False, awaited=False) == (shard == 0)
+        assert server.end.stays(1.0, stored=False, awaited=False) == (shard == 0)
 
 
 def test_a_report_of_the_result_is_too_late_once_the_last_message_is_written() -> None:
     server = Server(shard=0)
+    server.end.end(already_complete=False)
     assert server.host.left(WORKER, trained=True)  # before the end it says nothing
     server.ending.done = Done(version=10)
     assert not server.host.left(WORKER, trained=True)

@@ -6,7 +6,7 @@ import json
 from typing import Any
 from unittest.mock import Mock
 
-from backstay._report._job_observer import JobObserver
+from backstay._report._job import JobObserver
 from backstay._report._status_page import StatusPage
 from backstay_rpc.control_pb2 import TRAINING, WAITING, Doing, HeartbeatRequest, Peer
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-import threading
 
 import pytest
 from prometheus_client import generate_latest
 
-from backstay._coordination import CoordinatorState, Liveness
-from backstay._report._job_observer import JobObserver
-from backstay._report._metrics import Metrics
+from backstay._coordination import CoordinatorState, PeerTable
+from backstay._report._job import JobObserver
+from backstay._report._metrics import PodMetrics
 from backstay_rpc.control_pb2 import TRAINING, Peer, ProgressReply
 
 
 def test_a_slow_rank_is_reported_until_it_is_no_longer_slow(caplog: pytest.LogCaptureFixture) -> None:
-    live, metrics = Liveness("Sync"), Metrics("job", "ParameterServer", 0)
-    observer = JobObserver(live, threading.Lock(), metrics, 10, 0)
+    live, metrics = PeerTable("Sync"), PodMetrics("job", "ParameterServer", 0)
+    observer = JobObserver(live, metrics, 10, 0)
     state = CoordinatorState(term=1, version=3, world=3)
     peers = [Peer(role="worker", index=rank, incarnation=1) for rank in range(3)]
 

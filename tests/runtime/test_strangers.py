@@ -24,25 +24,21 @@ import grpc
 import numpy as np
 import pytest
 
-from backstay._control import Agreement, ControlClient, Driving, Link
 from backstay._coordination import Coordinator, CoordinatorState, Rules, ServerPosition
 from backstay._process._guard import (
     LATE_SECONDS,
     MAX_LATE_LOOKS,
-    MAX_REFUSED,
-    MAX_UNPROVEN,
-    MAX_UNPROVEN_BYTES,
     SCAN_SECONDS,
     ConnectionGuard,
     Sockets,
     Warnings,
 )
 from backstay._process._sockets import peer_address, socket_address
+from backstay._threaded import ThreadedCoordinator
 from backstay._timeouts import Timeouts
-from backstay._wire import ClientStream, Listener
+from backstay._transport import Agreement, ClientStream, ControlClient, Link, Listener
 from backstay.errors import PeerLost
 from backstay_rpc import bearer
-from backstay_rpc.channels import MAX_CALLS_PER_CONNECTION, MAX_MESSAGE_BYTES
 from backstay_rpc.control_pb2 import (
     TRAINING,
     Applied,
@@ -57,6 +53,14 @@ from backstay_rpc.control_pb2 import (
     Pull,
     Rollback,
     Staged,
+)
+from backstay_rpc.credentials import Credentials
+from backstay_rpc.limits import (
+    CONTROL_STRANGERS,
+    MAX_CALLS_PER_CONNECTION,
+    MAX_MESSAGE_BYTES,
+    MAX_REFUSED,
+    MAX_UNPROVEN_BYTES,
 )
 
 from .linked import Coordinating
@@ -114,7 +118,7 @@ class Connection:
             self.send(PREFACE + frame(SETTINGS, 0, 0) + frame(SETTINGS, ACK, 0))
 
     def send(self, data: bytes) -> bool:
-        """False: the peer has closed the connection."""
+        """Returns False when the peer has closed the connection."""
         try:
             self.socket.sendall(data)
         except OSError:
@@ -193,21 +197,24 @@ def memory() -> int:
 
 
 class Training:
-    """A job of two shards without parameters: each update needs the coordinator's link to shard 1, both ways."""
+    """A job of two shards without parameters, in which each update needs the coordinator's link to shard 1, both
+    ways."""
 
     def __init__(self, timeouts: Timeouts) -> None:
         rules = Rules(mode="Sync", shards=2, steps=10**9)
         quiet = SimpleNamespace(**dict.fromkeys(("staged", "counted", "updated", "finished"), lambda *_: None))
-        self.driving = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), quiet, quiet)  # type: ignore[arg-type]
+        self.threaded = ThreadedCoordinator(
+            Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), quiet, quiet
+        )  # type: ignore[arg-type]
         self.shard, self.incarnation, self.agreement = 0, 1, AGREEMENT
         self.server = Coordinating(self, TOKEN, timeouts=timeouts)
-        self.driving.start()
+        self.threaded.start()
         self.version = 0
-        self.driving.attach(self._sink(0), ServerPosition(0, 0, 0))
+        self.threaded.attach(self._sink(0), ServerPosition(0, 0, 0))
         peer = Peer(role="parameter-server", index=1)
-        self.link = Link(f"127.0.0.1:{self.server.port}", TOKEN, peer, AGREEMENT, "Sync")
+        self.link = Link(f"127.0.0.1:{self.server.port}", Credentials(TOKEN), peer, AGREEMENT, "Sync")
         self.link.start(self._sink(1))  # type: ignore[arg-type]
-        self.client = ControlClient([f"127.0.0.1:{self.server.port}"], TOKEN, Peer(role="worker"))
+        self.client = ControlClient([f"127.0.0.1:{self.server.port}"], Credentials(TOKEN), Peer(role="worker"))
 
     def beat(self, _: object) -> HeartbeatReply:
         return HeartbeatReply()
@@ -231,7 +238,7 @@ class Training:
 
     def _report(self, shard: int, report: Any) -> None:
         if shard == 0:
-            self.driving.report(0, report)
+            self.threaded.report(0, report)
         else:
             self.link.report(report)
 
@@ -256,7 +263,7 @@ class Training:
     def close(self) -> None:
         self.client.close()
         self.link.close()
-        self.driving.close()
+        self.threaded.close()
         self.server.close()
 
 
@@ -335,7 +342,7 @@ def test_t8_a_call_whose_message_does_not_arrive_ends(
 def test_o7_large_messages_without_a_token_do_not_grow_a_server(
     training: Callable[..., Training], callers: list[Connection], method: str
 ) -> None:
-    """40 messages of 15 MB: they are sent without regard to HTTP/2's windows, as far as the server lets them."""
+    """Sends 40 messages of 15 MB without regard to HTTP/2's windows, as far as the server lets them."""
     job = training(unproven=3600.0)
     job.continues()
     before = memory()
@@ -376,7 +383,7 @@ def test_t8_an_unauthenticated_caller_that_continues_is_disconnected(
 def test_o7_calls_above_the_limit_of_a_connection_are_refused(
     training: Callable[..., Training], callers: list[Connection]
 ) -> None:
-    """Even with the token: the others stay open, and hold nothing that training needs."""
+    """Even with the token, the others stay open, and hold nothing that training needs."""
     job = training(message=3600.0)
     callers.append(Connection(job.server.port))
     streams = [2 * number + 1 for number in range(MAX_CALLS_PER_CONNECTION + 16)]
@@ -393,7 +400,7 @@ def test_t6_a_link_ends_when_a_newer_server_has_its_place(training: Callable[...
     job.continues()
     sink = SimpleNamespace(deliver=lambda _: None)
     newer = Peer(role="parameter-server", index=1, incarnation=1)
-    link = Link(f"127.0.0.1:{job.server.port}", TOKEN, newer, AGREEMENT, "Sync")
+    link = Link(f"127.0.0.1:{job.server.port}", Credentials(TOKEN), newer, AGREEMENT, "Sync")
     link.start(sink)  # type: ignore[arg-type]
     try:
         until(lambda: job.link.error is not None)
@@ -416,7 +423,7 @@ def test_t8_idle_connections_are_closed(training: Callable[..., Training], calle
 def test_t8_a_call_whose_headers_never_end_is_closed(
     training: Callable[..., Training], callers: list[Connection]
 ) -> None:
-    """A slow loris: it begins a call, and keeps HTTP/2 alive, but the headers never end."""
+    """A slow loris begins a call, and keeps HTTP/2 alive, but the headers never end."""
     job = training(unproven=1.0)
     callers.append(Connection(job.server.port))
     headers = grpc_headers(HEARTBEAT)
@@ -440,9 +447,9 @@ class Exchange:
                 frame, body = item
                 stream.write(frame, *(() if body is None else (body,)))  # type: ignore[attr-defined]
 
-        self.listener = Listener("127.0.0.1", 0, TOKEN, echo, Timeouts(**timeouts))  # type: ignore[arg-type]
+        self.listener = Listener("127.0.0.1", 0, Credentials(TOKEN), echo, Timeouts(**timeouts))  # type: ignore[arg-type]
         self.port = self.listener.bound
-        self._stream = ClientStream(f"127.0.0.1:{self.port}", Hello(peer=Peer(role="worker")), TOKEN)
+        self._stream = ClientStream(f"127.0.0.1:{self.port}", Hello(peer=Peer(role="worker")), Credentials(TOKEN))
 
     def continues(self) -> None:
         body = np.arange(100_000, dtype=np.uint8)
@@ -553,7 +560,7 @@ def test_t8_a_process_that_can_start_no_thread_serves_the_streams_that_it_has(
 
     with monkeypatch.context() as full:
         full.setattr(threading.Thread, "start", refuse)
-        stream = ClientStream(f"127.0.0.1:{data.port}", Hello(peer=Peer(role="worker")), TOKEN)
+        stream = ClientStream(f"127.0.0.1:{data.port}", Hello(peer=Peer(role="worker")), Credentials(TOKEN))
         with pytest.raises(PeerLost):
             stream.read()
         stream.close()
@@ -598,7 +605,7 @@ def test_t8_connections_that_use_up_all_descriptors_are_closed(callers: list[Con
         # They begin HTTP/2, as gRPC itself closes those that do not. The last ones wait to be accepted.
         callers.extend(Connection(port) for _ in range(limit + 20))
         assert all(caller.closed() for caller in callers)
-        stream = ClientStream(f"127.0.0.1:{port}", Hello(peer=Peer(role="worker")), TOKEN)
+        stream = ClientStream(f"127.0.0.1:{port}", Hello(peer=Peer(role="worker")), Credentials(TOKEN))
         stream.write(Frame(pull=Pull()))
         stream.read()
         stream.close()
@@ -697,8 +704,8 @@ def test_a_peer_of_grpc_is_the_address_that_the_socket_has(peer: str, name: tupl
 def test_hosts_with_few_connections_do_not_pay_for_one_with_many(listener: socket.socket) -> None:
     port = listener.getsockname()[1]
     sockets, guard = Sockets(), ConnectionGuard(port, "the port", grace=3600.0)
-    many = [Connection(port, silent=True) for _ in range(MAX_UNPROVEN)]
-    ends = [listener.accept()[0] for _ in range(MAX_UNPROVEN)]
+    many = [Connection(port, silent=True) for _ in range(CONTROL_STRANGERS.of_host)]
+    ends = [listener.accept()[0] for _ in range(CONTROL_STRANGERS.of_host)]
     for _ in range(100):
         sockets.scan([guard])
     ends[0].sendall(b"x")

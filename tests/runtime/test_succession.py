@@ -8,29 +8,43 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
 import optax
 import pytest
 
-from backstay._checkpoint import CheckpointStore, Claim, Contents, FolderLease, Holder, Job, Manifest, Origin
-from backstay._control import ControlClient, Driving
+from backstay._checkpoint import (
+    CheckpointStore,
+    Claim,
+    Contents,
+    FolderLease,
+    Holder,
+    Identity,
+    JobIdentity,
+    Manifest,
+    ManifestStorage,
+    Origin,
+)
 from backstay._coordination import Coordinator, CoordinatorState, Rules
 from backstay._process._environment import Environment
 from backstay._process._exit import Stop
-from backstay._report._metrics import Metrics
-from backstay._roles._manifests import Identity, ManifestStorage
+from backstay._report._metrics import PodMetrics
 from backstay._roles._script import Script
 from backstay._roles._server import Server
 from backstay._roles._standby import Inherited, Standby
-from backstay._shard import Held
+from backstay._shard import HeldState
+from backstay._threaded import ThreadedCoordinator
 from backstay._timeouts import Timeouts
+from backstay._transport import ControlClient
 from backstay._update import ShardEngine
 from backstay.errors import BackstayError, CheckpointError, StorageError, Superseded
 from backstay_rpc.control_pb2 import Activity, Done, GradientId, GradientInfo, Hello, Part, Peer, Rollback
+from backstay_rpc.credentials import Credentials
 
 from .linked import Coordinating
+from .servers import server_of
 
 TOKEN = "0123456789abcdef"
 HISTORY = "00000000000000aa"
@@ -56,28 +70,28 @@ def until(holds: object) -> None:
 
 
 class Coordinated:
-    """A `Host`: shard 0, without a shard."""
+    """A `Host` of shard 0, without a shard."""
 
     shard, incarnation = 0, 1
 
-    def __init__(self, driving: Driving) -> None:
-        self.driving = driving
+    def __init__(self, threaded: ThreadedCoordinator) -> None:
+        self.threaded = threaded
         self.agreement = SCRIPT.plan(2).agreement
 
     def fence(self, _: object) -> None: ...
 
 
 class Quiet:
-    """A `Storage` and an `Observer` that the test does not use."""
+    """A `CheckpointStorage` and an `Observer` that the test does not use."""
 
     def __getattr__(self, name: str) -> object:
         return lambda *arguments: None
 
 
 @pytest.fixture
-def driving() -> Iterator[Driving]:
+def threaded() -> Iterator[ThreadedCoordinator]:
     rules = Rules(mode="Sync", shards=2, steps=10, replicates=True)
-    made = Driving(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), Quiet(), Quiet())
+    made = ThreadedCoordinator(Coordinator(rules, CoordinatorState(term=1, version=0, world=1)), Quiet(), Quiet())
     made.start()
     yield made
     made.close()
@@ -112,17 +126,21 @@ def environment_at(control: Coordinating) -> Environment:
 
 
 @pytest.fixture
-def coordinator(driving: Driving) -> Iterator[Coordinating]:
-    control = Coordinating(Coordinated(driving), TOKEN)
+def coordinator(threaded: ThreadedCoordinator) -> Iterator[Coordinating]:
+    control = Coordinating(Coordinated(threaded), TOKEN)
     yield control
     control.close()
 
 
 @pytest.fixture
-def server(coordinator: Coordinating) -> Iterator[Server]:
+def metrics() -> PodMetrics:
+    return PodMetrics("job", "ParameterServer", 1)
+
+
+@pytest.fixture
+def server(coordinator: Coordinating, metrics: PodMetrics) -> Iterator[Server]:
     stop = Stop()
-    metrics = Metrics("job", "ParameterServer", 1)
-    made = Server(environment_at(coordinator), SCRIPT, SCRIPT.plan(2), metrics, stop)
+    made = server_of(environment_at(coordinator), SCRIPT, stop, metrics)
     thread = threading.Thread(target=made.run, daemon=True)
     thread.start()
     yield made
@@ -130,7 +148,7 @@ def server(coordinator: Coordinating) -> Iterator[Server]:
     thread.join(30)
 
 
-def test_t8_a_shard_that_receives_its_rollback_twice_is_ready(driving: Driving, server: Server) -> None:
+def test_t8_a_shard_that_receives_its_rollback_twice_is_ready(threaded: ThreadedCoordinator, server: Server) -> None:
     """The link breaks while the shard loads, for example when the shard first receives the leader.
 
     The coordinator sends the beginning of the term again. The shard is already there when it gets this message.
@@ -141,27 +159,25 @@ def test_t8_a_shard_that_receives_its_rollback_twice_is_ready(driving: Driving, 
 
 
 def test_t8_a_server_that_took_over_at_the_end_waits_for_workers_that_lost_their_last_parameters(
-    coordinator: Coordinating, monkeypatch: pytest.MonkeyPatch
+    coordinator: Coordinating, tmp_path: Path
 ) -> None:
     """No worker has joined it, and the job has ended. A worker may have been pulling from the previous server."""
-    answers: list[bool] = []
-    awaited = Server._awaited
-    monkeypatch.setattr(Server, "_awaited", lambda self: answers.append(awaited(self)) or answers[-1])
-    plan, stop, metrics = SCRIPT.plan(2), Stop(), Metrics("job", "ParameterServer", 1)
-    environment = replace(environment_at(coordinator), timeouts=Timeouts(newcomer=30.0))
-    standby = Standby(environment, SCRIPT, plan, metrics, stop)
+    plan, stop, metrics = SCRIPT.plan(2), Stop(), PodMetrics("job", "ParameterServer", 1)
+    message = tmp_path / "termination-log"
+    environment = environment_at(coordinator)
+    environment = replace(environment, timeouts=Timeouts(newcomer=30.0), termination_log=message)
+    standby = Standby(environment, SCRIPT, plan, stop, metrics.step.set)
     engine = ShardEngine(plan.partition, 1, plan.rule, SCRIPT.initial())
-    held = Held(term=1, world=1, offset=0, engine=engine, last=None)
-    inherited = Inherited(held, standby._control, standby._peers, standby._http, standby._become_ready, 0.0)
-    server = Server(environment, SCRIPT, plan, metrics, stop, inherited)
+    held = HeldState(term=1, world=1, offset=0, engine=engine, last=None)
+    inherited = Inherited(held, standby._control, standby._peers, 0.0)
+    server = server_of(environment, SCRIPT, stop, metrics, inherited)
     server.served.runtime.deliver(Done(version=0))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     address = f"127.0.0.1:{inherited.control.port}"
-    worker = ControlClient([address, address], TOKEN, Peer(role="worker", index=0))
+    worker = ControlClient([address, address], Credentials(TOKEN), Peer(role="worker", index=0))
     try:
-        until(lambda: answers)
-        assert answers[0]
+        until(message.exists)  # it waits for nothing else any more
         worker.join(1, plan.agreement)
         assert worker.beat(1, server.host.incarnation, Activity.WAITING, 0.0).done
     finally:
@@ -175,15 +191,16 @@ def test_t8_a_contribution_that_arrives_while_a_coordinator_takes_over_is_used()
 
     A job hung: the coordinator dropped the report of the contribution, and waited for the worker.
     """
-    plan, stop, metrics = SCRIPT.plan(1), Stop(), Metrics("job", "ParameterServer", 0)
+    plan, stop, metrics = SCRIPT.plan(1), Stop(), PodMetrics("job", "ParameterServer", 0)
     environment = environment_of(0, "127.0.0.1:1", {"shards": 1, "workers": 2})
-    standby = Standby(environment, SCRIPT, plan, metrics, stop)
+    standby = Standby(environment, SCRIPT, plan, stop, metrics.step.set)
     engine = ShardEngine(plan.partition, 0, plan.rule, SCRIPT.initial())
     state, start = CoordinatorState(term=1, version=0, world=2), Rollback(term=1, world=2)
-    held = Held(term=1, world=2, offset=0, engine=engine, last=None, coordinator=state, start=start)
-    inherited = Inherited(held, standby._control, standby._peers, standby._http, standby._become_ready, 0.0)
-    server = Server(environment, SCRIPT, plan, metrics, stop, inherited)
+    held = HeldState(term=1, world=2, offset=0, engine=engine, last=None, coordinator=state, start=start)
+    inherited = Inherited(held, standby._control, standby._peers, 0.0)
+    server = server_of(environment, SCRIPT, stop, metrics, inherited)
     runtime = server.served.runtime
+    runtime.fence({"worker-0": 0, "worker-1": 0})  # they have joined
 
     def contribute(rank: int) -> None:
         peer, gradient = Peer(role="worker", index=rank), GradientId(term=1, rank=rank, attempt=1)
@@ -194,7 +211,7 @@ def test_t8_a_contribution_that_arrives_while_a_coordinator_takes_over_is_used()
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
-        until(lambda: server._local is not None and server._local.driving._sinks)
+        until(lambda: server.host.threaded is not None and server.host.threaded.linked)
         contribute(1)
         until(lambda: runtime.version == 1)
     finally:
@@ -202,34 +219,31 @@ def test_t8_a_contribution_that_arrives_while_a_coordinator_takes_over_is_used()
         thread.join(30)
 
 
-def test_a_pod_that_joins_again_is_counted_once(server: Server) -> None:
+def test_a_pod_that_joins_again_is_counted_once(server: Server, metrics: PodMetrics) -> None:
     """Workers connect again and again while another shard is away: that is not 150 pods in a minute."""
     for incarnation in (0, 0, 0, 1, 1):
         server.host.joined(Peer(role="worker", index=0, incarnation=incarnation))
     server.host.joined(Peer(role="worker", index=1))
     labels = {"training_job": "job", "role": "ParameterServer", "index": "1"}
-    assert server._metrics.registry.get_sample_value("backstay_joins_total", labels) == 3
+    assert metrics.registry.get_sample_value("backstay_joins_total", labels) == 3
 
 
 def storage_of(store: Any) -> ManifestStorage:
     """The manifest storage of a job with one shard."""
     plan = SCRIPT.plan(1)
-    job = Job(namespace="default", name="job", uid="1")
+    job = JobIdentity(namespace="default", name="job", uid="1")
     lease = FolderLease(store, Holder(job, 2), lost=lambda error: None, wait=lambda seconds: False)
     return ManifestStorage(
         store,
         lease,
         plan.partition,
         Identity(job, incarnation=2, seed=0, steps=10, settings={}),
-        keep=lambda: 1,
-        world=lambda: 1,
-        metrics=dict,
+        SimpleNamespace(keep=1, world=1),
+        SimpleNamespace(evaluation=dict, examples=lambda: None),
     )
 
 
-def test_a_coordinator_that_continues_from_memory_does_not_wait_for_the_storage(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_coordinator_that_continues_from_memory_does_not_wait_for_the_storage() -> None:
     """T8: the newest checkpoint is good to know, and no more than that."""
     answers = threading.Event()
 
@@ -239,11 +253,10 @@ def test_a_coordinator_that_continues_from_memory_does_not_wait_for_the_storage(
 
         def contents(self) -> None:
             answers.wait(30)
-            raise CheckpointError("it errs in the end")
+            raise CheckpointError("the folder cannot be written")
 
-    monkeypatch.setattr("backstay._roles._manifests.KNOWN_SECONDS", 0.01)
     storage = storage_of(Silent())
-    assert storage.known(CoordinatorState(3, 5, 1, history=HISTORY)) == ("", (0, -1))
+    assert storage.known(CoordinatorState(3, 5, 1, history=HISTORY), seconds=0.01) == ("", (0, -1))
     answers.set()
 
 
@@ -251,7 +264,7 @@ def test_t6_a_server_that_did_not_wait_for_the_storage_does_not_continue_what_it
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It held step 5. The previous one had stored step 6, which is found only later, and is not in the history then."""
-    store, job = CheckpointStore(str(tmp_path)), Job(namespace="default", name="job", uid="1")
+    store, job = CheckpointStore(str(tmp_path)), JobIdentity(namespace="default", name="job", uid="1")
     four, six = (store_manifest(store, job, version=version, term=3) for version in (4, 6))
     assert store.newest().manifest == six
     answers, contents = threading.Event(), store.contents
@@ -264,12 +277,9 @@ def test_t6_a_server_that_did_not_wait_for_the_storage_does_not_continue_what_it
     try:
         with monkeypatch.context() as slow:
             slow.setattr(store, "contents", slowly)
-            slow.setattr("backstay._roles._manifests.KNOWN_SECONDS", 0.01)
-            assert storage.known(CoordinatorState(3, 5, 1, history=HISTORY)) == ("", (0, -1))
+            assert storage.known(CoordinatorState(3, 5, 1, history=HISTORY), seconds=0.01) == ("", (0, -1))
             answers.set()
-            with storage._lock:  # until the look at the storage ends
-                pass
-            storage._hold()
+            storage.hold()
         assert store.newest().manifest == four
     finally:
         storage.close()
@@ -279,7 +289,7 @@ def test_t6_a_server_that_lost_the_storage_while_it_took_over_keeps_its_history(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lease was written, and then nothing could be read: the claim must not say that the history is empty."""
-    store, job = CheckpointStore(str(tmp_path)), Job(namespace="default", name="job", uid="1")
+    store, job = CheckpointStore(str(tmp_path)), JobIdentity(namespace="default", name="job", uid="1")
     four = store_manifest(store, job, version=4, term=3)
     storage = storage_of(store)
     try:
@@ -290,13 +300,13 @@ def test_t6_a_server_that_lost_the_storage_while_it_took_over_keeps_its_history(
 
             broken.setattr(store, "newest", fail)
             assert storage.known(CoordinatorState(3, 5, 1, history=HISTORY)) == ("", (0, -1))
-        storage._hold()
+        storage.hold()
         assert store.newest().manifest == four
     finally:
         storage.close()
 
 
-def store_manifest(store: CheckpointStore, job: Job, *, version: int, term: int) -> Manifest:
+def store_manifest(store: CheckpointStore, job: JobIdentity, *, version: int, term: int) -> Manifest:
     """A whole checkpoint without parameters, of incarnation 1."""
     info = store.write_shard([], history=HISTORY, version=version, term=term, shard=0, shards=1, incarnation=1)
     return store.write_manifest(
@@ -318,7 +328,7 @@ def store_manifest(store: CheckpointStore, job: Job, *, version: int, term: int)
 def test_t6_a_promoted_server_takes_the_folder_over_immediately(tmp_path: Path) -> None:
     """It finds the newest checkpoint, and what the previous incarnation stores after that is not in the history."""
     store = CheckpointStore(str(tmp_path))
-    job = Job(namespace="default", name="job", uid="1")
+    job = JobIdentity(namespace="default", name="job", uid="1")
     lost: list[BackstayError] = []
     previous = FolderLease(store, Holder(job, 1), lost=lost.append, wait=lambda seconds: False)
     previous.acquire()
@@ -344,7 +354,7 @@ def test_t6_a_folder_that_is_taken_over_late_continues_where_the_term_began(
 ) -> None:
     """No file could be written when the term began. Earlier files of the previous incarnation do not count."""
     store = CheckpointStore(str(tmp_path))
-    job = Job(namespace="default", name="job", uid="1")
+    job = JobIdentity(namespace="default", name="job", uid="1")
     storage = storage_of(store)
     origin = Origin(history=HISTORY, job=job, seed=0, structure=SCRIPT.plan(1).partition.structure_digest.hex())
     store.write_claim(Claim(origin=origin, lease=1, term=1, incarnation=1))
@@ -373,7 +383,7 @@ def test_t6_a_folder_that_is_taken_over_late_continues_where_the_term_began(
     )
     assert store.newest().manifest == late
     try:
-        storage._hold()
+        storage.hold()
         assert store.newest().manifest is None
     finally:
         storage.close()

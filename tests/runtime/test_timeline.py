@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 
 from backstay import _instrument
 from backstay._checkpoint import CheckpointStore
-from backstay._control import Outbox
-from backstay._control._spans import Kept, columns
 from backstay._process import Caller
 from backstay._process._environment import Environment
 from backstay._report._http import MAX_TRACE_READERS, TRACE_REST, HttpPort, Pages
-from backstay._report._metrics import Metrics
-from backstay._report._timeline import Collector, Tracing
-from backstay_cli.timeline import read
+from backstay._report._metrics import PodMetrics
+from backstay._report._timeline import SpanCollector, Tracing
+from backstay._transport import Outbox
+from backstay._transport._control._spans import Kept, columns
+from backstay_client.reading.timeline import read
 from backstay_rpc.control_pb2 import Peer, Spans, Timeline
 from backstay_spec.runtime import RuntimeConfig
 
@@ -129,7 +129,7 @@ def test_a_switched_off_ring_sends_nothing() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 70)), max_size=60))
 def test_a_collector_never_holds_more_than_its_capacity_and_drops_the_oldest(sizes: list[tuple[int, int]]) -> None:
-    collector = Collector(SERVER, 100, job="j", namespace="n", uid="u", clock=lambda: 1.0, unix_clock=lambda: 2.0)
+    collector = SpanCollector(SERVER, 100, job="j", namespace="n", uid="u", clock=lambda: 1.0, unix_clock=lambda: 2.0)
     sent = []
     for rank, size in sizes:
         sent.append((rank, bytes(size)))
@@ -271,7 +271,7 @@ def test_one_client_at_a_time_reads_the_page() -> None:
         assert leave.wait(30)
         return b"timeline"
 
-    port = HttpPort(Metrics("j", "ParameterServer", 0), lambda: True, bind="127.0.0.1", port=0)
+    port = HttpPort(PodMetrics("j", "ParameterServer", 0), lambda: True, bind="127.0.0.1", port=0)
     url = f"http://127.0.0.1:{port.port}/trace"
     try:
         assert page(url) == b""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import threading
 from types import SimpleNamespace
 
 import numpy as np
 import optax
 import pytest
 
-from backstay._coordination import Liveness, Updated
-from backstay._report._job_observer import JobObserver
+from backstay._coordination import PeerTable, Updated
+from backstay._report._job import JobObserver
 from backstay._report._learning_rate import LearningRate
-from backstay._report._metrics import Metrics
+from backstay._report._metrics import PodMetrics
 from backstay._report._utilization import Utilization
 from backstay._update import ShardEngine, analyse, describe, partition
 from backstay_rpc.control_pb2 import Commit, Contribution, GradientId, GradientInfo
@@ -21,13 +20,13 @@ from backstay_rpc.control_pb2 import Commit, Contribution, GradientId, GradientI
 H100 = SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
 
 
-def value(metrics: Metrics, name: str) -> float | None:
-    labels = {"training_job": "job", "role": metrics._who[1], "index": "0"}
+def value(metrics: PodMetrics, name: str) -> float | None:
+    labels = {"training_job": "job", "role": metrics.who[1], "index": "0"}
     return metrics.registry.get_sample_value(f"backstay_{name}", labels)
 
 
 def test_utilization_is_work_a_second_by_the_peak() -> None:
-    metrics = Metrics("job", "Worker", 0)
+    metrics = PodMetrics("job", "Worker", 0)
     work = Utilization(metrics, lambda: [H100])
     work.contributed(0.0)
     assert value(metrics, "mfu_ratio") is None
@@ -38,7 +37,7 @@ def test_utilization_is_work_a_second_by_the_peak() -> None:
         work.contributed(0.5 * second)
     assert value(metrics, "contribution_flops") == 98.94e12
     assert value(metrics, "mfu_ratio") == pytest.approx(0.2)
-    unknown = Metrics("job", "Worker", 0)
+    unknown = PodMetrics("job", "Worker", 0)
     work = Utilization(unknown, lambda: [SimpleNamespace(device_kind="abacus")])
     work.compiled(1e9)
     work.contributed(0.0)
@@ -47,7 +46,7 @@ def test_utilization_is_work_a_second_by_the_peak() -> None:
 
 
 def test_the_memory_of_each_device_is_what_it_reports_at_a_scrape() -> None:
-    metrics = Metrics("job", "Worker", 0)
+    metrics = PodMetrics("job", "Worker", 0)
     used = {"bytes_in_use": 5, "peak_bytes_in_use": 7, "bytes_limit": 10}
 
     def broken() -> dict[str, int]:
@@ -68,14 +67,14 @@ def test_the_memory_of_each_device_is_what_it_reports_at_a_scrape() -> None:
     assert shown() == {("0", "in_use"): 5, ("0", "peak"): 7, ("0", "limit"): 10, ("1", "in_use"): 3}
     used["bytes_in_use"] = 6
     assert shown()["0", "in_use"] == 6
-    processor = Metrics("job", "Worker", 0)
+    processor = PodMetrics("job", "Worker", 0)
     Utilization(processor).compiled(None)
     assert b"device_memory_bytes{" not in processor.page()
 
 
 def test_shard_0_counts_tokens_of_applied_contributions_and_shows_the_norm() -> None:
-    metrics = Metrics("job", "ParameterServer", 0)
-    observer = JobObserver(Liveness("Sync"), threading.Lock(), metrics, 10, 0)
+    metrics = PodMetrics("job", "ParameterServer", 0)
+    observer = JobObserver(PeerTable("Sync"), metrics, 10, 0)
 
     def update(version: int, tokens: list[float], *, skip: bool = False, norm: float | None = None) -> None:
         infos = tuple(GradientInfo(finite=not skip, examples=1, loss=1.0, metrics={"tokens": each}) for each in tokens)
@@ -106,7 +105,7 @@ def test_the_learning_rate_is_shown_where_the_optimizer_has_it(
     tree = describe(params)
     rule = analyse(optimizer, tree)
     engine = ShardEngine(partition(tree, rule, 1, 512), 0, rule, params)
-    metrics = Metrics("job", "ParameterServer", 0)
+    metrics = PodMetrics("job", "ParameterServer", 0)
     shown = LearningRate(metrics)
     shown.tick()
     shown.watch(engine)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from backstay._coordination import CoordinatorState
-from backstay._report._metrics import Metrics
-from backstay._report._wait_metrics import Waits
+from backstay._report._job import UpdateWaits
+from backstay._report._metrics import PodMetrics
 from backstay_rpc.control_pb2 import (
     Commit,
     Contribution,
@@ -12,7 +12,6 @@ from backstay_rpc.control_pb2 import (
     GradientId,
     HeartbeatRequest,
     Peer,
-    ProgressReply,
     Staged,
 )
 
@@ -32,7 +31,7 @@ def commit(version: int, ranks: range) -> Commit:
 
 
 def test_the_missing_ranks_are_named_with_what_they_do() -> None:
-    waits = Waits(2, lambda world: world - 1, Metrics("job", "ParameterServer", 0), lambda: 0.0)
+    waits = UpdateWaits(2, lambda world: world - 1, PodMetrics("job", "ParameterServer", 0), lambda: 0.0)
     waits.restarted(0.0, CoordinatorState(term=1, version=0, world=4))
     for rank in range(4):
         for shard in range(2):
@@ -44,32 +43,30 @@ def test_the_missing_ranks_are_named_with_what_they_do() -> None:
     waits.beat(41.0, beat(1, doing=Doing(point="exchange", seconds=28.0)))
     waits.beat(41.0, beat(2, doing=Doing(point="batch_wait", step=1, has_step=True, seconds=27.0)))
     waits.beat(15.0, beat(3))
-    reply = ProgressReply()
-    waits.fill(42.0, reply)
-    assert reply.waits == (
+    report = waits.report(42.0)
+    assert report.waits_for == (
         "worker 1 has not reached server 1; worker 2 waits for its input batch, for 28 s; "
         "worker 3 has sent no heartbeat for 27 s (2 of these 3 contributions are needed)"
     )
-    assert [(entry.rank, entry.part, entry.updates) for entry in reply.waited_for] == [(2, "send", 1)]
+    assert [(entry.rank, entry.part, entry.updates) for entry in report.waited_for] == [(2, "send", 1)]
     status = waits.status(42.0)
-    assert status["waits"] == {"seconds": 30.0, "text": reply.waits}
+    assert status["waits"] == {"seconds": 30.0, "text": report.waits_for}
     assert status["blame"][0]["text"] == "worker 2, sending its contributions: 1.0 s of the last 42 s, in 1 updates"
 
 
 def test_a_short_wait_is_not_worth_a_message() -> None:
-    waits = Waits(1, lambda world: world, Metrics("job", "ParameterServer", 0), lambda: 0.0)
-    reply = ProgressReply()
-    waits.fill(1.0, reply)
-    assert reply.waits == ""
+    waits = UpdateWaits(1, lambda world: world, PodMetrics("job", "ParameterServer", 0), lambda: 0.0)
+    report = waits.report(1.0)
+    assert report.waits_for == ""
     waits.restarted(0.0, CoordinatorState(term=1, version=0, world=2))
-    waits.fill(19.0, reply)
-    assert reply.waits == ""
-    waits.fill(20.0, reply)
-    assert reply.waits == "worker 0 has not joined; worker 1 has not joined"
+    report = waits.report(19.0)
+    assert report.waits_for == ""
+    report = waits.report(20.0)
+    assert report.waits_for == "worker 0 has not joined; worker 1 has not joined"
 
 
 def test_asynchronous_jobs_name_the_rank_that_is_slower_and_no_update_that_waits_for_it() -> None:
-    waits = Waits(1, lambda world: 1, Metrics("job", "ParameterServer", 0), lambda: 0.0, sync=False)
+    waits = UpdateWaits(1, lambda world: 1, PodMetrics("job", "ParameterServer", 0), lambda: 0.0, sync=False)
     waits.restarted(0.0, CoordinatorState(term=1, version=0, world=2))
     for rank, seconds in ((0, 0.5), (1, 1.5)):
         waits.beat(0.0, beat(rank, parts={"data": seconds}))
@@ -79,25 +76,25 @@ def test_asynchronous_jobs_name_the_rank_that_is_slower_and_no_update_that_waits
     assert [one["text"] for one in waits.status(6.0)["blame"]] == [
         "worker 1, its input batches: 2.0 s of the last 6 s slower than the others"
     ]
-    reply = ProgressReply()
-    waits.fill(40.0, reply)
-    assert [(one.rank, one.part) for one in reply.waited_for] == [(1, "data")]
-    assert reply.waits.endswith("(1 of these 4 contributions are needed)")
+    report = waits.report(40.0)
+    assert [(one.rank, one.part) for one in report.waited_for] == [(1, "data")]
+    assert report.waits_for.endswith("(1 of these 4 contributions are needed)")
 
 
 def test_o10_after_the_last_update_the_end_of_the_job_is_described() -> None:
     """No rank is missing then: the job stores and evaluates its result."""
-    waits = Waits(1, lambda world: world, Metrics("job", "ParameterServer", 0), lambda: 0.0, ends_at=lambda state: 20)
+    waits = UpdateWaits(
+        1, lambda world: world, PodMetrics("job", "ParameterServer", 0), lambda: 0.0, ends_at=lambda state: 20
+    )
     waits.restarted(0.0, CoordinatorState(term=1, version=19, world=4))
     last = commit(19, range(4))
     last.final = True
     waits.updated(10.0, last)
     waits.beat(27.0, beat(0, doing=Doing(point="evaluate", step=20, has_step=True, seconds=17.0)))
     waits.beat(27.0, beat(1))
-    reply = ProgressReply()
-    waits.fill(40.0, reply)
-    assert (reply.waits, reply.ending) == ("", "trained to step 20; worker 0 evaluates, for 30 s")
-    assert waits.status(40.0)["waits"] == {"seconds": 30.0, "text": reply.ending, "over": True}
+    report = waits.report(40.0)
+    assert (report.waits_for, report.ending) == ("", "trained to step 20; worker 0 evaluates, for 30 s")
+    assert waits.status(40.0)["waits"] == {"seconds": 30.0, "text": report.ending, "over": True}
     waits.beat(41.0, beat(0))
     assert "the servers store the last checkpoint" in waits.status(41.0)["waits"]["text"]
     waits.restarted(50.0, CoordinatorState(term=2, version=10, world=4))

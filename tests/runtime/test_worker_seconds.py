@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backstay._report._job import WorkerReports
 from backstay._report._overlap import OverlapTimer
-from backstay._report._worker_reports import WorkerReports
 from backstay._report._worker_seconds import WorkerSeconds, process_age
 from backstay_rpc.control_pb2 import HeartbeatRequest, Peer, ProgressReply
 from backstay_rpc.control_pb2 import WorkerSeconds as Reported

@@ -1,4 +1,4 @@
-"""The training script of these tests: a tiny model; faults by environment variables."""
+"""The training script of these tests trains a tiny model, with faults by environment variables."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ NAN_FROM = int(os.environ.get("NAN_FROM", "-1"))
 RAISE_AT = int(os.environ.get("RAISE_AT", "-1"))
 HOLD_AT = int(os.environ.get("HOLD_AT", str(10**9)))  # there is no batch of this step and later ones
 LET = Path(os.environ.get("LET", "no-file"))  # as soon as this file exists, the step that it says takes its place
+EVALUATE = Path(os.environ.get("EVALUATE", "/"))  # `evaluate` waits for this file
 OPTIMIZER = optax.adam(float(os.environ.get("LEARNING_RATE", "1e-2")))
 SEED = int(os.environ.get("SEED", "0"))
 AFTER = os.environ.get("AFTER", "")  # what the code after training does: raise | exit | says | wait | twice
@@ -78,6 +79,10 @@ def batches(key):
 
 
 def evaluate(params, state=None):
+    if not EVALUATE.exists():
+        print("evaluate waits", flush=True)
+        while not EVALUATE.exists():
+            time.sleep(0.01)
     return {"squares": sum(float(jnp.sum(leaf**2)) for leaf in jax.tree.leaves(params))}
 
 

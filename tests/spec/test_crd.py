@@ -1,4 +1,4 @@
-"""Promises: the committed CRD is the generated one, an API server takes it, its defaults are the models' defaults."""
+"""The committed CRD is the generated one, an API server takes it, and its defaults are the models' defaults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The account of goodput: its parts add up to the seconds of the pods and of slots without one."""
+"""The parts of the account of goodput add up to the seconds of the pods and of slots without one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backstay_spec.goodput import FRESH, MEASURED, PARTS, Account, Report, WorkerPod, goodput, is_measured, parts_of
+from backstay_spec.goodput import (
+    FRESH,
+    MEASURED,
+    PARTS,
+    Account,
+    SecondsReport,
+    WorkerPod,
+    goodput,
+    is_measured,
+    parts_of,
+)
 
 T0 = 1_700_000_000.0
 
@@ -25,7 +35,7 @@ def named(parts: tuple[float, ...]) -> dict[str, float]:
 def test_a_pod_is_counted_up_to_its_last_report_while_it_lives() -> None:
     pod = WorkerPod((0, 1), start=T0)
     assert named(parts_of(pod, None, T0 + 4)) == {"starting": 4}
-    report = Report(T0 + 20, measured(starting=5, applied=10, computing=2))
+    report = SecondsReport(T0 + 20, measured(starting=5, applied=10, computing=2))
     known = {"starting": 5 + 3, "applied": 10, "computing": 2}  # the process began 3 s after the pod
     assert named(parts_of(pod, report, T0 + 20 + FRESH)) == known
     silent = named(parts_of(pod, report, T0 + 60))
@@ -34,7 +44,7 @@ def test_a_pod_is_counted_up_to_its_last_report_while_it_lives() -> None:
 
 
 def test_what_a_dead_pod_computed_last_is_missing() -> None:
-    report = Report(T0 + 20, measured(applied=17, computing=3))
+    report = SecondsReport(T0 + 20, measured(applied=17, computing=3))
     killed = WorkerPod((0, 1), start=T0, end=T0 + 21)
     assert named(parts_of(killed, report, T0 + 50)) == {"applied": 17, "missing": 4}
     ended = WorkerPod((0, 1), start=T0, end=T0 + 21, succeeded=True)
@@ -43,14 +53,14 @@ def test_what_a_dead_pod_computed_last_is_missing() -> None:
 
 def test_a_termination_message_is_newer_than_every_report() -> None:
     """It was written at 28 s; then the script continued for 2 s."""
-    report = Report(T0 + 20, measured(starting=5, applied=10))
+    report = SecondsReport(T0 + 20, measured(starting=5, applied=10))
     pod = WorkerPod((0, 1), start=T0, end=T0 + 30, succeeded=True, measured=measured(starting=5, applied=15, wait=3))
     assert named(parts_of(pod, report, T0 + 99)) == {"starting": 5 + 5, "applied": 15, "wait": 3, "ending": 2}
     assert named(parts_of(pod, None, T0 + 99)) == {"starting": 5 + 7, "applied": 15, "wait": 3}
 
 
 def test_a_rollback_after_a_termination_message_counts() -> None:
-    report = Report(T0 + 20, measured(applied=20), unsaved=5, version=9).rolled_back(4)
+    report = SecondsReport(T0 + 20, measured(applied=20), unsaved=5, version=9).rolled_back(4)
     pod = WorkerPod((0, 1), start=T0, end=T0 + 21, measured=measured(applied=21))
     assert named(parts_of(pod, report, T0 + 99)) == {"applied": 16, "redone": 5}
 
@@ -60,7 +70,7 @@ def test_reports_that_are_nonsense_are_ignored(seconds: tuple[float, ...]) -> No
     assert not is_measured(seconds)
     account = Account()
     account.observe(T0, [WorkerPod((0, 1), T0)], 1)
-    account.report({(0, 1): Report(T0 + 1, seconds), (7, 1): Report(T0 + 1, measured(applied=1))})
+    account.report({(0, 1): SecondsReport(T0 + 1, seconds), (7, 1): SecondsReport(T0 + 1, measured(applied=1))})
     assert account.seconds(T0 + 3)["starting"] == 3
 
 
@@ -84,12 +94,12 @@ def test_a_slot_without_a_pod_is_missing_once_a_pod_had_a_node() -> None:
 def test_a_pod_that_vanished_keeps_its_seconds_and_its_last_report_may_come_late() -> None:
     account = Account()
     account.observe(T0, [WorkerPod((0, 1), T0)], 1)
-    account.report({(0, 1): Report(T0 + 10, measured(applied=10))})
+    account.report({(0, 1): SecondsReport(T0 + 10, measured(applied=10))})
     account.observe(T0 + 14, [], 1)
     assert account.seconds(T0 + 14)["missing"] == 4
-    account.report({(0, 1): Report(T0 + 13, measured(applied=13))})
+    account.report({(0, 1): SecondsReport(T0 + 13, measured(applied=13))})
     account.observe(T0 + 14 + FRESH, [], 1)
-    account.report({(0, 1): Report(T0 + 14, measured(applied=14))})  # too late
+    account.report({(0, 1): SecondsReport(T0 + 14, measured(applied=14))})  # too late
     assert dict(zip(PARTS, account.gone, strict=True)) == dict.fromkeys(PARTS, 0.0) | {
         "applied": 13,
         "missing": 1 + FRESH,
@@ -102,8 +112,8 @@ def test_a_rollback_makes_applied_seconds_redone_also_those_of_pods_that_are_gon
     account.progressed(1, 0, 0, 0)
     account.report(
         {
-            (0, 1): Report(T0 + 10, measured(applied=10), unsaved=4, version=50),
-            (1, 1): Report(T0 + 10, measured(applied=10), unsaved=4, version=50),
+            (0, 1): SecondsReport(T0 + 10, measured(applied=10), unsaved=4, version=50),
+            (1, 1): SecondsReport(T0 + 10, measured(applied=10), unsaved=4, version=50),
         }
     )
     account.observe(T0 + 10, [WorkerPod((0, 1), T0)], 2)
@@ -114,14 +124,14 @@ def test_a_rollback_makes_applied_seconds_redone_also_those_of_pods_that_are_gon
     assert account.seconds(T0 + 30)["redone"] == 8
     assert account.seconds(T0 + 30)["applied"] == 12
     account.progressed(2, 40, 10, 40)
-    account.report({(0, 1): Report(T0 + 25, measured(applied=14, wait=5, redone=6))})
+    account.report({(0, 1): SecondsReport(T0 + 25, measured(applied=14, wait=5, redone=6))})
     assert account.seconds(T0 + 30)["redone"] == 6 + 4
 
 
 def test_what_a_checkpoint_holds_is_not_redone() -> None:
     account = Account()
     account.observe(T0, [WorkerPod((0, 1), T0)], 1)
-    account.report({(0, 1): Report(T0 + 10, measured(applied=10), unsaved=4, version=50)})
+    account.report({(0, 1): SecondsReport(T0 + 10, measured(applied=10), unsaved=4, version=50)})
     account.progressed(1, 0, 0, 40)
     account.observe(T0 + 10, [], 1)
     account.observe(T0 + 30, [], 1)
@@ -135,12 +145,12 @@ def test_another_operator_continues_the_account() -> None:
     account = Account()
     pods = [WorkerPod((0, 1), T0), WorkerPod((1, 1), T0)]
     account.observe(T0, pods, 2)
-    account.report({key: Report(T0 + 20, measured(applied=20)) for key in ((0, 1), (1, 1))})
+    account.report({key: SecondsReport(T0 + 20, measured(applied=20)) for key in ((0, 1), (1, 1))})
     account.observe(T0 + 20, pods, 2)
     gone = dict(zip(PARTS, account.gone, strict=True))
     after = Account.continued(account.seconds(T0 + 20), gone, account.until, 1)
     after.observe(T0 + 25, [WorkerPod((0, 1), T0)], 2)
-    after.report({(0, 1): Report(T0 + 25, measured(applied=25))})
+    after.report({(0, 1): SecondsReport(T0 + 25, measured(applied=25))})
     seconds = after.seconds(T0 + 25)
     assert seconds["applied"] == 25
     assert seconds["missing"] == 20 + 5
@@ -155,7 +165,7 @@ def test_a_continued_account_keeps_what_is_known_of_pods_without_a_new_report(en
     after.observe(T0 + 102, [pod], 1 if end is None else 0)
     if end is None:
         assert after.seconds(T0 + 102) == pytest.approx(dict.fromkeys(PARTS, 0.0) | parts | {"missing": 0.0})
-        after.report({pod.key: Report(T0 + 102, measured(applied=81, wait=21))})
+        after.report({pod.key: SecondsReport(T0 + 102, measured(applied=81, wait=21))})
         parts = {"applied": 81, "wait": 21}
     assert after.seconds(T0 + 102) == pytest.approx(dict.fromkeys(PARTS, 0.0) | parts)
 
@@ -211,10 +221,10 @@ class _Cluster:
     def shown(self) -> list[WorkerPod]:
         return [WorkerPod(key, pod["start"], pod["end"]) for key, pod in self.pods.items()]
 
-    def reports(self) -> dict[tuple[int, int], Report]:
+    def reports(self) -> dict[tuple[int, int], SecondsReport]:
         applied = MEASURED.index("applied")
         return {
-            key: Report(self.now, pod["measured"], pod["measured"][applied] / 2, self.version)
+            key: SecondsReport(self.now, pod["measured"], pod["measured"][applied] / 2, self.version)
             for key, pod in self.pods.items()
             if pod["end"] is None
         }

@@ -1,4 +1,4 @@
-"""Promise: `backstay validate` and the API server have the same verdict. Each rule exists in CEL and in Python."""
+"""`backstay validate` and the API server have the same verdict. Each rule exists in CEL and in Python."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from backstay_cluster.apiserver.cel import program, to_cel
-from backstay_spec.crd_check import Check
+from backstay_spec.crd_check import FoundMistakes
 from backstay_spec.crd_schema import openapi_schema, schema_of, spec_schema
 from backstay_spec.errors import SpecError
-from backstay_spec.rules import BOUNDS, CHANGES, RULES, Change, Rule
+from backstay_spec.rules import BOUNDS, CHANGES, RULES, FieldChange, FieldRule
 from backstay_spec.types import TrainingJobSpec
 from backstay_spec.validation import SpecErrors, broken, expand, parse_job
 
@@ -157,9 +157,9 @@ def refusals(job: dict[str, Any]) -> tuple[SpecError, ...]:
     return ()
 
 
-def defaulted(job: dict[str, Any]) -> tuple[dict[str, Any], Check]:
+def defaulted(job: dict[str, Any]) -> tuple[dict[str, Any], FoundMistakes]:
     """A job as the API server's rules see it."""
-    check = Check()
+    check = FoundMistakes()
     return check.value(job, openapi_schema(), "", ""), check
 
 
@@ -219,13 +219,13 @@ def test_cel_and_python_agree_on_what_may_change_in_a_template(
 @example({}, {"update": {"mode": "Sync", "backups": "0%"}}, [c.field for c in CHANGES].index("update.backups"))
 def test_cel_and_python_agree_on_what_may_change(old: dict[str, Any], new: dict[str, Any], which: int) -> None:
     change = CHANGES[which]
-    before = Check().value({**old, "image": "i"}, spec_schema(), "spec", "spec")
-    for after in (Check().value({**new, "image": "i"}, spec_schema(), "spec", "spec"), before):
+    before = FoundMistakes().value({**old, "image": "i"}, spec_schema(), "spec", "spec")
+    for after in (FoundMistakes().value({**new, "image": "i"}, spec_schema(), "spec", "spec"), before):
         assert cel(change.cel, after, before) == change.allowed(after, before)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.field)
-def test_a_change_states_which_of_its_steps_may_be_absent(change: Change) -> None:
+def test_a_change_states_which_of_its_steps_may_be_absent(change: FieldChange) -> None:
     """The marks of a step must be those of the models: a field without a default may be absent."""
     schema = schema_of(TrainingJobSpec)
     for step in change.steps:
@@ -237,7 +237,8 @@ def test_a_change_states_which_of_its_steps_may_be_absent(change: Change) -> Non
 
 
 def test_everything_is_fixed_while_a_job_runs_but_for_what_the_design_lets_change() -> None:
-    """The design: workers.replicas, maxRestarts, stallSeconds, grace, intervals and keep of checkpoints, runPolicy."""
+    """The design names workers.replicas, maxRestarts, stallSeconds, grace, intervals and keep of checkpoints, and
+    runPolicy."""
     free = set()
     fixed = {change.field for change in CHANGES}
     assert "evaluator" in fixed, "whether there is one"
@@ -317,7 +318,7 @@ def test_an_amount_that_is_none_is_refused_by_its_name() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.at}:{rule.field}")
-def test_every_rule_states_where_it_is_and_what_would_be_valid(rule: Rule) -> None:
+def test_every_rule_states_where_it_is_and_what_would_be_valid(rule: FieldRule) -> None:
     assert rule.message.startswith("must ")
     assert rule.cel is None or len(rule.cel) < 400
     if rule.field and rule.at:

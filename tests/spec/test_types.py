@@ -1,4 +1,4 @@
-"""The models themselves: they do not change, they equal themselves after a round trip, they turn into labels."""
+"""The models do not change, equal themselves after a round trip, and turn into labels."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from backstay_spec.contract import ROLE_WORKER
+from backstay_spec.status_model import format_time
 from backstay_spec.types import Scheduling, TrainingJobSpec
-from backstay_spec.types_status import Backoff, TrainingJobStatus, format_time, slot_key
+from backstay_spec.types_status import Backoff, TrainingJobStatus, slot_key
 
 
 def test_a_spec_does_not_change() -> None:

@@ -1,4 +1,4 @@
-"""Promise: an invalid spec is refused with every mistake: its path, and what would be valid."""
+"""An invalid spec is refused with every mistake, its path, and the valid values."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """The training script of these tests."""
 
+import ctypes
 import sys
 
 import jax
@@ -20,9 +21,12 @@ def loss(params, batch):
 
 
 def batches(key):
+    if "--hold" in sys.argv and (key.step, key.rank) == (3, 1):
+        ctypes.PyDLL(None).usleep(9_000_000)  # with the interpreter's lock: no thread of this process runs
     if "--fail" in sys.argv and key.step == 3:
         raise RuntimeError("the data ends here")
-    return key.rng.normal(size=(8, 4)).astype("float32")
+    rows = 0 if "--empty" in sys.argv and (key.step, key.rank) == (3, 1) else 8
+    return key.rng.normal(size=(rows, 4)).astype("float32")
 
 
 def main():

@@ -1,4 +1,4 @@
-"""`backstay.testing.run`: whole jobs, with the promises of training that a user's test can observe."""
+"""`backstay.testing.run` runs whole jobs, with the promises of training that a user's test can observe."""
 
 from __future__ import annotations
 
@@ -73,7 +73,22 @@ def test_an_exception_of_the_script_fails_the_job_with_its_traceback() -> None:
         testing.run(SCRIPT, ["--fail"])
     assert "script.py" in caught.value.message
     found = testing.run(SCRIPT, faults="exit worker/0#* @2 1", max_restarts=1, check=False)
-    assert (found.succeeded, found.reason, len(found.deaths)) == (False, "RestartsExhausted", 2)
+    assert (found.succeeded, found.reason, len(found.deaths)) == (False, "MaxRestartsExceeded", 2)
+
+
+@pytest.mark.parametrize("weighting", ["Equal", "Examples"])
+def test_o4_a_batch_without_rows_of_one_rank_fails_the_job(script: ModuleType, weighting: str) -> None:
+    """The gradient of a mean over 0 rows is 0, so the job would succeed without the work of this rank."""
+    with pytest.raises(JobFailed, match="batch of step 3 of rank 1 has no rows") as caught:
+        testing.run(SCRIPT, ["--empty"], workers=2, weighting=weighting)
+    assert caught.value.reason == "EmptyBatch"
+
+
+def test_o4_a_worker_that_holds_the_interpreters_lock_for_less_than_stall_seconds_is_not_replaced() -> None:
+    """It sends no heartbeat for 9 s and answers no call. It was replaced 3/4 of the limit before the limit."""
+    job = testing.run(SCRIPT, ["--hold"], workers=2, stall_seconds=24)
+    assert not job.deaths
+    assert len(job.updates) == 12
 
 
 def test_a_job_continues_in_the_folder_of_a_previous_one(tmp_path: Path) -> None:
@@ -88,7 +103,7 @@ def test_a_job_continues_in_the_folder_of_a_previous_one(tmp_path: Path) -> None
 def test_a_script_that_does_not_train_fails_the_job(tmp_path: Path) -> None:
     script = tmp_path / "nothing.py"
     script.write_text("print('nothing')\n")
-    with pytest.raises(JobFailed, match="ended before train returned\nnothing"):
+    with pytest.raises(JobFailed, match="ended with exit code 0 before training had ended"):
         testing.run(script)
 
 

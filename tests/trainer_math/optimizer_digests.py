@@ -40,7 +40,7 @@ def scaled(factor):
 
 
 def looped(count):
-    """An optimizer with a loop: its body is a program inside the program."""
+    """An optimizer with a loop, whose body is a program inside the program."""
 
     def update(updates, state, params=None):
         del params

@@ -1,4 +1,4 @@
-"""The moving average of the parameters: the formula of the documentation, on any number of shards."""
+"""The moving average of the parameters follows the documented formula, on any number of shards."""
 
 from __future__ import annotations
 

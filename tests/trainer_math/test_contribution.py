@@ -1,4 +1,4 @@
-"""The computation of a worker between a pull and a push: a gradient of one batch, behind the interface."""
+"""A worker computes a gradient of one batch between a pull and a push, behind the interface."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import optax
 import pytest
 
 from backstay import BatchKey
-from backstay._compute._contribution import Computation, Contribution, GradientComputation, Start
+from backstay._compute._contribution import Computation, ComputedContribution, GradientComputation, Start
 from backstay._compute._gradient import GradientFn
+from backstay._transport import Arrangement
 from backstay._update._partition import partition
 from backstay._update._rules import analyse
 from backstay._update._tree import describe
-from backstay._wire import Arrangement
 
 KEY = BatchKey(step=3, rank=1, world=2, seed=7)
 
@@ -47,7 +47,7 @@ def test_a_gradient_is_a_contribution(params: dict[str, Any]) -> None:
     keys: list[BatchKey] = []
     computation, arrangement = computation_of(params, keys)
     assert computation.batches == 1
-    contribution: Contribution = computation.start(Start(jax.tree_util.tree_leaves(params), KEY))
+    contribution: ComputedContribution = computation.start(Start(jax.tree_util.tree_leaves(params), KEY))
     contribution.wait()
     assert arrangement.direct == {1}, "one leaf travels in blocks of its own, the other one is packed"
     assert (contribution.key, keys) == (KEY, [KEY])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -16,6 +18,7 @@ import pytest
 
 from backstay._update._partition import partition
 from backstay._update._rules import analyse
+from backstay._update._rules._advice import factories
 from backstay._update._tree import describe
 
 TABLE = Path(__file__).with_name("optimizer_digests.py")
@@ -113,6 +116,87 @@ def test_the_names_of_functions_do_not_matter():
     tree = model()
     digests = {analyse(optax.sgd(schedule), tree).program_digest for schedule in (first, second)}
     assert len(digests) == 1
+
+
+class Update:
+    """An update function that is an object."""
+
+    def __call__(self, updates, state, params=None):
+        return jax.tree.map(lambda g: -0.1 * g, updates), state
+
+
+class WithoutModule(Update):
+    """The class has no module, as a class of `exec`."""
+
+    __module__ = None
+
+
+class WithoutAttributes(Update):
+    """The object has neither a module nor a name."""
+
+    def __getattribute__(self, name):
+        if name in ("__module__", "__qualname__", "__name__", "__dict__"):
+            raise AttributeError(name)
+        return object.__getattribute__(self, name)
+
+
+def scales(factor, updates, state, params=None):
+    return jax.tree.map(lambda g: -factor * g, updates), state
+
+
+def of_exec():
+    found = types.FunctionType(Update.__call__.__code__, {"jax": jax})  # without a module
+    return functools.partial(found, None)
+
+
+def on_host(function):
+    def update(updates, state, params=None):
+        return jax.tree.map(
+            lambda g: jax.pure_callback(function, jax.ShapeDtypeStruct(g.shape, g.dtype), g), updates
+        ), state
+
+    return update
+
+
+UPDATES = {
+    "object": Update,
+    "object without a module": WithoutModule,
+    "object without attributes": WithoutAttributes,
+    "partial": lambda: functools.partial(scales, 0.1),
+    "jit of a partial": lambda: jax.jit(functools.partial(scales, 0.1)),
+    "function without a module": of_exec,
+}
+CALLED_ON_HOST = {
+    "method of a number": lambda: (0.1).__mul__,
+    "partial": lambda: functools.partial(np.multiply, 0.1),
+    "another partial": lambda: functools.partial(np.multiply, 0.2),
+    "object without a module": WithoutModule,
+    "object without attributes": WithoutAttributes,
+    "ufunc": lambda: np.negative,
+}
+
+
+def digest_of(update):
+    optimizer = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    factories(optimizer)
+    return analyse(optimizer, model()).program_digest
+
+
+@pytest.mark.parametrize("kind", UPDATES)
+def test_t4_callables_of_any_kind_have_the_digest_of_their_computation(kind):
+    assert digest_of(UPDATES[kind]()) == digest_of(Update())
+
+
+def test_t4_callables_of_any_kind_can_be_called_on_the_host():
+    digests = {kind: digest_of(on_host(make())) for kind, make in CALLED_ON_HOST.items()}
+    assert len(set(digests.values())) == len(CALLED_ON_HOST)
+    assert digests == {kind: digest_of(on_host(make())) for kind, make in CALLED_ON_HOST.items()}
+
+
+@pytest.mark.parametrize("labels", [type("Labels", (), {"__module__": None, "__call__": lambda self, tree: "a"})()])
+def test_labels_may_be_an_object_without_a_module(labels):
+    optimizer = optax.multi_transform({"a": optax.sgd(0.1)}, labels)
+    assert analyse(optimizer, model()).program_digest
 
 
 def test_the_constants_can_be_shown():

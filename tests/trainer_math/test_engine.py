@@ -1,4 +1,5 @@
-"""The engine of a shard: sums, weights, memory that never changes under its reader, snapshots into other shards."""
+"""The engine of a shard computes sums and weights, never changes memory under its reader, and makes snapshots for other
+shards."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from backstay._update._array_specs import STATE, array_specs
 from backstay._update._clip import clip_factor
 from backstay._update._codecs import Wire, coded_leaves, shard_wires
 from backstay._update._engine import ShardEngine
-from backstay._update._kernels import enable_x64, kernels_of
+from backstay._update._engine._kernels import enable_x64, kernels_of
 from backstay._update._partition import gather, partition, scatter
 from backstay._update._rules import analyse
 from backstay._update._tree import PARAMS, describe
@@ -317,7 +318,7 @@ def test_skipping_moves_the_version_and_nothing_else():
 
 
 def pool(specs, engines):
-    """The content of a checkpoint of all shards: every element once."""
+    """Returns the content of a checkpoint of all shards, with every element once."""
     arrays = {spec.key: np.zeros(spec.size, spec.dtype) for spec in specs}
     counts = {spec.key: np.zeros(spec.size, int) for spec in specs}
     for engine in engines:

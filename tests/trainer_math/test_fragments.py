@@ -1,4 +1,4 @@
-"""Fragments: how layers are divided, and what an update of one fragment changes on a server."""
+"""Fragments divide layers, and an update of one fragment changes its part of a server."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from backstay._update._engine import ShardEngine
 from backstay._update._fragments import fragments_of, layer_of
 from backstay._update._partition import Partition, partition
 from backstay._update._rules import Rule, analyse
+from backstay._update._selection import ALL, Selection
 from backstay._update._tree import describe
 from backstay.errors import ConfigurationError
 
@@ -101,36 +102,43 @@ def test_no_block_holds_two_fragments_and_pods_agree_about_them() -> None:
     assert parts.digest != partition(rule.tree, rule, 2, block_bytes=4096).digest
 
 
+def selected(wire: ShardWire, step: int) -> ShardWire:
+    return wire.select(wire.selection([step]))
+
+
 @pytest.mark.parametrize("wire", [Wire(), Wire("Int4", "BFloat16")], ids=str)
 def test_each_exchange_has_one_fragment_and_all_of_them_the_whole(wire: Wire) -> None:
     _, parts, wires = laid_out(wire=wire)
     for layout, one in zip(parts.shards, wires, strict=True):
         for step in range(2 * COUNT):
-            some = one.of(step)
-            assert one.only(frozenset({step % COUNT})) is some, "buffers and frames are kept by it"
+            some = selected(one, step)
+            assert one.select(Selection(frozenset({step % COUNT}))) is some, "buffers and frames are kept by it"
             for block, sent in zip(layout.blocks, some.gradients, strict=True):
                 assert bool(sent.nbytes) == (block.fragment in (step % COUNT, None))
         state = sum(block.nbytes for block in layout.blocks if not block.trained)
         whole = sum(block.nbytes for block in one.gradients)
-        assert sum(block.nbytes for s in range(COUNT) for block in one.of(s).gradients) == whole + (COUNT - 1) * state
-        assert one.only(None) is one
-        assert one.only(frozenset(range(COUNT))) is one
+        assert (
+            sum(block.nbytes for s in range(COUNT) for block in selected(one, s).gradients)
+            == whole + (COUNT - 1) * state
+        )
+        assert one.select(ALL) is one
+        assert one.select(one.selection(range(COUNT))) is one
 
 
 def test_an_answer_brings_what_changed_since() -> None:
     _, _, (wire, _) = laid_out()
     sync, apart = MODES["Sync"], MODES["Async"]
-    assert wire.fragments_of(sync.exchanged(7, 7, 8)) == {7 % COUNT}
-    assert wire.fragments_of(sync.exchanged(7, 7, 9)) == {7 % COUNT, 8 % COUNT}, "a worker that was late"
-    assert wire.fragments_of(sync.exchanged(7, 7, 20)) == set(range(COUNT))
-    assert wire.fragments_of(apart.exchanged(4, 90, 97)) == {4 % COUNT}
+    assert wire.selection(sync.exchanged(7, 7, 8)).fragments == {7 % COUNT}
+    assert wire.selection(sync.exchanged(7, 7, 9)).fragments == {7 % COUNT, 8 % COUNT}, "a worker that was late"
+    assert wire.selection(sync.exchanged(7, 7, 20)) == ALL
+    assert wire.selection(apart.exchanged(4, 90, 97)).fragments == {4 % COUNT}
 
 
 def gradients(parts: Partition, wire: ShardWire, step: int, rank: int) -> list[Any]:
     rng = np.random.default_rng([step, rank])
     return [
         None if sent.absent else rng.normal(size=block.size).astype(block.dtype)
-        for block, sent in zip(parts.shards[0].blocks, wire.of(step).gradients, strict=True)
+        for block, sent in zip(parts.shards[0].blocks, selected(wire, step).gradients, strict=True)
     ]
 
 

@@ -106,6 +106,7 @@ def test_the_number_of_examples():
 PROGRAM = """
 import json, sys
 import jax, jax.numpy as jnp, numpy as np
+from backstay._compute import Placement
 from backstay._compute._gradient import GradientFn
 from backstay.testing import train_local
 from backstay._update._tree import describe
@@ -125,7 +126,7 @@ def loss(params, batch):
 result = {}
 for rows in (8, 6):
     batch = {"x": rng.normal(size=(rows, 4)).astype(np.float32), "y": np.ones((rows, 3), np.float32)}
-    one = GradientFn(loss, describe(params), devices=jax.local_devices()[:1])(params, batch)
+    one = GradientFn(loss, describe(params), Placement(jax.local_devices()[:1]))(params, batch)
     function = GradientFn(loss, describe(params))
     split = not function.placement.batch(batch)["x"].sharding.is_fully_replicated
     four = function(params, batch)

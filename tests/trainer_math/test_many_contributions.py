@@ -11,10 +11,10 @@ import optax
 import pytest
 
 from backstay._update._engine import ShardEngine
-from backstay._update._kernels import FUSED, Mean, enable_x64, kernels_of, state_mean
+from backstay._update._engine._kernels import FUSED, Mean, enable_x64, kernels_of, state_mean
+from backstay._update._engine._sums import Tree
 from backstay._update._partition import partition
 from backstay._update._rules import analyse
-from backstay._update._sums import Tree
 from backstay._update._tree import describe
 
 MANY = (1, 2 * FUSED + 1)

@@ -13,11 +13,11 @@ import optax
 import pytest
 
 from backstay._compute._gradient import GradientFn
+from backstay._transport import Arrangement, ParamBuffers
 from backstay._update._engine import ShardEngine
 from backstay._update._partition import partition
 from backstay._update._rules import analyse
 from backstay._update._tree import describe
-from backstay._wire import Arrangement, ParamBuffers
 from backstay.testing import train_local
 
 SHAPES = [(), (3,), (4, 5)]

@@ -1,4 +1,4 @@
-"""Model state and random keys: in the plain loop, on shards, in messages (T4, T7)."""
+"""Model state and random keys work in the plain loop, on shards, and in messages (T4, T7)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from backstay._compute._gradient import GradientFn
 from backstay._update import array_specs
 from backstay._update._clip import clip_factor
 from backstay._update._engine import ShardEngine
-from backstay._update._kernels import Mean, enable_x64, state_mean
+from backstay._update._engine._kernels import Mean, enable_x64, state_mean
 from backstay._update._partition import gather, partition, scatter
 from backstay._update._rules import analyse
 from backstay._update._tree import describe
@@ -60,7 +60,7 @@ def batches(key):
 
 
 def plain(steps, optimizer, seed, clip_norm=None):
-    """The loop written out: gradients and states of all ranks, averaged in order of rank."""
+    """The loop written out, which averages gradients and states of all ranks in order of rank."""
     params, state = jax.tree.map(jnp.asarray, init(jax.random.key(seed)))
     chain = optimizer if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
     held = chain.init(params)

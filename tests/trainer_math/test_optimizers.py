@@ -18,7 +18,7 @@ import pytest
 
 from backstay._update._array_specs import STATE
 from backstay._update._engine import ShardEngine
-from backstay._update._kernels import enable_x64
+from backstay._update._engine._kernels import enable_x64
 from backstay._update._partition import gather, partition, scatter
 from backstay._update._rules import analyse
 from backstay._update._rules._advice import factories
@@ -429,7 +429,7 @@ def test_t4_bfloat16_update_by_update(name):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", sorted(set(ADVICE) - {"monitor"}))
 def test_one_process_explains_what_it_cannot_compute(name):
-    """`python train.py`: the same advice, not a TypeError of optax. Alone, what mixes all leaves is computed."""
+    """`python train.py` gives the same advice, not a TypeError of optax. Alone, what mixes all leaves is computed."""
     make, expected = OPTIMIZERS[name]
     arguments = {
         "init": lambda _: make_params(name, jnp.float32),

@@ -1,11 +1,11 @@
-"""A shard for tests: an engine of plain NumPy, a coordinator with scripted decisions, real streams."""
+"""A shard for tests, with an engine of plain NumPy, a coordinator with scripted decisions, and real streams."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from backstay._coordination import Rules
-from backstay._shard import ShardRuntime
+from backstay._shard import Admission, ShardEvents, ShardRuntime
 from backstay._shard._standbys import Standbys
 from backstay._timeouts import Timeouts
+from backstay._transport._streams._tcp import ClientStream
+from backstay._transport._tensors._client import ShardedClient, connect
+from backstay._transport._tensors._memory import aligned_empty
+from backstay._transport._tensors._server import DataServer
 from backstay._update import ShardWire
-from backstay._wire.client import ShardedClient, connect
-from backstay._wire.memory import aligned_empty
-from backstay._wire.server import DataServer
-from backstay._wire.tcp import ClientStream
 from backstay_rpc.control_pb2 import (
     Applied,
     Commit,
@@ -35,8 +35,12 @@ from backstay_rpc.control_pb2 import (
     ShardFailed,
     Staged,
 )
+from backstay_rpc.credentials import Credentials
+
+from .certificates import credentials_of, write_certificate
 
 TOKEN = "a" * 64
+OVER_TLS = {"test_ends_of_streams", "test_many_workers", "test_refused_streams", "test_streams", "test_tcp"}
 DIGEST = b"d" * 32
 FLOAT32 = np.dtype(np.float32)
 WAIT = 30.0  # a test that waits this long has failed
@@ -231,11 +235,35 @@ class Shard:
         return [aligned_empty(b.size * b.dtype.itemsize) for b in self.layout.blocks]
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The tests of streams run on plain sockets, and inside TLS."""
+    if "certificates" in metafunc.fixturenames and metafunc.module.__name__.rpartition(".")[2] in OVER_TLS:
+        metafunc.parametrize("certificates", ["clear", "tls"], indirect=True)
+
+
+@pytest.fixture(scope="session")
+def certificates(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a certificate for TLS; empty: without TLS."""
+    if getattr(request, "param", "clear") == "clear":
+        return ""
+    folder = tmp_path_factory.mktemp("certificates")
+    write_certificate(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def credentials(certificates: str) -> Credentials:
+    """The credentials of both ends of a stream."""
+    return credentials_of(TOKEN, certificates)
+
+
 @pytest.fixture
-def kit() -> SimpleNamespace:
+def kit(certificates: str, credentials: Credentials) -> SimpleNamespace:
     """Names that the tests use."""
     return SimpleNamespace(
         token=TOKEN,
+        certificates=certificates,
+        credentials=credentials,
         digest=DIGEST,
         wait=WAIT,
         Block=Block,
@@ -258,7 +286,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 @pytest.fixture
-def make_shard(stack: ExitStack) -> Callable[..., Shard]:
+def make_shard(stack: ExitStack, credentials: Credentials) -> Callable[..., Shard]:
     """Shards that are closed at the end."""
 
     def make(
@@ -278,25 +306,22 @@ def make_shard(stack: ExitStack) -> Callable[..., Shard]:
         recorder = Recorder()
         saved: list[tuple[Any, int, int]] = []
         runtime = ShardRuntime(
-            layout,
-            DIGEST,
+            wire or ShardWire.exactly(layout.blocks),
+            Admission(number, 1, DIGEST),
             recorder,
-            incarnation=1,
-            mode=mode,
-            on_checkpoint=lambda snapshot, term, version: saved.append((snapshot, term, version)),
-            timeouts=timeouts,
-            wire=wire,
+            replace(rules or Rules("Sync", shards=1, steps=0), mode=mode, timeouts=timeouts or Timeouts()),
+            events=ShardEvents(lambda snapshot, term, version: saved.append((snapshot, term, version))),
             standbys=standbys,
-            rules=rules,
         )
         shard = Shard(layout, FakeEngine(layout), recorder, runtime, saved)
+        runtime.fence({f"worker-{rank}": 1 for rank in range(64)})  # they have joined
 
         def close() -> None:
             shard.engine.gate.set()
             runtime.close()
 
         if serve:
-            shard.server = DataServer(runtime, host="127.0.0.1", port=0, token=TOKEN, timeouts=timeouts)
+            shard.server = DataServer(runtime, host="127.0.0.1", port=0, credentials=credentials, timeouts=timeouts)
             stack.callback(shard.server.close)
         stack.callback(close)
         if start:
@@ -307,7 +332,7 @@ def make_shard(stack: ExitStack) -> Callable[..., Shard]:
 
 
 @pytest.fixture
-def dial(stack: ExitStack) -> Callable[..., ShardedClient]:
+def dial(stack: ExitStack, credentials: Credentials) -> Callable[..., ShardedClient]:
     """Clients of shards that are closed at the end."""
 
     def connect_to(
@@ -317,7 +342,7 @@ def dial(stack: ExitStack) -> Callable[..., ShardedClient]:
             [shard.address for shard in shards],
             [shard.layout for shard in shards],
             [hello(rank, shard=shard.layout.shard, **more) for shard in shards],
-            token=token,
+            credentials=replace(credentials, token=token),
             mode=mode,
             **({"carried": carried} if carried else {}),
         )
@@ -342,7 +367,7 @@ def stream(kit: SimpleNamespace, stack: ExitStack) -> Callable[..., ClientStream
     """A bare stream, to send frames that no client sends."""
 
     def open_(shard: Any, rank: int = 0) -> ClientStream:
-        end = ClientStream(shard.address, kit.hello(rank), kit.token)
+        end = ClientStream(shard.address, kit.hello(rank), kit.credentials)
         stack.callback(end.close)
         return end
 

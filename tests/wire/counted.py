@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 import backstay
-from backstay._wire import tcp
+from backstay._transport._streams import _tcp as tcp
 
 # https://github.com/torvalds/linux/blob/master/include/uapi/linux/tcp.h: tcpi_bytes_acked, tcpi_bytes_received
 BYTES_AT = 120
@@ -20,8 +20,8 @@ close = tcp.ClientStream.close
 
 
 def counting_close(stream: tcp.ClientStream) -> None:
-    if stream._frames._socket.fileno() >= 0:
-        info = stream._frames._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    if stream._frames._stream._socket.fileno() >= 0:
+        info = stream._frames._stream._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         counted[id(stream)] = sum(struct.unpack_from("QQ", info, BYTES_AT))
     close(stream)
 

@@ -1,12 +1,14 @@
-"""A server that fails without closing its streams: run as a separate process."""
+"""A server that fails without closing its streams, run as a separate process."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
-from backstay._wire import frames
-from backstay._wire.tcp import Listener
+from certificates import credentials_of
+
+from backstay._transport import frames
+from backstay._transport._streams._tcp import Listener
 
 
 def serve(hello: Any, stream: Any) -> None:
@@ -15,7 +17,7 @@ def serve(hello: Any, stream: Any) -> None:
         pass
 
 
-listener = Listener("127.0.0.1", 0, sys.argv[1], serve)
+listener = Listener("127.0.0.1", 0, credentials_of(sys.argv[1], sys.argv[2]), serve)
 print(listener.bound, flush=True)
 sys.stdin.read()
 raise RuntimeError("forgotten")

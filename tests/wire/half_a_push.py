@@ -5,14 +5,15 @@ from __future__ import annotations
 import sys
 
 import numpy as np
+from certificates import credentials_of
 
-from backstay._wire import frames
-from backstay._wire.tcp import ClientStream
+from backstay._transport import frames
+from backstay._transport._streams._tcp import ClientStream
 from backstay_rpc.control_pb2 import Frame, GradientId, Hello, Part, PushBegin
 
-address, token, hello_hex, gradient_hex, size = sys.argv[1:]
+address, token, certificates, hello_hex, gradient_hex, size = sys.argv[1:]
 nbytes = int(size)
-stream = ClientStream(address, Hello.FromString(bytes.fromhex(hello_hex)), token)
+stream = ClientStream(address, Hello.FromString(bytes.fromhex(hello_hex)), credentials_of(token, certificates))
 # As a real worker does.
 stream.write(frames.pull(0))
 while True:

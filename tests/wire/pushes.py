@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from backstay._wire.client import Push
+from backstay._transport._tensors._client import Push
 from backstay_rpc.control_pb2 import (
     GradientInfo,
 )

@@ -8,7 +8,9 @@ import sys
 import threading
 from typing import Any
 
-from backstay._wire.tcp import Listener
+from certificates import credentials_of
+
+from backstay._transport._streams._tcp import Listener
 
 
 def serve(hello: Any, stream: Any) -> None:
@@ -17,6 +19,6 @@ def serve(hello: Any, stream: Any) -> None:
     threading.Event().wait()  # this thread may run for a moment; the stream must not end
 
 
-listener = Listener("127.0.0.1", 0, sys.argv[1], serve)
+listener = Listener("127.0.0.1", 0, credentials_of(sys.argv[1], sys.argv[2]), serve)
 print(listener.bound, flush=True)
 sys.stdin.read()

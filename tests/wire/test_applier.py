@@ -1,4 +1,4 @@
-"""`Applier`, by itself: one order after the other on a fake engine (T1, T3)."""
+"""`Applier` alone carries out one order after the other on a fake engine (T1, T3)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ class Bench:
             MODES["Sync"],
             self.reports,
             lambda snapshot, term, version: self.saved.append((term, version, snapshot[0])),
-            wire,
         )
         self.engine = kit.FakeEngine(layout)
         self.term = self.begin(1)

@@ -1,4 +1,4 @@
-"""Arrays between JAX and the wire: no element is lost, and no memory is copied or overwritten without need."""
+"""No element is lost between JAX and the wire, and no memory is copied or overwritten without need."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 import optax
 import pytest
 
+from backstay._transport._tensors._buffers import DIRECT_BYTES, Arrangement, ParamBuffers
 from backstay._update import Partition, analyse, describe, partition
-from backstay._wire.buffers import DIRECT_BYTES, Arrangement, ParamBuffers
 
 RNG = np.random.default_rng(0)
 

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from backstay._process import listening_socket
-from backstay._wire import frames
-from backstay._wire.server import DataServer
-from backstay._wire.tcp import ClientStream, PortTaken
+from backstay._transport import frames
+from backstay._transport._streams._tcp import ClientStream, PortTaken
+from backstay._transport._tensors._server import DataServer
 from backstay.errors import JobFailed, PeerLost, Refused
 from backstay_rpc.control_pb2 import (
     Done,
@@ -46,7 +46,7 @@ def test_cancel_ends_a_push_to_a_server_that_is_stopped(
     """T8: a client does not notice that its peer was paused; its write must end when the watchdog cancels it."""
     shard = make_shard((5 * BIG,))
     process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("stopping_server.py")), kit.token],
+        [sys.executable, str(Path(__file__).with_name("stopping_server.py")), kit.token, kit.certificates],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -130,7 +130,7 @@ def test_a_server_that_is_not_there(kit: SimpleNamespace, stack: ExitStack) -> N
         sock.bind(("127.0.0.1", 0))
 
         def read() -> None:
-            end = ClientStream(f"127.0.0.1:{sock.getsockname()[1]}", kit.hello(0), kit.token)
+            end = ClientStream(f"127.0.0.1:{sock.getsockname()[1]}", kit.hello(0), kit.credentials)
             stack.callback(end.close)
             end.read()
 
@@ -141,7 +141,7 @@ def test_a_server_that_is_not_there(kit: SimpleNamespace, stack: ExitStack) -> N
 def test_a_process_that_fails_ends_while_a_client_is_connected(kit: SimpleNamespace, stack: ExitStack) -> None:
     """T8: a server that raises without closing anything, with an idle client."""
     process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("forgetful_server.py")), kit.token],
+        [sys.executable, str(Path(__file__).with_name("forgetful_server.py")), kit.token, kit.certificates],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -149,7 +149,7 @@ def test_a_process_that_fails_ends_while_a_client_is_connected(kit: SimpleNamesp
     )
     try:
         assert process.stdout is not None
-        end = ClientStream(f"127.0.0.1:{int(process.stdout.readline())}", kit.hello(0), kit.token)
+        end = ClientStream(f"127.0.0.1:{int(process.stdout.readline())}", kit.hello(0), kit.credentials)
         stack.callback(end.close)
         assert end.read()[0].WhichOneof("kind") == "abandon"
         process.communicate("go on", timeout=kit.wait)
@@ -162,11 +162,11 @@ def test_a_process_that_fails_ends_while_a_client_is_connected(kit: SimpleNamesp
 def test_ipv6(kit: SimpleNamespace, make_shard: Make) -> None:
     shard = make_shard((SMALL,))
     try:
-        server = DataServer(shard.runtime, host="::1", port=0, token=kit.token)
+        server = DataServer(shard.runtime, host="::1", port=0, credentials=kit.credentials)
     except PortTaken:
         pytest.skip("this machine has no IPv6 on its loopback interface")
     try:
-        end = ClientStream(f"[::1]:{server.port}", kit.hello(0), kit.token)
+        end = ClientStream(f"[::1]:{server.port}", kit.hello(0), kit.credentials)
         end.write(frames.pull(0))
         assert end.read()[0].params_begin.version == 0
         assert server.disconnect(lambda hello: True) == 1
@@ -181,10 +181,10 @@ def test_all_addresses_are_those_of_ipv4_and_of_ipv6(kit: SimpleNamespace, make_
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("this machine has no IPv6 on its loopback interface")
-    server = DataServer(make_shard((SMALL,)).runtime, host="0.0.0.0", port=0, token=kit.token)
+    server = DataServer(make_shard((SMALL,)).runtime, host="0.0.0.0", port=0, credentials=kit.credentials)
     try:
         for host in ("127.0.0.1", "[::1]"):
-            end = ClientStream(f"{host}:{server.port}", kit.hello(0), kit.token)
+            end = ClientStream(f"{host}:{server.port}", kit.hello(0), kit.credentials)
             end.write(frames.pull(0))
             assert end.read()[0].params_begin.version == 0
             end.close()

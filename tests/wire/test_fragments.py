@@ -49,7 +49,7 @@ def gradients(parts: Partition, wire: ShardWire, step: int, rank: int) -> list[A
     rng = np.random.default_rng([step, rank])
     return [
         None if sent.absent else rng.normal(size=block.size).astype(block.dtype)
-        for block, sent in zip(parts.shards[0].blocks, wire.of(step).gradients, strict=True)
+        for block, sent in zip(parts.shards[0].blocks, wire.select(wire.selection([step])).gradients, strict=True)
     ]
 
 
@@ -83,7 +83,7 @@ class Script:
 @pytest.mark.parametrize("whole", [True, False])
 def test_t3_a_standby_repeats_updates_of_fragments_bit_for_bit(whole: bool, monkeypatch: Any) -> None:
     """Whether a mean travels in one frame or in chunks."""
-    monkeypatch.setattr("backstay._wire.frames.WHOLE_BYTES", 1 << 20 if whole else 0)
+    monkeypatch.setattr("backstay._transport._streams.frames.WHOLE_BYTES", 1 << 20 if whole else 0)
     rule, parts, wire = laid_out()
     engine = ShardEngine(parts, 0, rule, model())
 

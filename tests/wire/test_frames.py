@@ -1,4 +1,4 @@
-"""The rules of a stream, without a stream: T1 (never part of a gradient) begins here."""
+"""The rules of a stream never accept a part of a gradient, without a stream (T1)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backstay._wire import frames
-from backstay._wire.frames import Cover, chunks, decode, first_chunks
-from backstay._wire.seam import Refusal
+from backstay._transport._streams._interfaces import Refusal
+from backstay._transport._streams.frames import Cover, chunks, decode, first_chunks
 from backstay_rpc.control_pb2 import Frame
+from backstay_rpc.limits import HEADER_BYTES
 
 SIZES = st.lists(st.integers(0, 50), max_size=6)
 
@@ -76,7 +76,7 @@ def test_another_size_is_refused_before_anything_is_sent() -> None:
     [
         (b"", "empty"),
         (b"\xff\xff\xff", "not a frame"),
-        (b"\x00" * (frames.HEADER_BYTES + 1), "at most"),
+        (b"\x00" * (HEADER_BYTES + 1), "at most"),
         (b"\xa2\x06\x00", "does not know"),  # a field of a later version
     ],
 )

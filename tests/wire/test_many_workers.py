@@ -11,13 +11,15 @@ import pytest
 
 from backstay._coordination import MODES, Coordinator, CoordinatorState, Rules, Send, ServerPosition
 from backstay._shard._credits import Credits
-from backstay._wire.client import Push
-from backstay._wire.frames import kind_of
-from backstay._wire.server import QuietPushes
-from backstay._wire.tcp import ClientStream
+from backstay._timeouts import Timeouts
+from backstay._transport._streams._tcp import ClientStream
+from backstay._transport._streams.frames import kind_of
+from backstay._transport._tensors._client import Push
+from backstay._transport._tensors._server import QuietPushes
 from backstay.errors import PeerLost
 from backstay_rpc.control_pb2 import (
     Contribution,
+    Examine,
     Frame,
     Gather,
     GradientInfo,
@@ -144,7 +146,7 @@ def test_t8_pushes_that_send_nothing_hold_no_memory_that_others_need(kit, make_s
     rules = Rules(mode="Async", shards=1, steps=100, held=2)
     shard = make_shard(BLOCKS, mode="Async", serve=True, rules=rules, world=5, timeouts=kit.Timeouts(peer_check=0.05))
     Driven(rules, 5).attach([shard])
-    stopped = [ClientStream(shard.address, kit.hello(rank), kit.token) for rank in range(2)]
+    stopped = [ClientStream(shard.address, kit.hello(rank), kit.credentials) for rank in range(2)]
     for rank, end in enumerate(stopped):
         stack.callback(end.close)
         part = Part(contribution=kit.gid(rank), shard=0)
@@ -159,6 +161,32 @@ def test_t8_pushes_that_send_nothing_hold_no_memory_that_others_need(kit, make_s
     push_all(kit, dial, background, [shard], "Async", range(2), attempt=2, again=True)
     assert shard.engine.version == 5
     assert sorted(first for (first,) in shard.engine.applied) == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_t8_pushes_that_stop_on_their_way_to_another_shard_hold_no_memory_that_others_need(
+    kit, make_shard, dial, background, stack, begun: bool
+) -> None:
+    """Shard 0 has all of them, and shard 1 a part or nothing. They kept the memory of shard 0 until their workers were
+    missed, after 10 s."""
+    rules = Rules(mode="Async", shards=2, steps=100, held=2)
+    times = kit.Timeouts(peer_check=0.05)
+    made = [
+        make_shard(BLOCKS, number=number, mode="Async", serve=True, rules=rules, world=5, timeouts=times)
+        for number in range(2)
+    ]
+    Driven(rules, 5).attach(made)
+    for rank in range(2):
+        made[0].fill(kit.gid(rank, attempt=1), 99.0)
+        if begun:
+            end = ClientStream(made[1].address, kit.hello(rank, shard=1), kit.credentials)
+            stack.callback(end.close)
+            part = Part(contribution=kit.gid(rank, attempt=1), shard=1)
+            end.write(Frame(push_begin=PushBegin(part=part, bytes=made[1].layout.nbytes)))
+    push_all(kit, dial, background, made, "Async", range(2, 5), attempt=2, again=True)
+    push_all(kit, dial, background, made, "Async", range(2), attempt=2, again=True)
+    for shard in made:
+        assert sorted(first for (first,) in shard.engine.applied) == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
 @pytest.mark.parametrize("mode", ["Async", "Sync"])
@@ -208,6 +236,23 @@ def test_a_push_is_ended_after_checks_without_a_byte(received: list[int | None],
         assert bool(stream.cuts) == cut
     with pushes.waiting():
         pushes.check()  # the push has ended
+    other = FakeStream(*received)
+    with pushes.receiving(other, 1) as examine:  # for another shard, whose memory is waited for
+        for _ in received:
+            examine()
+        assert bool(other.cuts) == cut
+    examine()
+
+
+@pytest.mark.parametrize(("interval", "lost"), [(0.0, 1), (600.0, 0)])
+def test_t8_examinations_that_waited_while_the_server_was_stopped_count_once(
+    kit, make_shard, interval: float, lost: int
+) -> None:
+    """A contribution of which nothing came in several intervals is lost, and not after several messages at once."""
+    shard = make_shard((8,), timeouts=Timeouts(peer_check=interval))
+    for _ in range(5):
+        shard.runtime.deliver(Examine(id=kit.gid(3)))
+    assert shard.coordination.of("lost") == [kit.gid(3)] * lost
 
 
 def test_t3_a_sum_is_void_when_one_of_its_contributions_is_taken_back(kit, make_shard) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backstay._transport._tensors._memory import ALIGNMENT, BufferPool, aligned_empty, layout_offsets
 from backstay._update import BlockWire
-from backstay._wire.memory import ALIGNMENT, BufferPool, aligned_empty, layout_offsets
 
 
 @given(st.integers(1, 5000))

@@ -1,4 +1,4 @@
-"""`Orders`, by itself: what a shard carries out next (T3: each commit once, in order of version)."""
+"""`Orders` alone decides what a shard carries out next, with each commit once, in order of version (T3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Publisher` and `Published`, by themselves: which version answers which stream (T1, T8)."""
+"""`Publisher` and `Published` alone decide which version answers which stream (T1, T8)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from backstay._coordination import MODES
 from backstay._shard._published import Published, Publisher
-from backstay._wire.seam import Refusal
+from backstay._transport._streams._interfaces import Refusal
 from backstay_rpc.control_pb2 import Done, RejectReason
+from backstay_rpc.refusals import RefusalCode
 
 
 def push(version: int, *, applied: int | None = None, outcome: RejectReason = RejectReason.REJECT_UNSPECIFIED) -> Any:
@@ -98,7 +99,7 @@ def test_t8_a_stream_that_waits_for_a_block_gets_the_block_or_the_reason(backgro
     published.put(0, data, b"encoded")
     assert encoded.result(30) == b"encoded"
     assert published.block(0) is data
-    published.stop(Refusal("INTERNAL", "failed to compute"))
+    published.stop(Refusal(RefusalCode.BROKEN, "failed to compute"))
     with pytest.raises(Refusal, match="failed to compute"):
         missing.result(30)
     published.put(1, data)

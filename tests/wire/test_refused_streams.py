@@ -13,11 +13,11 @@ import numpy as np
 import optax
 import pytest
 
+from backstay._transport import frames
+from backstay._transport._streams._tcp import PortTaken
+from backstay._transport._tensors._client import Push
+from backstay._transport._tensors._server import DataServer
 from backstay._update import Wire, analyse, coded_leaves, describe, partition, shard_wires
-from backstay._wire import frames
-from backstay._wire.client import Push
-from backstay._wire.server import DataServer
-from backstay._wire.tcp import PortTaken
 from backstay.errors import PeerLost, Refused, Superseded
 from backstay_rpc.control_pb2 import (
     Chunk,
@@ -28,6 +28,8 @@ from backstay_rpc.control_pb2 import (
     Part,
     PushBegin,
 )
+from backstay_rpc.credentials import Credentials
+from backstay_rpc.limits import HEADER_BYTES
 
 from .pushes import BIG, SMALL, Make, commit_alone, push_of
 
@@ -56,11 +58,11 @@ STRANGE: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("case", STRANGE)
-def test_nothing_is_served_without_the_token(make_shard: Make, dial: Make, case: str) -> None:
+def test_nothing_is_served_without_the_token(kit: SimpleNamespace, make_shard: Make, dial: Make, case: str) -> None:
     """O7: at most a refusal is sent, and the connection is closed."""
     shard = make_shard((SMALL,), serve=True)
     assert len(STRANGE[case]) < 100_000
-    answer = said(shard, STRANGE[case])
+    answer = said(kit, shard, STRANGE[case])
     if "token" in case and "longer" not in case:
         assert b"does not carry this job's token" in answer
         assert len(answer) < 200
@@ -69,10 +71,17 @@ def test_nothing_is_served_without_the_token(make_shard: Make, dial: Make, case:
     dial(shard).exchange_all(None, 0, [shard.buffers()])
 
 
-def said(shard: Any, data: bytes) -> bytes:
+def connected(kit: SimpleNamespace, shard: Any) -> socket.socket:
+    """A connection on which bytes are sent that no client sends."""
+    sock = socket.create_connection(("127.0.0.1", shard.server.port), 20)
+    tls = kit.credentials.connects
+    return sock if tls is None else tls.wrap_socket(sock, server_hostname="127.0.0.1")
+
+
+def said(kit: SimpleNamespace, shard: Any, data: bytes) -> bytes:
     """The bytes that the server answers before it closes the connection."""
     answer = b""
-    with socket.create_connection(("127.0.0.1", shard.server.port), 20) as sock:
+    with connected(kit, shard) as sock:
         sock.sendall(data)
         with contextlib.suppress(ConnectionResetError):
             while some := sock.recv(4096):
@@ -83,7 +92,7 @@ def said(shard: Any, data: bytes) -> bytes:
 def test_a_server_without_a_token_does_not_start(make_shard: Make) -> None:
     shard = make_shard((SMALL,))
     with pytest.raises(ValueError, match="token is empty"):
-        DataServer(shard.runtime, host="127.0.0.1", port=0, token="")
+        DataServer(shard.runtime, host="127.0.0.1", port=0, credentials=Credentials(""))
 
 
 @pytest.mark.parametrize(
@@ -115,6 +124,7 @@ def test_an_older_incarnation_gets_superseded(kit: SimpleNamespace, make_shard: 
     shard = make_shard((SMALL,), serve=True)
     old = dial(shard, incarnation=1)
     old.exchange_all(None, 0, [shard.buffers()])
+    shard.runtime.fence({"worker-0": 2})
     dial(shard, incarnation=2).exchange_all(None, 0, [shard.buffers()])
     with pytest.raises(Superseded, match="replaced by incarnation 2"):
         old.exchange_all(push_of(kit, shard, 1.0), 0, [shard.buffers()])
@@ -137,9 +147,9 @@ def test_fencing_cuts_the_streams_of_older_incarnations(make_shard: Make, dial: 
 def test_a_taken_port_is_named(make_shard: Make) -> None:
     shard = make_shard((SMALL,), serve=True)
     with pytest.raises(PortTaken, match=f"127.0.0.1 port {shard.server.port}: it is taken"):
-        DataServer(shard.runtime, host="127.0.0.1", port=shard.server.port, token="t")
+        DataServer(shard.runtime, host="127.0.0.1", port=shard.server.port, credentials=Credentials("t"))
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(PortTaken, match="is taken"):
-        DataServer(shard.runtime, host="127.0.0.1", port=other.getsockname()[1], token="t")
+        DataServer(shard.runtime, host="127.0.0.1", port=other.getsockname()[1], credentials=Credentials("t"))
 
 
 def ones(nbytes: int) -> np.ndarray:
@@ -245,7 +255,7 @@ def test_garbage_ends_only_its_senders_stream(
 MESSAGES: dict[str, bytes] = {
     "not a frame": struct.pack("<II", 10, 0) + b"\xff" * 10,
     "an empty frame": struct.pack("<II", 0, 0),
-    "a long header": struct.pack("<II", frames.HEADER_BYTES + 1, 0),
+    "a long header": struct.pack("<II", HEADER_BYTES + 1, 0),
     "a huge body": struct.pack("<II", 2, 0xFFFFFFFF),
 }
 
@@ -255,17 +265,17 @@ def test_messages_that_are_not_frames(kit: SimpleNamespace, make_shard: Make, di
     """O7: a peer with the token that sends other messages. Nothing of a body is awaited."""
     shard = make_shard((SMALL,), serve=True)
     begin = opening(kit.token.encode(), kit.hello(0).SerializeToString())
-    with socket.create_connection(("127.0.0.1", shard.server.port), 20) as sock:
+    with connected(kit, shard) as sock, sock.makefile("rb") as answers:
         sock.sendall(begin + MESSAGES[case])
-        header, body = struct.unpack("<II", sock.recv(8, socket.MSG_WAITALL))
-        answer = Frame.FromString(sock.recv(header, socket.MSG_WAITALL))
+        header, body = struct.unpack("<II", answers.read(8))
+        answer = Frame.FromString(answers.read(header))
         assert (answer.refused.code, body) == ("INVALID_ARGUMENT", 0)
     dial(shard, rank=1).exchange_all(None, 0, [shard.buffers()])
 
 
 def test_a_hello_that_is_not_a_hello(kit: SimpleNamespace, make_shard: Make) -> None:
     shard = make_shard((SMALL,), serve=True)
-    assert b"not a Hello" in said(shard, opening(kit.token.encode(), b"\xff" * 20))
+    assert b"not a Hello" in said(kit, shard, opening(kit.token.encode(), b"\xff" * 20))
 
 
 def test_random_bytes(make_shard: Make, dial: Make) -> None:

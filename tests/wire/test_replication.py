@@ -15,16 +15,17 @@ import optax
 import pytest
 
 from backstay._shard import _replication
-from backstay._shard._follower import Follower, Held
+from backstay._shard._follower import Follower, HeldState
 from backstay._shard._operand import PreparedMean
 from backstay._shard._replication import HELD, Replica, Replication
+from backstay._transport._streams._interfaces import Place
+from backstay._transport._streams._tcp import ClientStream, Listener
+from backstay._transport._streams.frames import WHOLE_BYTES, kind_of
 from backstay._update import ShardEngine, analyse, describe, partition
-from backstay._wire.frames import WHOLE_BYTES, kind_of
-from backstay._wire.seam import Place
-from backstay._wire.tcp import ClientStream, Listener
 from backstay.errors import PeerLost
 from backstay_rpc.control_pb2 import Commit, Contribution, Frame, GradientId, Hello, Peer, ReplicaState
 from backstay_rpc.control_pb2 import Replica as ReplicaFrame
+from backstay_rpc.credentials import Credentials
 
 DIGEST = b"digest"
 
@@ -141,7 +142,7 @@ class Server:
     def __init__(self) -> None:
         self.streams: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.over = threading.Event()
-        self.listener = Listener("127.0.0.1", 0, "token", self._serve)
+        self.listener = Listener("127.0.0.1", 0, Credentials("token"), self._serve)
 
     def _serve(self, hello: Hello, stream: Any) -> None:
         self.streams.put(stream)
@@ -154,7 +155,9 @@ def test_t6_the_stream_of_a_promoted_standby_stays_open() -> None:
     rule = analyse(optax.sgd(1.0), tree)
     follower, server = Follower(partition(tree, rule, 1), 0, rule), Server()
     thread = threading.Thread(
-        target=lambda: follower.follow(ClientStream(f"127.0.0.1:{server.listener.bound}", Hello(), "token"))
+        target=lambda: follower.follow(
+            ClientStream(f"127.0.0.1:{server.listener.bound}", Hello(), Credentials("token"))
+        )
     )
     thread.start()
     stream = server.streams.get()
@@ -197,7 +200,7 @@ def test_t3_a_commit_that_a_standby_holds_is_applied_once_even_if_it_is_promoted
     follower = Follower(layout, 0, rule, shown.append)
     contributions = [Contribution(id=GradientId(term=1), weight=1.0)]
     mean = PreparedMean(0, contributions, [np.full(4, 2.0, np.float32)], [])
-    follower._held = Held(term=1, world=1, offset=0, engine=engine, last=None, prepared=mean)
+    follower._held = HeldState(term=1, world=1, offset=0, engine=engine, last=None, prepared=mean)
     commit = Commit(term=1, version=0, contributions=contributions, world=1, clip_factor=1.0)
     stream = Commits(commit, follower.take if promoted else lambda: None)  # type: ignore[arg-type]
     with pytest.raises(PeerLost):
@@ -215,7 +218,7 @@ def test_a_standby_refuses_a_commit_whose_mean_it_does_not_hold() -> None:
     layout = partition(tree, rule, 1)
     follower = Follower(layout, 0, rule)
     engine = ShardEngine(layout, 0, rule, {"w": np.zeros(4, np.float32)})
-    follower._held = Held(term=1, world=1, offset=0, engine=engine, last=None)
+    follower._held = HeldState(term=1, world=1, offset=0, engine=engine, last=None)
     commit = Commit(term=1, version=0, contributions=[Contribution(id=GradientId(term=1), weight=1.0)], world=1)
     answers: list[None] = []
     with pytest.raises(PeerLost, match="whose mean did not arrive"):
@@ -237,7 +240,7 @@ def test_t8_a_standby_that_receives_slowly_is_kept_and_a_stopped_one_is_dropped(
     replica.in_sync = in_sync
 
     def moves(patience: float) -> bool:
-        """In place of the clock: each deadline passes after the standby has taken one more frame, while it may."""
+        """A deadline in place of the clock, which passes after the standby has taken one more frame, while it may."""
         waits.append(patience)
         if len(waits) > 4:
             return False
@@ -298,7 +301,7 @@ def test_t8_a_server_that_was_paused_does_not_blame_its_standby(
 def test_t8_a_standby_that_stops_answering_is_disconnected_without_an_update(
     kit: types.SimpleNamespace,
 ) -> None:
-    """Only an update noticed it: the thread and the connection stayed until then."""
+    """Only an update noticed it, and the thread and the connection stayed until then."""
 
     class Stopped(Standby):
         """A standby whose process was stopped: its socket takes messages, and nothing answers them."""
@@ -317,6 +320,33 @@ def test_t8_a_standby_that_stops_answering_is_disconnected_without_an_update(
     assert not serving.is_alive()
     assert replica.ended_at is not None
     assert not replica.closed_by_peer, "it may only be paused, and the operator may promote it"
+
+
+@pytest.mark.parametrize("frames", [1, 2, 1000], ids=["at the first array", "in the arrays", "before its answer"])
+def test_t8_a_standby_that_stops_while_it_is_filled_is_disconnected_without_an_update(
+    kit: types.SimpleNamespace, frames: int
+) -> None:
+    """Only an update noticed it, and a slow job makes few of them."""
+
+    class Stopped(Standby):
+        """A standby whose process was stopped: its socket takes some frames, and nothing answers them."""
+
+        def read(self, place: Place | None = None) -> tuple[Frame, None] | None:
+            while (answer := super().read()) is not None:
+                del answer
+            return None
+
+    stream = Stopped()
+    stream.may.release(frames)
+    replica = Replica(2, kit.Timeouts(held=0.01))
+    state, entries = ReplicaState(term=1), snapshot(np.ones(4), np.ones(4)).entries
+    replica.put(lambda: _replication._state_frames(state, entries))
+    serving = threading.Thread(target=replica.run, args=(stream,), daemon=True)
+    serving.start()
+    serving.join(30)
+    assert not serving.is_alive()
+    assert not replica.in_sync
+    assert not replica.closed_by_peer, "it may only be paused, and connects again"
 
 
 def test_t8_an_answer_that_waits_in_the_socket_counts(kit: types.SimpleNamespace) -> None:

@@ -1,4 +1,4 @@
-"""One shard: staging, and commits in order."""
+"""One shard stages gradients, and applies commits in order."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from backstay._shard import ShardRuntime
+from backstay._coordination import Rules
+from backstay._shard import Admission, ShardRuntime
 from backstay._shard._standbys import NoStandbys
+from backstay._transport._streams._interfaces import Refusal
 from backstay._update import ShardWire
-from backstay._wire.seam import Refusal
 from backstay_rpc.control_pb2 import Done, GradientInfo, NormRequest, Part, Reject, Save
 
 Make = Callable[..., Any]
@@ -135,11 +136,12 @@ def test_outcomes_in_sync(kit: SimpleNamespace, make_shard: Make) -> None:
 def test_t4_a_worker_that_lost_its_answer_receives_the_outcome(
     kit: SimpleNamespace, make_shard: Make, skip: bool
 ) -> None:
-    """With the parameters, of the newest update: its residual follows. Another process of the rank has another one."""
+    """The residual of the newest update follows with the parameters. Another process of the rank has another one."""
     shard = make_shard((4,))
     for rank in range(2):
         shard.fill(kit.gid(rank), 1.0)
     again = shard.runtime.begin(kit.hello(0), Part(contribution=kit.gid(0, attempt=7)))
+    shard.runtime.fence({"worker-1": 2})
     other = shard.runtime.begin(kit.hello(1, incarnation=2), Part(contribution=kit.gid(1, incarnation=2)))
 
     def pulled(rank: int, version: int, incarnation: int = 1) -> tuple[int, int]:
@@ -284,6 +286,7 @@ def test_an_older_incarnation_is_refused_once_a_newer_was_seen(kit: SimpleNamesp
     """T6."""
     shard = make_shard((4,))
     shard.runtime.admit(kit.hello(0, incarnation=1))
+    shard.runtime.fence({"worker-0": 2})
     shard.runtime.admit(kit.hello(0, incarnation=2))
     for act in (
         lambda: shard.runtime.admit(kit.hello(0, incarnation=1)),
@@ -295,6 +298,15 @@ def test_an_older_incarnation_is_refused_once_a_newer_was_seen(kit: SimpleNamesp
     shard.runtime.fence({"worker-1": 4})
     with pytest.raises(Refusal, match="replaced by incarnation 4"):
         shard.runtime.admit(kit.hello(1, incarnation=3))
+
+
+def test_t6_a_stream_without_a_join_replaces_no_worker(kit: SimpleNamespace, make_shard: Make) -> None:
+    shard = make_shard((4,))
+    for rank, incarnation in ((0, 2), (0, 2**31), (64, 0), (64, 2**31)):
+        with pytest.raises(Refusal, match=f"worker-{rank} of incarnation {incarnation} has not joined") as refusal:
+            shard.runtime.admit(kit.hello(rank, incarnation=incarnation))
+        assert refusal.value.code == "FAILED_PRECONDITION"
+    shard.runtime.admit(kit.hello(0, incarnation=1))
 
 
 @pytest.mark.parametrize(
@@ -450,7 +462,9 @@ def test_each_gradient_is_reported_exactly_once(kit: SimpleNamespace, steps: lis
     """T1: for any order of calls of streams and the coordinator: either staged or lost, once."""
     layout, recorder = kit.Layout(0, (kit.Block(3),)), kit.Recorder()
     engine = kit.FakeEngine(layout)
-    runtime = ShardRuntime(layout, kit.digest, recorder, incarnation=1, mode="Sync")
+    runtime = ShardRuntime(
+        kit.exact_wire(layout), Admission(0, 1, kit.digest), recorder, Rules("Sync", shards=1, steps=0)
+    )
     try:
         runtime.reset(1, engine, 1)
         open_: dict[int, Any] = {}

@@ -1,4 +1,4 @@
-"""Data streams over TCP: a contribution there and the parameters back; never a part of a contribution (T1, T2, T3)."""
+"""A contribution goes there and the parameters come back over TCP, and never a part of a contribution (T1, T2, T3)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from backstay import _instrument
-from backstay._wire import frames
-from backstay._wire.client import Push, record_exchange
-from backstay._wire.seam import flow_of
+from backstay._transport import frames
+from backstay._transport._streams._interfaces import flow_of
+from backstay._transport._tensors._client import Push, record_exchange
 from backstay.errors import Refused
 from backstay_rpc.control_pb2 import (
     Frame,
@@ -111,6 +111,7 @@ def test_a_killed_worker_leaves_nothing_behind(kit: SimpleNamespace, make_shard:
             str(Path(__file__).with_name("half_a_push.py")),
             shard.address,
             kit.token,
+            kit.certificates,
             kit.hello(0).SerializeToString().hex(),
             kit.gid(0).SerializeToString().hex(),
             str(shard.layout.nbytes),
@@ -128,6 +129,7 @@ def test_a_killed_worker_leaves_nothing_behind(kit: SimpleNamespace, make_shard:
         process.kill()
         process.communicate()
     into = shard.buffers()
+    shard.runtime.fence({"worker-0": 2})
     replacement = pulled(dial(shard, incarnation=2), shard)
     assert replacement.exchange_all(push_of(kit, shard, 5.0, incarnation=2), 0, [into]).version == 1
     assert values(shard, into) == [5.0]

@@ -1,4 +1,4 @@
-"""Several workers and several shards: one version everywhere, even with slow workers."""
+"""Several workers and several shards have one version everywhere, even with slow workers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backstay._wire.client import Push, ShardedClient
-from backstay._wire.seam import Bytes, PartPush, Pulled, PullKind
+from backstay._transport._streams._interfaces import Bytes, PartPush, Pulled, PullKind
+from backstay._transport._tensors._client import Push, ShardedClient
 from backstay.errors import PeerLost
-from backstay_rpc.control_pb2 import GradientInfo, RejectReason
+from backstay_rpc.control_pb2 import GradientInfo, Part, RejectReason
 
 Make = Callable[..., Any]
 
 
 class Quorum:
-    """The smallest valid coordinator: the first `quorum` ranks whose gradient every shard has staged."""
+    """The smallest valid coordinator, which takes the first `quorum` ranks whose gradient every shard has staged."""
 
     def __init__(self, kit: SimpleNamespace, shards: Sequence[Any], quorum: int) -> None:
         self._kit, self._shards, self._quorum = kit, shards, quorum
@@ -112,8 +112,8 @@ class Scripted:
         self.closed = False
         self.about: dict[int, tuple[RejectReason, int]] = {}  # by version: the outcome and the next key step
 
-    def splits(self, key_step: int) -> bool:
-        del key_step
+    def splits(self, part: Part) -> bool:
+        del part
         return False
 
     def exchange(

@@ -1,4 +1,4 @@
-"""Frames on a socket: every division into packets gives the same frames, and a dropped body does not move the next."""
+"""Every division into packets gives the same frames on a socket, and a dropped body does not move the next."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backstay._wire import sockets
-from backstay._wire.frames import MAX_CHUNK_BYTES
-from backstay._wire.seam import PLACED, Bytes, Refusal
-from backstay._wire.sockets import Frames
-from backstay._wire.tcp import ClientStream, Listener
+from backstay._transport._streams import _sockets as sockets
+from backstay._transport._streams._bytes import byte_stream
+from backstay._transport._streams._interfaces import PLACED, Bytes, Refusal
+from backstay._transport._streams._sockets import Frames
+from backstay._transport._streams._tcp import ClientStream, Listener
 from backstay.errors import PeerLost
 from backstay_rpc.control_pb2 import (
     Chunk,
@@ -31,22 +31,31 @@ from backstay_rpc.control_pb2 import (
     Replica,
     ReplicaMean,
 )
+from backstay_rpc.credentials import Credentials
+from backstay_rpc.limits import MAX_CHUNK_BYTES
+from backstay_rpc.refusals import RefusalCode
 
 BODIES = st.lists(st.tuples(st.integers(0, 200_000), st.sampled_from(["place", "own", "refuse"])), max_size=6)
 
 
 @contextmanager
-def ends() -> Iterator[tuple[socket.socket, Frames]]:
+def ends(credentials: Credentials) -> Iterator[tuple[socket.socket, Frames]]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         sender = socket.create_connection(listener.getsockname())
         receiver, _ = listener.accept()
+    if credentials.accepts is not None and credentials.connects is not None:
+        receiver = credentials.accepts.wrap_socket(receiver, server_side=True, do_handshake_on_connect=False)
+        shaking = threading.Thread(target=receiver.do_handshake)
+        shaking.start()
+        sender = credentials.connects.wrap_socket(sender, server_hostname="127.0.0.1")
+        shaking.join()
     with sender, receiver:
-        yield sender, Frames(receiver)
+        yield sender, Frames(byte_stream(receiver))
 
 
 @given(BODIES, st.integers(0, 60_000), st.lists(st.integers(1, 300_000), min_size=1, max_size=5))
 def test_frames_are_the_same_however_their_bytes_arrive(
-    bodies: list[tuple[int, str]], message: int, cuts: list[int]
+    credentials: Credentials, bodies: list[tuple[int, str]], message: int, cuts: list[int]
 ) -> None:
     """T1: a body is received once, in its place, even after a body that was refused."""
     sent = [
@@ -61,7 +70,7 @@ def test_frames_are_the_same_however_their_bytes_arrive(
         + body
         for frame, body in sent
     )
-    with ends() as (sender, frames):
+    with ends(credentials) as (sender, frames):
 
         def send() -> None:
             at, number = 0, 0
@@ -79,7 +88,7 @@ def test_frames_are_the_same_however_their_bytes_arrive(
             def place(_: Frame, nbytes: int, how: str = how, memory: Bytes = memory) -> Sequence[Bytes] | None:
                 assert nbytes == memory.nbytes
                 if how == "refuse":
-                    raise Refusal("INVALID_ARGUMENT", "not here")
+                    raise Refusal(RefusalCode.INVALID, "not here")
                 return (memory[: nbytes // 3], memory[nbytes // 3 :]) if how == "place" else None
 
             if how == "refuse" and body:
@@ -95,7 +104,7 @@ def test_frames_are_the_same_however_their_bytes_arrive(
         thread.join()
 
 
-def test_a_header_of_ten_thousand_ranks_passes() -> None:
+def test_a_header_of_ten_thousand_ranks_passes(credentials: Credentials) -> None:
     """T3: a standby gets all contributions of an update in one header. The body behind it is still in its place."""
     ranks = range(10_000)
     mean = ReplicaMean(
@@ -107,10 +116,10 @@ def test_a_header_of_ten_thousand_ranks_passes() -> None:
         infos=[GradientInfo(finite=True, loss=1.5, metrics={"accuracy": 0.5, "entropy": 0.5}) for _ in ranks],
     )
     first, body = Frame(replica=Replica(mean=mean)), np.arange(200_000).astype(np.uint8)
-    with ends() as (sender, frames):
+    with ends(credentials) as (sender, frames):
 
         def send() -> None:
-            writing = Frames(sender)
+            writing = Frames(byte_stream(sender))
             for _ in range(2):
                 writing.write(first)
                 writing.write(Frame(chunk=Chunk(block=3)), body)
@@ -128,9 +137,9 @@ def test_a_header_of_ten_thousand_ranks_passes() -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 8, 9, 40])
-def test_a_stream_that_ends_inside_a_frame_is_an_error(cut: int) -> None:
+def test_a_stream_that_ends_inside_a_frame_is_an_error(credentials: Credentials, cut: int) -> None:
     """T1: never part of a contribution."""
-    with ends() as (sender, frames):
+    with ends(credentials) as (sender, frames):
         frame = Frame(chunk=Chunk(block=1, offset=5)).SerializeToString()
         data = len(frame).to_bytes(4, "little") + (100).to_bytes(4, "little") + frame + bytes(100)
         sender.sendall(data[:cut])
@@ -139,10 +148,10 @@ def test_a_stream_that_ends_inside_a_frame_is_an_error(cut: int) -> None:
             frames.read()
 
 
-def test_a_frame_is_written_whole_to_a_slow_reader() -> None:
+def test_a_frame_is_written_whole_to_a_slow_reader(credentials: Credentials) -> None:
     body = np.random.default_rng(0).integers(0, 256, MAX_CHUNK_BYTES, dtype=np.uint8)
-    with ends() as (sender, frames):
-        thread = threading.Thread(target=lambda: Frames(sender).write(Frame(chunk=Chunk(block=3)), body))
+    with ends(credentials) as (sender, frames):
+        thread = threading.Thread(target=lambda: Frames(byte_stream(sender)).write(Frame(chunk=Chunk(block=3)), body))
         thread.start()
         found = frames.read()
         thread.join()
@@ -151,7 +160,7 @@ def test_a_frame_is_written_whole_to_a_slow_reader() -> None:
     np.testing.assert_array_equal(found[1], body)
 
 
-def test_t8_a_write_to_a_peer_that_does_not_read_ends_with_cancel() -> None:
+def test_t8_a_write_to_a_peer_that_does_not_read_ends_with_cancel(credentials: Credentials) -> None:
     entered = threading.Event()
     done = threading.Event()
     state = SimpleNamespace(error=None)
@@ -159,8 +168,8 @@ def test_t8_a_write_to_a_peer_that_does_not_read_ends_with_cancel() -> None:
     def idle(hello: Hello, stream: object) -> None:
         done.wait(30)
 
-    listener = Listener("127.0.0.1", 0, "token", idle)
-    stream = ClientStream(f"127.0.0.1:{listener.bound}", Hello(), "token")
+    listener = Listener("127.0.0.1", 0, credentials, idle)
+    stream = ClientStream(f"127.0.0.1:{listener.bound}", Hello(), credentials)
 
     def write() -> None:
         entered.set()
@@ -183,52 +192,56 @@ def test_t8_a_write_to_a_peer_that_does_not_read_ends_with_cancel() -> None:
 
 def test_t8_a_stream_that_cannot_be_opened_leaves_no_socket_open(monkeypatch: pytest.MonkeyPatch) -> None:
     class Reset(socket.socket):
-        def sendall(self, *_: object) -> None:
+        def sendmsg(self, *_: object) -> int:
             raise ConnectionResetError
 
     made = Reset()
     monkeypatch.setattr(socket, "create_connection", lambda *_: made)
     with pytest.raises(PeerLost, match="broke"):
-        ClientStream("127.0.0.1:7078", Hello(), "token")
+        ClientStream("127.0.0.1:7078", Hello(), Credentials("token"))
     assert made.fileno() == -1
 
 
 def test_a_link_ends_if_a_frame_cannot_be_sent() -> None:
-    """For example without memory in the kernel: the sender's reader must not wait for an answer to that frame."""
+    """The sender's reader must not wait for an answer to that frame, for example without memory in the kernel."""
 
     class Fails(socket.socket):
         def send(self, *_: object) -> int:
             raise OSError(errno.ENOBUFS, "No buffer space available")
 
-    with ends() as (sender, _), Fails(fileno=sender.detach()) as sock:
-        stream = Frames(sock)
+    with ends(Credentials("token")) as (sender, _), Fails(fileno=sender.detach()) as sock:
+        stream = Frames(byte_stream(sock))
         with pytest.raises(ConnectionError):
             stream.post(Frame())
         assert stream.read() is None
 
 
-def test_a_link_carries_a_frame_that_is_larger_than_the_systems_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_carries_a_frame_that_is_larger_than_the_systems_buffer(
+    credentials: Credentials, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A commit of 8,000 ranks is: without waiting for room, the link would break on it again and again (T8)."""
     monkeypatch.setattr(sockets, "POST_SECONDS", 60.0)
     sent = Frame(refused=Refused(code="ABORTED", message="x" * 1_000_000))
-    with ends() as (sender, frames):
+    with ends(credentials) as (sender, frames):
         sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         received: list[object] = []
         thread = threading.Thread(target=lambda: received.extend([frames.read(), frames.read()]))
         thread.start()
-        stream = Frames(sender)
+        stream = Frames(byte_stream(sender))
         stream.post(sent)
         stream.post(sent)
         thread.join()
     assert received == [(sent, None), (sent, None)]
 
 
-def test_a_link_whose_peer_does_not_read_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_whose_peer_does_not_read_ends_in_time(
+    credentials: Credentials, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sockets, "POST_SECONDS", 0.01)
     # The buffers of both ends have less room. The sizes are valid, so that the other end reads what has arrived.
     frame = Frame(refused=Refused(code="ABORTED", message="x" * (3 << 20)))
-    with ends() as (sender, frames):
-        stream = Frames(sender)
+    with ends(credentials) as (sender, frames):
+        stream = Frames(byte_stream(sender))
 
         def fill() -> None:
             for _ in range(30):
@@ -253,4 +266,4 @@ def test_a_link_whose_peer_does_not_read_ends_in_time(monkeypatch: pytest.Monkey
 def test_an_address_that_is_none_is_an_error_of_the_connection(address: str) -> None:
     """T8: the thread that connects must survive it."""
     with pytest.raises(PeerLost):
-        ClientStream(address, Hello(), "token")
+        ClientStream(address, Hello(), Credentials("token"))

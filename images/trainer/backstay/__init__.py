@@ -17,21 +17,27 @@ from ._lazy import lazily
 from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from backstay_client import AsyncClient, Client
+
     from . import errors
     from ._checkpoint import Checkpoint, StartFrom, StoreTo, export, load
     from ._data import BatchKey, TokenFile, from_dataset, from_iterator
     from ._result import History, Result
+    from ._serving import ServingPorts, serve
     from ._train import train
     from ._update import LocalSteps, Wire, outer_optimizer
     from .errors import BackstayError
 
 __all__ = [
+    "AsyncClient",
     "BackstayError",
     "BatchKey",
     "Checkpoint",
+    "Client",
     "History",
     "LocalSteps",
     "Result",
+    "ServingPorts",
     "StartFrom",
     "StoreTo",
     "TokenFile",
@@ -42,16 +48,20 @@ __all__ = [
     "from_iterator",
     "load",
     "outer_optimizer",
+    "serve",
     "train",
 ]
 
 _HOMES: Final = {
+    "AsyncClient": "backstay_client",
+    "Client": "backstay_client",
     "BackstayError": ".errors",
     "BatchKey": "._data",
     "Checkpoint": "._checkpoint",
     "LocalSteps": "._update",
     "History": "._result",
     "Result": "._result",
+    "ServingPorts": "._serving",
     "StartFrom": "._checkpoint",
     "StoreTo": "._checkpoint",
     "TokenFile": "._data",
@@ -61,6 +71,7 @@ _HOMES: Final = {
     "from_iterator": "._data",
     "load": "._checkpoint",
     "outer_optimizer": "._update",
+    "serve": "._serving",
     "train": "._train",
 }
 

@@ -1,4 +1,4 @@
-"""The one instrumentation point of a training pod: spans, histograms and injected faults share it.
+"""The one instrumentation point of a training pod, which spans, histograms and injected faults share.
 
 Code marks its points once, with `span`, `reach` or `record`. Other objects act at such a point. A ring buffer keeps the
 newest spans, a histogram observes their durations, and a fault script injects faults. Times are seconds of
@@ -92,7 +92,7 @@ class FaultInjector(Protocol):
 
 
 @dataclass
-class _Clock:
+class _ServerClock:
     """How far another process's clock is ahead of this one, by the call with the shortest round trip recently."""
 
     offset: float
@@ -105,13 +105,13 @@ _CLOCK_LIFE: Final = 60.0
 
 
 Server = tuple[int, int]
-"""A server's shard and incarnation: a replacement may run on another machine, whose clock is another one."""
+"""A server's shard and incarnation, because a replacement may run on another machine with another clock."""
 
 
 @dataclass
-class _Clocks:
+class _ServerClocks:
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _known: dict[Server, _Clock] = field(default_factory=dict)
+    _known: dict[Server, _ServerClock] = field(default_factory=dict)
 
     def observe(self, server: Server, began: float, there: float, ended: float) -> None:
         """A call to `server` began and ended at these times here, and was answered at `there` there.
@@ -125,7 +125,7 @@ class _Clocks:
                 # Of the previous server too: the offsets of both relate its spans to the clock of this one.
                 previous = max((key for key in self._known if key[0] == server[0] and key != server), default=None)
                 self._known = {k: clock for k, clock in self._known.items() if k[0] != server[0] or k == previous}
-                self._known[server] = _Clock(offset, error, ended)
+                self._known[server] = _ServerClock(offset, error, ended)
 
     def offsets(self) -> dict[Server, tuple[float, float]]:
         """server -> seconds that its clock is ahead of this process's clock, and the largest error of that number."""
@@ -133,7 +133,7 @@ class _Clocks:
             return {server: (clock.offset, clock.error) for server, clock in self._known.items()}
 
 
-clocks: Final = _Clocks()
+clocks: Final = _ServerClocks()
 
 _injector: FaultInjector | None = None
 _reporter: Callable[[str, dict[str, Any]], None] | None = None

@@ -14,7 +14,7 @@ def lazily(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
     Args:
         package: its name, ``__name__``.
-        homes: the module of each name, relative to the package, such as ``._tree``.
+        homes: the module of each name, relative to the package, such as ``._tree``, or another package.
     """
 
     def load(name: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -55,6 +55,10 @@ class History:
             self.every *= 2
             self._keep([place for place, at in enumerate(self.steps) if at % self.every == 0])
 
+    def drop_after(self, step: int) -> None:
+        """Drop the points of later steps, which are made again."""
+        self._keep(range(bisect_right(self.steps, step)))
+
     def _keep(self, places: Sequence[int]) -> None:
         self.steps = [self.steps[place] for place in places]
         self.loss = [self.loss[place] for place in places]
@@ -71,8 +75,8 @@ class Result:
         step: how many updates were applied.
         loss: the loss of the newest gradient that this process computed; NaN if it computed none, such as when the
             checkpoint already had the last step.
-        metrics: the metrics that `evaluate` returned for `params`, the same in every worker of a job. Empty if
-            `evaluate` was not called, or failed.
+        metrics: the metrics that `evaluate` returned for `params`, or for `average` if there is one; the same in every
+            worker of a job. Empty if `evaluate` was not called, or failed.
         checkpoint: the URI of the last checkpoint; None if there is none.
         train_metrics: the metrics that `loss` returned for the newest gradient of this process.
         rank: the rank of this worker; 0 in a single process.

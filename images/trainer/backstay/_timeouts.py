@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backstay_spec import end_of_job
+from backstay_spec import end_of_job, silence
 
 __all__ = ["Timeouts", "current", "use"]
 
@@ -15,7 +15,8 @@ class Timeouts:
 
     Attributes:
         heartbeat: the interval between two heartbeats of a worker or evaluator to each server.
-        silent: a peer without a heartbeat, or a server without an answer, for this time is lost.
+        silent: a peer without a heartbeat, or a server without an answer, for this time is lost. A lost worker is
+            replaced after a longer time (`backstay_spec.silence`).
         call: the deadline of one control call.
         leave: the deadline of the call with which a pod leaves.
         join: how long a pod tries to join. Servers may wait for nodes, and the operator ends what takes too long.
@@ -32,6 +33,8 @@ class Timeouts:
         newcomer: minimum uptime of a promoted server, so that a worker that was cut off in a pull can connect again.
         standby_closed, standby_silent: how long a server that lost its standby waits for the operator to report the
             active server. The first: the connection was closed. The second: the standby stopped answering.
+        latecomer: how long a replacement of a server that finds the training complete waits for rank 0 to join. Rank 0
+            may still evaluate.
         gone: how long a server that received SIGTERM, or the end of the job, waits for another one that is not linked.
         last_save: how long a server that received SIGTERM waits for its checkpoint. Pods have 60 s.
         stop: how long a worker that received SIGTERM waits for the gradient that it computes. A preemption's notice
@@ -57,8 +60,8 @@ class Timeouts:
         refused: a data stream that was refused is received for this time, so that the caller can read the refusal.
     """
 
-    heartbeat: float = 2.0
-    silent: float = 10.0
+    heartbeat: float = silence.HEARTBEAT
+    silent: float = silence.LOST
     call: float = 5.0
     leave: float = 1.0
     join: float = 3600.0
@@ -72,6 +75,7 @@ class Timeouts:
     result: float = end_of_job.RESULT
     confirm: float = end_of_job.CONFIRM
     newcomer: float = end_of_job.NEWCOMER
+    latecomer: float = end_of_job.LATECOMER
     standby_closed: float = 10.0
     standby_silent: float = 30.0
     gone: float = end_of_job.GONE

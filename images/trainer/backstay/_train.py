@@ -1,4 +1,4 @@
-"""`train`: the same call in one process and in every pod of a job."""
+"""Defines `train`, which is the same call in one process and in every pod of a job."""
 
 from __future__ import annotations
 
@@ -6,48 +6,33 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from backstay_spec import contract
-from backstay_spec.names import ROLE_OF_LABEL
 
-from . import _faults, _instrument
 from ._coordination import MODES
 from ._data import BatchKey
 from ._process import (
-    AFTER_TRAINING_FAILED,
     SIGTERM_EXIT,
-    STOPPED_EARLY,
     Bar,
     Environment,
     Interrupts,
     Reporter,
-    Stop,
     configure,
-    describe,
-    end_process,
-    hand_over,
-    keep_output,
     on_terminal,
-    printed,
-    show_role,
-    write_termination,
 )
 from ._result import Result
 from ._roles import Script
 from ._update import LocalSteps, OwnGradients, default_outer
-from .errors import BackstayError, CheckpointError, ConfigurationError, JobFailed, Refused, StorageError
+from .errors import ConfigurationError
 
 if TYPE_CHECKING:
     import optax
 
     from ._checkpoint import StartFrom, StoreTo
-    from ._report import Metrics, OnUpdate, StopWhen
-    from ._roles import Plan, Worker
+    from ._roles import OnUpdate, StopWhen
     from ._single import AloneStorage, InterruptedAt
     from ._update import Wire
 
@@ -55,7 +40,6 @@ __all__ = ["train"]
 
 _LOG = logging.getLogger(__name__)
 _CALLED: list[int] = []  # the process that called `train`; a process that it forks inherits it
-_RETURNED = threading.Event()
 _NOTICE: Final = "backstay: training stores a checkpoint after this update, and ends. Press Ctrl-C again to end now."
 
 
@@ -101,7 +85,8 @@ def train(
             0.9. In Async mode, it has no momentum, and contributions are weighted by ``1 / (1 + staleness)``.
         steps: the number of updates, counted from the start of the first run.
         evaluate: ``evaluate(params)`` returns ``{name: number}``; with `has_state` it is ``evaluate(params, state)``.
-            `train` calls it once after the last update or, in a job with an evaluator, for each checkpoint.
+            `train` calls it once after the last update or, in a job with an evaluator, for each checkpoint. With
+            `average`, it gets the average of the parameters.
         has_state: whether the model has a state: values that gradients do not train, such as batch statistics, any
             pytree of arrays. The new state of an update is the weighted mean of the new states of its ranks. Integers
             and booleans have no mean: the update uses those of the lowest rank.
@@ -133,7 +118,8 @@ def train(
             results.
         local: optimizer steps that each worker makes by itself between two updates.
         average: the decay of an exponential moving average of the parameters, such as 0.999. The servers compute the
-            average in each update, and checkpoints contain it. `Result.average` has it after training.
+            average in each update, and checkpoints contain it. `evaluate` gets it, and `Result.average` has it after
+            training.
 
     Returns:
         The last parameters and model state. `train` returns only in a single process and in workers: parameter servers
@@ -184,16 +170,20 @@ def train(
         )
         if environment is None:
             return _alone(script, _store_to(checkpoint))
-        return _in_pod(environment, script, began, checkpoint)
+        from ._pod import run
+
+        return run(environment, script, began, checkpoint)
     except Exception as error:
         if environment is None:
             raise
-        _fail(environment, error)
+        from ._pod import fail
+
+        fail(environment, error)
 
 
 def _refuse_in_child() -> None:
-    """`multiprocessing` imports the script again in each process that it spawns: such a process is not the pod, and
-    must not train in its place.
+    """`multiprocessing` imports the script again in each process that it spawns, which is not the pod and must not
+    train in its place.
 
     Raises:
         ConfigurationError: this is such a process, or one that the pod's process forked after it had called `train`.
@@ -263,28 +253,11 @@ def _store_to(checkpoint: str | os.PathLike[str] | StoreTo | None) -> StoreTo | 
     return checkpoint if isinstance(checkpoint, StoreTo) else StoreTo(os.fspath(checkpoint))
 
 
-def _explain_unused(environment: Environment, checkpoint: object) -> None:
-    """In a job, only the TrainingJob selects the folder, because the operator mounts and watches it."""
-    if checkpoint is None or environment.role != contract.ROLE_SERVER or environment.index != 0:
-        return
-    if environment.checkpoint_uri is None:
-        _LOG.warning(
-            "this job stores no checkpoints: the argument checkpoint of train is for a single process. Set "
-            "spec.checkpoint of the TrainingJob, or use backstay run --checkpoint"
-        )
-    else:
-        _LOG.info(
-            "the argument checkpoint of train is for a single process: this job stores checkpoints in %s, as "
-            "spec.checkpoint says",
-            environment.checkpoint_uri,
-        )
-
-
 def _alone(script: Script, to: StoreTo | None) -> Result:
     from ._coordination import Rate
     from ._report import Throttle
     from ._roles import check_alone, evaluated
-    from ._single import AloneStorage, InterruptedAt, Report, train_alone
+    from ._single import AloneStorage, InterruptedAt, StepReport, train_alone
 
     bar = Bar(sys.stderr, script.steps) if on_terminal(sys.stderr) else None
     configure("text", "", "", bar)
@@ -295,7 +268,7 @@ def _alone(script: Script, to: StoreTo | None) -> Result:
     every = script.evaluate_every or (max(1, script.steps // 20) if script.stop_when is not None else 0)
     evaluation: dict[str, float] = {}
 
-    def on_update(update: Report) -> bool:
+    def on_update(update: StepReport) -> bool:
         nonlocal evaluation
         now = time.monotonic()
         rate.add(now, update.examples if update.applied else 0)
@@ -364,137 +337,3 @@ def _leave(signalled: InterruptedAt, storage: AloneStorage) -> NoReturn:
 def _log_evaluation(step: int, metrics: Mapping[str, float]) -> None:
     shown = "  ".join(f"{name} {value:.6g}" for name, value in metrics.items())
     _LOG.info("evaluation of step %d  %s", step, shown)
-
-
-def _in_pod(environment: Environment, script: Script, began: float, checkpoint: object) -> Result:
-    from ._report import Metrics, process_age
-    from ._roles import warn_of_several
-
-    configure(environment.config.log_format, environment.name, environment.job)
-    _explain_unused(environment, checkpoint)
-    if script.outer and environment.role == contract.ROLE_SERVER and environment.index == 0:
-        _LOG.info("outer optimizer: %s", script.outer)
-    if environment.most_steps is not None:
-        script = replace(script, steps=min(script.steps, environment.most_steps))
-    _faults.install(environment, os.environ)
-    keep_output()
-    if not environment.config.trace_megabytes:
-        _instrument.keep(0)
-    show_role(environment, standby=environment.standby)
-    if script.stop_when is not None and not environment.config.evaluator:
-        raise ConfigurationError(
-            "stop_when needs evaluations, but this job has no evaluator: set spec.evaluator, or use "
-            "backstay run --evaluator"
-        )
-    stop = Stop()
-    stop.install()
-    metrics = Metrics(environment.job, ROLE_OF_LABEL[environment.role], environment.index)
-    if environment.role != contract.ROLE_WORKER and environment.checkpoint_uri is not None:
-        from ._checkpoint import open_folder
-
-        # An unknown scheme ends the job before JAX is imported and anything is compiled.
-        open_folder(environment.checkpoint_uri)
-    _share_compilations()
-    plan = script.plan(environment.config.shards, _wire_of(environment))
-    if environment.role == contract.ROLE_SERVER and environment.config.shards == 1 and not environment.standby:
-        warn_of_several(plan)
-    now = time.monotonic()
-    _LOG.debug("planned after %.2f s", now - began)
-    _instrument.record("start", now - process_age(), now)
-    if environment.role != contract.ROLE_WORKER:
-        _serve(environment, script, plan, metrics, stop)
-    from ._roles import Stopped, Worker
-
-    worker: Worker | None = None
-    try:
-        if environment.trained is None:
-            worker = Worker(environment, script, plan, metrics, stop)
-            result = worker.run()
-        else:
-            from ._roles import restored
-
-            result = restored(environment, environment.trained, script, plan, metrics)
-    except Stopped:
-        write_termination(environment.termination_log, _last_message(worker))
-        sys.exit(SIGTERM_EXIT)
-    ended = {"step": result.step, "checkpoint": result.checkpoint or "", "metrics": dict(result.metrics)}
-    ended |= _last_message(worker)
-    if result.step < script.steps and "reason" not in ended:
-        ended["reason"] = STOPPED_EARLY
-    hand_over(environment.termination_log, ended, stop)
-    _RETURNED.set()
-    return result
-
-
-def _last_message(worker: Worker | None) -> dict[str, Any]:
-    return {} if worker is None else worker.last_message
-
-
-def _wire_of(environment: Environment) -> Wire:
-    from ._update import Wire
-
-    wire = environment.config.wire
-    return Wire(wire.gradients, wire.parameters, wire.error_feedback)
-
-
-def _share_compilations() -> None:
-    """Keep short compilations in the cache too, if the environment names one. A replacement starts with them.
-
-    https://docs.jax.dev/en/latest/persistent_compilation_cache.html
-    """
-    if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        import jax
-
-        if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
-            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # type: ignore[no-untyped-call]
-        if "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES" not in os.environ:
-            jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)  # type: ignore[no-untyped-call]
-
-
-def _serve(environment: Environment, script: Script, plan: Plan, metrics: Metrics, stop: Stop) -> NoReturn:
-    if environment.role == contract.ROLE_EVALUATOR:
-        from ._roles import Evaluator, Stopped
-
-        try:
-            ended = Evaluator(environment, script, plan, metrics, stop).run()
-        except Stopped:
-            end_process(SIGTERM_EXIT)
-        write_termination(environment.termination_log, ended)
-        end_process(0)
-    from ._roles import Server
-
-    inherited = None
-    if environment.standby:
-        from ._roles import Standby
-
-        inherited = Standby(environment, script, plan, metrics, stop).run()
-        if inherited is None:
-            end_process(SIGTERM_EXIT)
-        show_role(environment)
-    end_process(Server(environment, script, plan, metrics, stop, inherited).run())
-
-
-def _fail(environment: Environment, error: Exception) -> NoReturn:
-    """End the pod: a traceback for an exception of the script, one line for an error that Backstay raised itself."""
-    # The notes that JAX adds to an exception explain its traceback, which is in the log.
-    fields = describe(error).fields()
-    if isinstance(error, BackstayError) and not isinstance(error, ConfigurationError):
-        fields.pop("traceback")
-        print(f"backstay: {environment.name}: {error}", file=sys.stderr, flush=True)
-    else:
-        sys.stderr.write(printed(error))
-    if isinstance(error, JobFailed):
-        fields |= {"reason": error.reason, "message": error.message}
-    elif _RETURNED.is_set():
-        fields["result"] = AFTER_TRAINING_FAILED
-    elif environment.role == contract.ROLE_SERVER and isinstance(error, ConfigurationError | CheckpointError):
-        # Another start would end the same way, but a failing storage may work by then.
-        if not isinstance(error, StorageError):
-            fields["result"] = "Failed"
-    elif isinstance(error, ConfigurationError) or (isinstance(error, Refused) and error.code == "INVALID_ARGUMENT"):
-        # A replacement would be refused too; whether that ends the job depends on whether the others train.
-        fields["result"] = "Refused"
-    write_termination(environment.termination_log, fields)
-    if environment.role == contract.ROLE_WORKER:
-        raise SystemExit(1) from None
-    end_process(1)

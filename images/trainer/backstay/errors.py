@@ -4,6 +4,7 @@
     * `ConfigurationError` -- an argument, a function of the script or the environment is invalid; also a `ValueError`
         * `TreeError` -- the parameters are not a pytree of arrays that can be trained
         * `BatchesEnded` -- `batches` raised StopIteration
+        * `EmptyBatch` -- `batches` returned a batch without rows
         * `OptimizerError` -- the servers cannot compute the optimizer on their shards
     * `CheckpointError` -- a checkpoint cannot be written or read, or belongs to other parameters
         * `CheckpointInUse` -- another run writes into the folder
@@ -27,6 +28,7 @@ __all__ = [
     "CheckpointInUse",
     "CheckpointOfAnotherJob",
     "ConfigurationError",
+    "EmptyBatch",
     "JobFailed",
     "OptimizerError",
     "PeerLost",
@@ -55,7 +57,13 @@ class OptimizerError(ConfigurationError):
 
 
 class BatchesEnded(ConfigurationError):  # noqa: N818  # as in "StopIteration"
-    """`batches` raised StopIteration: it must return a batch for every key. A job fails immediately, at any step."""
+    """`batches` raised StopIteration, although it must return a batch for every key. A job fails immediately, at any
+    step."""
+
+
+class EmptyBatch(ConfigurationError):  # noqa: N818
+    """`batches` returned a batch whose arrays have 0 rows. A job fails immediately, at any step, because the same key
+    has the same batch again."""
 
 
 class CheckpointError(BackstayError):
@@ -79,7 +87,7 @@ class StorageError(CheckpointError):
 
 
 class Refused(BackstayError):  # noqa: N818  # as in "connection refused"
-    """A server refused a call permanently. `code` is a gRPC status name such as ``INVALID_ARGUMENT``."""
+    """A server refused a call permanently. `code` is a name such as ``INVALID_ARGUMENT``."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(f"{message} ({code})")

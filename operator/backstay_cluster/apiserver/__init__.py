@@ -1,7 +1,7 @@
-"""The Kubernetes API in one asyncio process, in memory: the part that Kopf, our clients, kubectl and the tests use.
+"""Serves the part of the Kubernetes API that Kopf, our clients, kubectl and the tests use, from memory in one process.
 
-`tests/apiserver` replays the answers of a real kube-apiserver against it. The file
-`docs/decisions/0004-embedded-api-server.md` lists the deliberate differences.
+The tests replay the answers of a real kube-apiserver against it. The file
+`docs/decisions/0070-the-embedded-cluster.md` lists the deliberate differences.
 """
 
 from backstay_cluster.apiserver.server import ApiServer

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Final
 
-from backstay_cluster.apiserver.errors import Cause
+from backstay_cluster.apiserver.errors import StatusCause
 from backstay_cluster.apiserver.objects import Obj
 from backstay_cluster.apiserver.patch import same
 
@@ -59,7 +59,7 @@ def _celpy() -> Any:
 
 
 def _same(left: Any, right: Any) -> bool:
-    """Equality as in CEL, of values without errors: those of two types are unequal, and `true` is not 1."""
+    """Equality as in CEL of values without errors, where those of two types are unequal, and `true` is not 1."""
     if isinstance(left, dict) and isinstance(right, dict):
         return left.keys() == right.keys() and all(_same(value, right[key]) for key, value in left.items())
     if isinstance(left, list) and isinstance(right, list):
@@ -74,7 +74,7 @@ def _same(left: Any, right: Any) -> bool:
 
 
 def _compared(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any], Any]:
-    """An operator of CEL from a comparison: the result is the error of an operand, if there is one."""
+    """Makes an operator of CEL from a comparison, whose result is the error of an operand, if there is one."""
 
     def operator(left: Any, right: Any) -> Any:
         error = next((operand for operand in (left, right) if isinstance(operand, Exception)), None)
@@ -171,16 +171,16 @@ def has_rules(schema: Any) -> bool:
     return False
 
 
-class Rules:
+class CelRules:
     """The rules of one schema."""
 
     def __init__(self, schema: Obj) -> None:
         self._schema = schema
         self._with_rules: dict[int, bool] = {}
 
-    def check(self, value: Any, old: Any = None) -> list[Cause]:
+    def check(self, value: Any, old: Any = None) -> list[StatusCause]:
         """The rules that `value` breaks, as causes; `old` is the previous value of an update, or None."""
-        causes: list[Cause] = []
+        causes: list[StatusCause] = []
         self._walk(self._schema, value, old, "", causes)
         return causes
 
@@ -190,7 +190,7 @@ class Rules:
             found = self._with_rules[id(schema)] = has_rules(schema)
         return found
 
-    def _walk(self, schema: Obj, value: Any, old: Any, path: str, causes: list[Cause]) -> None:
+    def _walk(self, schema: Obj, value: Any, old: Any, path: str, causes: list[StatusCause]) -> None:
         if value is None or not self._has_rules(schema):
             return
         if old is not None and same(value, old):
@@ -210,7 +210,7 @@ class Rules:
             for at, item in enumerate(value):
                 self._walk(schema["items"], item, _counterpart(schema, item, old), f"{path}[{at}]", causes)
 
-    def _rules(self, rules: Any, schema: Obj, value: Any, old: Any, path: str, causes: list[Cause]) -> None:
+    def _rules(self, rules: Any, schema: Obj, value: Any, old: Any, path: str, causes: list[StatusCause]) -> None:
         activation: dict[str, Any] | None = None
         for rule in rules:
             text = rule["rule"]
@@ -235,7 +235,7 @@ def _counterpart(schema: Obj, item: Any, old: Any) -> Any:
     return next((o for o in old if same(o, item)), None)
 
 
-def _evaluate(rule: Obj, activation: dict[str, Any], path: str) -> Cause | None:
+def _evaluate(rule: Obj, activation: dict[str, Any], path: str) -> StatusCause | None:
     celpy = _celpy()
     text = rule["rule"]
     message = rule.get("message") or f"failed rule: {text.strip()}"
@@ -249,13 +249,15 @@ def _evaluate(rule: Obj, activation: dict[str, Any], path: str) -> Cause | None:
             message = str(program(rule["messageExpression"]).evaluate(activation)).strip() or message
     except celpy.CELEvalError as error:
         shown = _shown(activation["self"])
-        return Cause(path, "FieldValueInvalid", f'Invalid value: "{shown}": {_words(error)} evaluating rule: {message}')
+        return StatusCause(
+            path, "FieldValueInvalid", f'Invalid value: "{shown}": {_words(error)} evaluating rule: {message}'
+        )
     prefix = {
         "FieldValueForbidden": "Forbidden",
         "FieldValueRequired": "Required value",
         "FieldValueDuplicate": "Duplicate value",
     }.get(reason, "Invalid value")
-    return Cause(where.lstrip("."), reason, f"{prefix}: {message}")
+    return StatusCause(where.lstrip("."), reason, f"{prefix}: {message}")
 
 
 def _shown(value: Any) -> str:

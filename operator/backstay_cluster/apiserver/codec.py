@@ -1,6 +1,6 @@
-"""Converts bytes and objects: reads request bodies as the real server does, writes objects in a resource's version.
+"""Reads request bodies as the real server does, and writes objects in a resource's version.
 
-An object is stored once, without apiVersion and kind. Events have two groups and are stored in the core group's form.
+An object is stored once, without apiVersion and kind.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from backstay_cluster.apiserver import types
 from backstay_cluster.apiserver.errors import ApiError, WrongTypeError, bad_request, unsupported_media_type
-from backstay_cluster.apiserver.objects import Obj, encode
+from backstay_cluster.apiserver.objects import Obj
 from backstay_cluster.apiserver.protobuf import PROTOBUF, decode_protobuf
 from backstay_cluster.apiserver.resources import Resource
 from backstay_cluster.apiserver.store import Stored
@@ -25,16 +25,6 @@ _GO_MESSAGES: Final = (
     ("Extra data", "invalid character {!r} after top-level value"),
     ("Invalid control", "invalid character {!r} in string literal"),
 )
-# events.k8s.io name -> core name
-_EVENT_FIELDS: Final = {
-    "regarding": "involvedObject",
-    "note": "message",
-    "deprecatedSource": "source",
-    "deprecatedFirstTimestamp": "firstTimestamp",
-    "deprecatedLastTimestamp": "lastTimestamp",
-    "deprecatedCount": "count",
-    "reportingController": "reportingComponent",
-}
 
 
 def _integer(text: str) -> int | float:
@@ -79,17 +69,7 @@ def read_object(resource: Resource, body: bytes, content_type: str, kind: str = 
     wanted = kind or resource.kind
     if content_type == PROTOBUF:
         return decode_protobuf(body, wanted)
-    if content_type in {"application/yaml", "application/x-yaml"}:
-        import yaml
-
-        from backstay_cluster import bounded_yaml
-
-        try:
-            documents = bounded_yaml.load_all(body)
-        except (yaml.YAMLError, ValueError) as error:
-            raise _unrecognized(wanted, f"yaml: {error}") from None
-        value = documents[0] if documents else None
-    elif content_type in {"application/json", ""}:
+    if content_type in {"application/json", ""}:
         try:
             value = parse_json(body)
         except ValueError as error:
@@ -97,7 +77,7 @@ def read_object(resource: Resource, body: bytes, content_type: str, kind: str = 
     else:
         raise unsupported_media_type(
             "the body of the request was in an unknown format - accepted media types include: application/json, "
-            "application/yaml, application/vnd.kubernetes.protobuf"
+            "application/vnd.kubernetes.protobuf"
         )
     if not isinstance(value, dict):
         raise _unrecognized(
@@ -154,43 +134,16 @@ def check_version(obj: Obj, kind: str, version: str) -> None:
         )
 
 
-def to_storage(resource: Resource, obj: Obj) -> Obj:
-    """Convert from the form of the resource's version to the stored one."""
-    if resource.group != "events.k8s.io":
-        return obj
-    return {_EVENT_FIELDS.get(k, k): v for k, v in obj.items()}
-
-
-def from_storage(resource: Resource, obj: Obj) -> Obj:
-    """Convert from the stored form to that of the resource's version; without apiVersion and kind."""
-    if resource.group != "events.k8s.io":
-        return obj
-    back = {core: name for name, core in _EVENT_FIELDS.items()}
-    return {back.get(k, k): v for k, v in obj.items()}
-
-
 def full(resource: Resource, obj: Obj) -> Obj:
     """The object in the form for clients."""
-    return {"kind": resource.kind, "apiVersion": resource.group_version, **from_storage(resource, obj)}
-
-
-def body_bytes(resource: Resource, stored: Stored) -> bytes:
-    """The object's JSON without kind and apiVersion, computed once for each version of the object."""
-    if resource.group != "events.k8s.io":
-        return stored.body
-    if stored.views is None:
-        stored.views = {}
-    view = stored.views.get("events")
-    if view is None:
-        view = stored.views["events"] = encode(from_storage(resource, stored.obj))
-    return view
+    return {"kind": resource.kind, "apiVersion": resource.group_version, **obj}
 
 
 def head(resource: Resource) -> bytes:
-    """The start of an object's JSON, which is followed by `body_bytes` without its first brace."""
+    """The start of an object's JSON, which is followed by the stored bytes without its first brace."""
     return b'{"kind":"%s","apiVersion":"%s",' % (resource.kind.encode(), resource.group_version.encode())
 
 
 def full_bytes(resource: Resource, stored: Stored) -> bytes:
     """The object's JSON in the form for clients."""
-    return head(resource) + body_bytes(resource, stored)[1:]
+    return head(resource) + stored.body[1:]

@@ -1,11 +1,11 @@
-"""Custom types: the schema and the rules of a definition's version, prepared for use in every request."""
+"""Prepares the schema and the rules of a definition's version for use in every request."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
 from backstay_cluster.apiserver import cel, types
-from backstay_cluster.apiserver.errors import Cause, bad_request, invalid_value, required
+from backstay_cluster.apiserver.errors import StatusCause, bad_request, invalid_value, required
 from backstay_cluster.apiserver.objects import Obj, copy, dig, show_go
 from backstay_cluster.apiserver.resources import Resource
 from backstay_cluster.apiserver.strategy import Strategy
@@ -30,7 +30,7 @@ class CustomType:
         if version.get("deprecated"):
             text = f"{resource.group_version} {resource.kind} is deprecated"
             self.warning = version.get("deprecationWarning") or text
-        self._rules = cel.Rules(self.schema)
+        self._rules = cel.CelRules(self.schema)
 
     def decode(self, obj: Obj) -> tuple[Obj, list[str]]:
         """The object without fields that are not in the schema, and the paths of these fields.
@@ -64,10 +64,10 @@ class CustomType:
         clean.pop("kind", None)
         return clean, unknown
 
-    def validate(self, obj: Obj, old: Obj | None, *, status: bool = False) -> list[Cause]:
+    def validate(self, obj: Obj, old: Obj | None, *, status: bool = False) -> list[StatusCause]:
         """The errors of an object; with `status`, of an object after a write to its status."""
         wrong = obj.get(_WRONG_KIND)
-        causes: list[Cause] = []
+        causes: list[StatusCause] = []
         if wrong:
             causes.append(invalid_value("kind", wrong, f"must be {self.resource.kind}"))
         validator = Validator()
@@ -96,8 +96,8 @@ class CustomType:
         shown = {k: data[k] for k in ("name", "generateName") if k in data}
         return {**{k: v for k, v in obj.items() if k != _WRONG_KIND}, "metadata": shown}
 
-    def _scale_causes(self, obj: Obj) -> list[Cause]:
-        causes: list[Cause] = []
+    def _scale_causes(self, obj: Obj) -> list[StatusCause]:
+        causes: list[StatusCause] = []
         for name in ("specReplicasPath", "statusReplicasPath") if self.scale else ():
             path = (self.scale or {}).get(name, "")
             value = dig(obj, *path.lstrip(".").split("."))
@@ -135,10 +135,10 @@ class CustomStrategy(Strategy):
         if _WRONG_KIND not in obj:
             default(self.custom.schema, obj)
 
-    def validate(self, obj: Obj, old: Obj | None) -> list[Cause]:
+    def validate(self, obj: Obj, old: Obj | None) -> list[StatusCause]:
         if not obj.get("metadata"):
             return [required("metadata")]
         return self.custom.validate(obj, old)
 
-    def validate_status(self, obj: Obj, old: Obj) -> list[Cause]:
+    def validate_status(self, obj: Obj, old: Obj) -> list[StatusCause]:
         return self.custom.validate(obj, old, status=True)

@@ -1,4 +1,4 @@
-"""CustomResourceDefinitions: checked, accepted, and turned into resources that the server serves."""
+"""Checks and accepts CustomResourceDefinitions, and turns them into resources that the server serves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from backstay_cluster.apiserver import cel
 from backstay_cluster.apiserver.custom import CustomStrategy, CustomType
-from backstay_cluster.apiserver.errors import Cause, forbidden_field, invalid_value, not_supported, required
+from backstay_cluster.apiserver.errors import StatusCause, forbidden_field, invalid_value, not_supported, required
 from backstay_cluster.apiserver.objects import Obj, dig, now
 from backstay_cluster.apiserver.resources import Resource
 from backstay_cluster.apiserver.strategy import Strategy
@@ -49,7 +49,7 @@ class DefinitionStrategy(Strategy):
             names_none = {"plural": "", "kind": ""}
             obj["status"] = {"conditions": None, "acceptedNames": names_none, "storedVersions": stored}
 
-    def validate(self, obj: Obj, old: Obj | None) -> list[Cause]:
+    def validate(self, obj: Obj, old: Obj | None) -> list[StatusCause]:
         spec, causes = obj["spec"], []
         names, group = spec["names"], spec.get("group")
         for name, value in (("spec.group", group), ("spec.scope", spec.get("scope"))):
@@ -98,7 +98,7 @@ class DefinitionStrategy(Strategy):
         return {**obj, "metadata": data, "status": status}
 
 
-def _structural(schema: Any, path: str, causes: list[Cause], *, root: bool = False) -> None:
+def _structural(schema: Any, path: str, causes: list[StatusCause], *, root: bool = False) -> None:
     if not isinstance(schema, dict):
         causes.append(invalid_value(path, schema, "must be a schema"))
         return
@@ -118,7 +118,7 @@ def _structural(schema: Any, path: str, causes: list[Cause], *, root: bool = Fal
         causes.append(required(f"{path}.items", "must be specified"))
     if schema.get("properties") and schema.get("additionalProperties"):
         text = "additionalProperties and properties are mutual exclusive"
-        causes.append(Cause(f"{path}.additionalProperties", "FieldValueForbidden", f"Forbidden: {text}"))
+        causes.append(StatusCause(f"{path}.additionalProperties", "FieldValueForbidden", f"Forbidden: {text}"))
     if schema.get("pattern"):
         try:
             re.compile(schema["pattern"])
@@ -152,8 +152,8 @@ def _without_int_or_string(schema: Obj) -> Obj:
     return schema
 
 
-def _value_validations(schema: Obj, path: str, causes: list[Cause]) -> None:
-    """Schemas in allOf, anyOf, oneOf and not only restrict values: they do not declare types or defaults.
+def _value_validations(schema: Obj, path: str, causes: list[StatusCause]) -> None:
+    """Schemas in allOf, anyOf, oneOf and not only restrict values, and do not declare types or defaults.
 
     https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/
     """
@@ -165,7 +165,7 @@ def _value_validations(schema: Obj, path: str, causes: list[Cause]) -> None:
             _only_restricts(part, here, causes)
 
 
-def _only_restricts(part: Obj, path: str, causes: list[Cause]) -> None:
+def _only_restricts(part: Obj, path: str, causes: list[StatusCause]) -> None:
     causes += [
         forbidden_field(f"{path}.{name}", f"must be {wanted} to be structural")
         for name, wanted in _NOT_IN_JUNCTORS.items()
@@ -234,7 +234,6 @@ class Definitions:
                 verbs=("delete", "deletecollection", "get", "list", "patch", "create", "update", "watch"),
                 status="status" in parts,
                 scale="scale" in parts,
-                storage=(group, names["plural"]),
                 list_kind=names.get("listKind", ""),
                 custom=True,
                 generation=True,

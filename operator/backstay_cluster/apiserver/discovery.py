@@ -1,4 +1,4 @@
-"""Discovery: the documents that list the resources for clients, in the old form and the aggregated one."""
+"""Lists the resources for clients in discovery documents, in the old form and the aggregated one."""
 
 from __future__ import annotations
 
@@ -88,9 +88,8 @@ def resources(registry: Registry, group_name: str, version: str) -> Obj:
             entry["shortNames"] = list(resource.short_names)
         if resource.categories:
             entry["categories"] = list(resource.categories)
-        if "get" in resource.verbs:
-            seed = f"{resource.group}/{resource.version}/{resource.kind}".encode()
-            entry["storageVersionHash"] = base64.b64encode(hashlib.sha256(seed).digest()[:8]).decode()
+        seed = f"{resource.group}/{resource.version}/{resource.kind}".encode()
+        entry["storageVersionHash"] = base64.b64encode(hashlib.sha256(seed).digest()[:8]).decode()
         listed.append(entry)
         for name, sub_group, sub_version, kind, verbs in sorted(_subresources(resource), key=lambda s: s[0] == "scale"):
             sub: Obj = {"name": f"{resource.plural}/{name}", "singularName": "", "namespaced": resource.namespaced}
@@ -123,7 +122,7 @@ def _discovered(resource: Resource) -> Obj:
 
 
 def aggregated(registry: Registry, *, core: bool) -> Obj:
-    """`/api` (core) or `/apis` in the aggregated form: all resources in one document."""
+    """Returns `/api` (core) or `/apis` in the aggregated form, with all resources in one document."""
     items: list[Obj] = []
     for name in [""] if core else registry.groups():
         listed = []

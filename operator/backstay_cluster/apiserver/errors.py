@@ -11,7 +11,7 @@ from backstay_cluster.apiserver.objects import Obj
 
 
 @dataclass(frozen=True)
-class Cause:
+class StatusCause:
     """One error in a field of an object (metav1.StatusCause)."""
 
     field: str
@@ -23,29 +23,29 @@ class Cause:
         return {"reason": self.reason, "message": self.message, "field": self.field}
 
 
-def required(field: str, detail: str = "") -> Cause:
+def required(field: str, detail: str = "") -> StatusCause:
     """A required field that is missing."""
-    return Cause(field, "FieldValueRequired", "Required value" + (f": {detail}" if detail else ""))
+    return StatusCause(field, "FieldValueRequired", "Required value" + (f": {detail}" if detail else ""))
 
 
-def invalid_value(field: str, value: Any, detail: str) -> Cause:
+def invalid_value(field: str, value: Any, detail: str) -> StatusCause:
     """A field whose value breaks a rule; `value` is printed as in Go's validation."""
-    return Cause(field, "FieldValueInvalid", f"Invalid value: {show(value)}: {detail}")
+    return StatusCause(field, "FieldValueInvalid", f"Invalid value: {show(value)}: {detail}")
 
 
-def forbidden_field(field: str, detail: str) -> Cause:
+def forbidden_field(field: str, detail: str) -> StatusCause:
     """A field that may not be set or changed."""
-    return Cause(field, "FieldValueForbidden", f"Forbidden: {detail}")
+    return StatusCause(field, "FieldValueForbidden", f"Forbidden: {detail}")
 
 
-def not_supported(field: str, value: Any, supported: list[str]) -> Cause:
+def not_supported(field: str, value: Any, supported: list[str]) -> StatusCause:
     """A field whose value is not one of the supported values."""
     listed = ", ".join(show(v) for v in supported)
-    return Cause(field, "FieldValueNotSupported", f"Unsupported value: {show(value)}: supported values: {listed}")
+    return StatusCause(field, "FieldValueNotSupported", f"Unsupported value: {show(value)}: supported values: {listed}")
 
 
 def show(value: Any) -> str:
-    """A value in the form of field errors: strings quoted, objects as JSON."""
+    """Returns a value in the form of field errors, with strings quoted and objects as JSON."""
     import json
 
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
@@ -95,13 +95,13 @@ def qualified(group: str, plural: str) -> str:
 
 
 def not_found(group: str, plural: str, name: str) -> ApiError:
-    """404: the object does not exist."""
+    """The error 404 for an object that does not exist."""
     text = f'{qualified(group, plural)} "{name}" not found'
     return ApiError(404, "NotFound", text, details=_details(group, plural, name))
 
 
 def already_exists(group: str, plural: str, name: str) -> ApiError:
-    """409: an object of that name exists."""
+    """The error 409 for a name that an object has already."""
     text = f'{qualified(group, plural)} "{name}" already exists'
     return ApiError(409, "AlreadyExists", text, details=_details(group, plural, name))
 
@@ -110,13 +110,13 @@ STALE = "the object has been modified; please apply your changes to the latest v
 
 
 def conflict(group: str, plural: str, name: str, why: str = STALE) -> ApiError:
-    """409: the request was made for another version of the object."""
+    """The error 409 for a request that was made for another version of the object."""
     text = f'Operation cannot be fulfilled on {qualified(group, plural)} "{name}": {why}'
     return ApiError(409, "Conflict", text, details=_details(group, plural, name))
 
 
-def invalid(group: str, kind: str, name: str, causes: list[Cause]) -> ApiError:
-    """422: the object breaks rules; one cause for each."""
+def invalid(group: str, kind: str, name: str, causes: list[StatusCause]) -> ApiError:
+    """The error 422 for an object that breaks rules, with one cause for each."""
     texts = [f"{c.field}: {c.message}" for c in causes]
     listed = texts[0] if len(texts) == 1 else "[" + ", ".join(texts) + "]"
     text = f'{qualified(group, kind)} "{name}" is invalid: {listed}'
@@ -124,7 +124,8 @@ def invalid(group: str, kind: str, name: str, causes: list[Cause]) -> ApiError:
 
 
 class WrongTypeError(ApiError):
-    """400: a field of a built-in type has another type in the object. In a patch, the real server answers with 422.
+    """The error 400 for a field of a built-in type that has another type in the object. In a patch, the real server
+    answers with 422.
 
     Attributes:
         cause: names the field and both types.
@@ -140,7 +141,7 @@ def bad_request(message: str) -> ApiError:
     return ApiError(400, "BadRequest", message)
 
 
-def forbidden(group: str, plural: str, name: str, why: str, causes: list[Cause] | None = None) -> ApiError:
+def forbidden(group: str, plural: str, name: str, why: str, causes: list[StatusCause] | None = None) -> ApiError:
     """The error with status 403."""
     text = f'{qualified(group, plural)} "{name}" is forbidden: {why}'
     details = _details(group, plural, name, causes=[c.json() for c in causes or []])
@@ -148,7 +149,7 @@ def forbidden(group: str, plural: str, name: str, why: str, causes: list[Cause] 
 
 
 def unauthorized() -> ApiError:
-    """401: no token, or an invalid one."""
+    """The error 401 for a missing or invalid token."""
     return ApiError(401, "Unauthorized", "Unauthorized")
 
 
@@ -165,12 +166,12 @@ def unsupported_media_type(message: str, *, details: Obj | None = None) -> ApiEr
 
 
 def expired(message: str) -> ApiError:
-    """410: the requested history no longer exists; the client must list again."""
+    """The error 410 for a history that no longer exists, so that the client must list again."""
     return ApiError(410, "Expired", message)
 
 
 def too_large_resource_version(requested: int, current: int) -> ApiError:
-    """504: the caller has a version that is newer than this server's, because the server was restarted."""
+    """The error 504 for a version that is newer than this server's, because the server was restarted."""
     details = {
         "causes": [{"reason": "ResourceVersionTooLarge", "message": "Too large resource version"}],
         "retryAfterSeconds": 1,
@@ -181,5 +182,5 @@ def too_large_resource_version(requested: int, current: int) -> ApiError:
 
 
 def rejected_patch() -> ApiError:
-    """422 without a name: the real server's answer to a JSON patch that cannot be applied."""
+    """The error 422 without a name, which the real server sends for a JSON patch that cannot be applied."""
     return ApiError(422, "Invalid", "the server rejected our request due to an error in our request", details={})

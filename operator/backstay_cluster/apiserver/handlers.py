@@ -1,4 +1,4 @@
-"""The verbs of the API over HTTP: converts a request to an operation of `rest`, and its result to bytes."""
+"""Converts a request of each verb over HTTP to an operation of `rest`, and its result to bytes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Call:
 
 
 @dataclass
-class Answer:
+class ApiAnswer:
     """One response."""
 
     body: bytes
@@ -64,14 +64,14 @@ class Handlers:
 
     # Reading
 
-    def get(self, target: Target, call: Call) -> Answer:
+    def get(self, target: Target, call: Call) -> ApiAnswer:
         """One object."""
         form = request.accepted(call.accept)
         requested = request.version_option(call.query)
         if requested and requested > self.api.store.version:
             raise too_large_resource_version(requested, self.api.store.version)
         stored = self.api.get(target.resource, self.key(target))
-        return Answer(self.render(target.resource, stored, form, call.query))
+        return ApiAnswer(self.render(target.resource, stored, form, call.query))
 
     def matcher(self, target: Target, query: Mapping[str, str]) -> selectors.Matcher | None:
         """The selection of a list, a watch or a delete of a collection."""
@@ -82,7 +82,7 @@ class Handlers:
             fields = ",".join(filter(None, (fields, f"metadata.name={target.name}")))
         return selectors.matcher(resource.storage, query.get("labelSelector", ""), fields, selectable)
 
-    def collection(self, target: Target, call: Call) -> Answer:
+    def collection(self, target: Target, call: Call) -> ApiAnswer:
         """The selected objects."""
         form, query = request.accepted(call.accept), call.query
         limit = request.number(query, "limit") or 0
@@ -100,7 +100,7 @@ class Handlers:
             token=query.get("continue", ""),
             selector=query.get("labelSelector", "") + query.get("fieldSelector", ""),
         )
-        return Answer(self.render_list(target.resource, page, form, query))
+        return ApiAnswer(self.render_list(target.resource, page, form, query))
 
     def render(self, resource: Resource, stored: Stored, form: request.Form, query: Mapping[str, str]) -> bytes:
         """One object in the requested form."""
@@ -117,7 +117,7 @@ class Handlers:
         """The function with which a watch writes objects of the resource."""
         if form == "object":
             head = codec.head(resource)
-            return lambda stored: head + codec.body_bytes(resource, stored)[1:]
+            return lambda stored: head + stored.body[1:]
         if form == "metadata":
             return lambda stored: encode(_partial(stored))
         columns = self.custom(resource).columns if resource.custom else None
@@ -138,7 +138,7 @@ class Handlers:
             kind = "PartialObjectMetadataList"
             return encode({"kind": kind, "apiVersion": "meta.k8s.io/v1", "metadata": data, "items": items})
         head = codec.head(resource) if resource.custom else b"{"  # items of built-in lists have no kind
-        items_bytes = b",".join([head + codec.body_bytes(resource, s)[1:] for s in page.items])
+        items_bytes = b",".join([head + s.body[1:] for s in page.items])
         start = encode({"kind": resource.list_kind, "apiVersion": resource.group_version, "metadata": data})
         return start[:-1] + b',"items":[' + items_bytes + b"]}"
 
@@ -149,15 +149,15 @@ class Handlers:
 
     # Writing
 
-    def create(self, target: Target, call: Call) -> Answer:
+    def create(self, target: Target, call: Call) -> ApiAnswer:
         """Create an object."""
         resource = target.resource
         obj = codec.read_object(resource, call.body, call.content_type)
         clean, warnings = self._decode(resource, obj, call)
         stored = self.api.create(resource, target.namespace or "", clean, dry_run=request.dry_run(call.query))
-        return Answer(self._written(resource, stored, call), 201, warnings)
+        return ApiAnswer(self._written(resource, stored, call), 201, warnings)
 
-    def replace(self, target: Target, call: Call) -> Answer:
+    def replace(self, target: Target, call: Call) -> ApiAnswer:
         """Replace an object, or its status."""
         resource = target.resource
         obj = codec.read_object(resource, call.body, call.content_type)
@@ -166,9 +166,9 @@ class Handlers:
         stored = self.api.update(
             resource, self.key(target), clean, part=_part(target), dry_run=request.dry_run(call.query)
         )
-        return Answer(self._written(resource, stored, call), 200 if existed else 201, warnings)
+        return ApiAnswer(self._written(resource, stored, call), 200 if existed else 201, warnings)
 
-    def patch(self, target: Target, call: Call) -> Answer:
+    def patch(self, target: Target, call: Call) -> ApiAnswer:
         """Change an object, or its status."""
         resource, key = target.resource, self.key(target)
         self.check_patch_type(resource, call.content_type)
@@ -181,7 +181,7 @@ class Handlers:
         except WrongTypeError as error:
             raise invalid("", "", "", [invalid_value("patch", change, str(error.cause))]) from None
         stored = self.api.update(resource, key, clean, part=_part(target), dry_run=request.dry_run(call.query))
-        return Answer(self._written(resource, stored, call), 200, warnings)
+        return ApiAnswer(self._written(resource, stored, call), 200, warnings)
 
     @staticmethod
     def read_patch(call: Call) -> Any:
@@ -240,7 +240,6 @@ class Handlers:
             clean, unknown = self.custom(resource).decode(obj)
         else:
             clean, unknown = codec.decode_builtin(resource, obj)
-            clean = codec.to_storage(resource, clean)
         if not unknown or validation == "Ignore":
             return clean, []
         texts = [f'unknown field "{path}"' for path in unknown]
@@ -257,17 +256,17 @@ class Handlers:
 
     # Deleting
 
-    def delete(self, target: Target, call: Call) -> Answer:
+    def delete(self, target: Target, call: Call) -> ApiAnswer:
         """Delete an object, or mark it as being deleted."""
         resource, key = target.resource, self.key(target)
         stored, gone = self.api.delete(resource, key, self.delete_options(call))
         if gone and not self.api.strategy(resource).returns_deleted:
             details = {"name": target.name, "group": resource.group, "kind": resource.plural}
             details["uid"] = stored.obj["metadata"]["uid"]
-            return Answer(encode(success({k: v for k, v in details.items() if v})))
-        return Answer(self.render(resource, stored, request.accepted(call.accept), call.query))
+            return ApiAnswer(encode(success({k: v for k, v in details.items() if v})))
+        return ApiAnswer(self.render(resource, stored, request.accepted(call.accept), call.query))
 
-    def delete_collection(self, target: Target, call: Call) -> Answer:
+    def delete_collection(self, target: Target, call: Call) -> ApiAnswer:
         """Delete or mark all selected objects; the answer lists them in their previous state."""
         resource = target.resource
         options = self.delete_options(call)
@@ -275,7 +274,7 @@ class Handlers:
         for stored in page.items:
             if self.api.find(resource, stored.key) is not None:  # an earlier deletion may have deleted it too
                 self.api.delete(resource, stored.key, options)
-        return Answer(self.render_list(resource, page, request.accepted(call.accept), call.query))
+        return ApiAnswer(self.render_list(resource, page, request.accepted(call.accept), call.query))
 
     @staticmethod
     def delete_options(call: Call) -> DeleteOptions:
@@ -323,46 +322,23 @@ class Handlers:
             dry_run=request.dry_run(query, body),
         )
 
-    # Reviews
-
-    def review(self, target: Target, call: Call) -> Answer:
-        """Access reviews: a client with the token may do everything."""
-        resource = target.resource
-        obj = codec.read_object(resource, call.body, call.content_type)
-        clean, _ = codec.decode_builtin(resource, obj)
-        clean.setdefault("metadata", {})
-        user = {"username": "kubernetes-admin", "groups": ["system:masters", "system:authenticated"]}
-        if resource.kind == "SelfSubjectRulesReview":
-            rule = {"verbs": ["*"], "apiGroups": ["*"], "resources": ["*"]}
-            paths = {"verbs": ["*"], "nonResourceURLs": ["*"]}
-            clean["status"] = {"resourceRules": [rule], "nonResourceRules": [paths], "incomplete": False}
-        elif resource.kind == "SelfSubjectReview":
-            clean["status"] = {"userInfo": user}
-        else:
-            clean["status"] = {"allowed": True, "reason": "the token of this cluster allows everything"}
-        return Answer(encode(codec.full(resource, clean)), 201)
-
-    def dispatch(self, target: Target, call: Call) -> Answer:
+    def dispatch(self, target: Target, call: Call) -> ApiAnswer:
         """Answer a request for objects (watches and other subresources than status are served elsewhere).
 
         Raises:
             ApiError: the error of the request.
         """
-        verbs = target.resource.verbs
         if call.method == "GET":
-            if target.name and "get" in verbs:
-                return self.get(target, call)
-            if "list" in verbs:
-                return self.collection(target, call)
-        elif call.method == "POST" and not target.name and "create" in verbs:
+            return self.get(target, call) if target.name else self.collection(target, call)
+        if call.method == "POST" and not target.name:
             if target.resource.namespaced and target.namespace is None:
                 raise method_not_allowed()
-            return self.create(target, call) if "get" in verbs else self.review(target, call)
-        elif call.method == "PUT" and target.name and "update" in verbs:
+            return self.create(target, call)
+        if call.method == "PUT" and target.name:
             return self.replace(target, call)
-        elif call.method == "PATCH" and target.name and "patch" in verbs:
+        if call.method == "PATCH" and target.name:
             return self.patch(target, call)
-        elif call.method == "DELETE" and not target.subresource and "delete" in verbs:
+        if call.method == "DELETE" and not target.subresource:
             if target.name:
                 return self.delete(target, call)
             if target.namespace is not None or not target.resource.namespaced:

@@ -8,10 +8,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from backstay_cluster.apiserver import metadata
-from backstay_cluster.apiserver.errors import Cause, forbidden, forbidden_field, invalid_value, not_supported, required
+from backstay_cluster.apiserver.errors import (
+    StatusCause,
+    forbidden,
+    forbidden_field,
+    invalid_value,
+    not_supported,
+    required,
+)
 from backstay_cluster.apiserver.objects import Obj
-from backstay_cluster.apiserver.pod_rules import check_spec
-from backstay_cluster.apiserver.pods import PodStrategy, default_spec
+from backstay_cluster.apiserver.pods import PodStrategy
 from backstay_cluster.apiserver.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -49,7 +55,7 @@ class NamespaceStrategy(Strategy):
         accounts = self._api.registry.must("", "serviceaccounts")
         self._api.create(accounts, obj["metadata"]["name"], {"metadata": {"name": "default"}})
 
-    def validate(self, obj: Obj, old: Obj | None) -> list[Cause]:
+    def validate(self, obj: Obj, old: Obj | None) -> list[StatusCause]:
         return []
 
 
@@ -61,32 +67,32 @@ class SecretStrategy(Strategy):
             obj.setdefault("data", {})[key] = base64.b64encode(text.encode()).decode()
         obj.setdefault("type", "Opaque")
 
-    def validate(self, obj: Obj, old: Obj | None) -> list[Cause]:
+    def validate(self, obj: Obj, old: Obj | None) -> list[StatusCause]:
         causes = _immutable_data(obj, old)
         causes += _data_keys(obj.get("data") or {}, "data")
         if old is not None and obj["type"] != old.get("type"):
             causes.append(invalid_value("type", obj["type"], "field is immutable"))
         size = sum(len(v) * 3 // 4 for v in (obj.get("data") or {}).values())
         if size > 1024 * 1024:
-            causes.append(Cause("data", "FieldValueTooLong", "Too long: may not be more than 1048576 bytes"))
+            causes.append(StatusCause("data", "FieldValueTooLong", "Too long: may not be more than 1048576 bytes"))
         return causes
 
 
 class ConfigMapStrategy(Strategy):
     """Keys are file names; an immutable ConfigMap does not change."""
 
-    def validate(self, obj: Obj, old: Obj | None) -> list[Cause]:
+    def validate(self, obj: Obj, old: Obj | None) -> list[StatusCause]:
         causes = _immutable_data(obj, old)
         data, binary = obj.get("data") or {}, obj.get("binaryData") or {}
         causes += _data_keys(data, "data") + _data_keys(binary, "binaryData")
         for key in sorted(data.keys() & binary.keys()):
             causes.append(invalid_value(f"binaryData[{key}]", key, "duplicate of key present in data"))
         if sum(len(v.encode()) for v in (*data.values(), *binary.values())) > 1024 * 1024:
-            causes.append(Cause("", "FieldValueTooLong", "Too long: may not be more than 1048576 bytes"))
+            causes.append(StatusCause("", "FieldValueTooLong", "Too long: may not be more than 1048576 bytes"))
         return causes
 
 
-def _immutable_data(obj: Obj, old: Obj | None) -> list[Cause]:
+def _immutable_data(obj: Obj, old: Obj | None) -> list[StatusCause]:
     if old is None or not old.get("immutable"):
         return []
     causes = []
@@ -100,7 +106,7 @@ def _immutable_data(obj: Obj, old: Obj | None) -> list[Cause]:
     return causes
 
 
-def _data_keys(data: Obj, path: str) -> list[Cause]:
+def _data_keys(data: Obj, path: str) -> list[StatusCause]:
     import re
 
     causes = []
@@ -174,9 +180,9 @@ class ServiceStrategy(Strategy):
     def deleted(self, obj: Obj) -> None:
         self.taken.pop(obj["spec"].get("clusterIP", ""), None)
 
-    def validate(self, obj: Obj, old: Obj | None) -> list[Cause]:
+    def validate(self, obj: Obj, old: Obj | None) -> list[StatusCause]:
         spec = obj["spec"]
-        causes: list[Cause] = []
+        causes: list[StatusCause] = []
         kinds = ["ClusterIP", "ExternalName", "LoadBalancer", "NodePort"]
         if spec["type"] not in kinds:
             causes.append(not_supported("spec.type", spec["type"], kinds))
@@ -196,7 +202,7 @@ class ServiceStrategy(Strategy):
             causes += self._check_address(address)
         return causes
 
-    def _check_address(self, address: str) -> list[Cause]:
+    def _check_address(self, address: str) -> list[StatusCause]:
         path, shown = "spec.clusterIPs[0]", address
         try:
             inside = ipaddress.ip_address(address) in self.network
@@ -211,8 +217,8 @@ class ServiceStrategy(Strategy):
         return []
 
     @staticmethod
-    def _ports(ports: list[Obj]) -> list[Cause]:
-        causes: list[Cause] = []
+    def _ports(ports: list[Obj]) -> list[StatusCause]:
+        causes: list[StatusCause] = []
         names: set[str] = set()
         numbers: set[tuple[int, str]] = set()
         for at, port in enumerate(ports):
@@ -222,13 +228,15 @@ class ServiceStrategy(Strategy):
             elif port.get("name"):
                 causes += [invalid_value(f"{path}.name", port["name"], t) for t in metadata.label(port["name"])]
                 if port["name"] in names:
-                    causes.append(Cause(f"{path}.name", "FieldValueDuplicate", f'Duplicate value: "{port["name"]}"'))
+                    causes.append(
+                        StatusCause(f"{path}.name", "FieldValueDuplicate", f'Duplicate value: "{port["name"]}"')
+                    )
                 names.add(port["name"])
             if number is None or not 1 <= number <= 65535:
                 causes.append(invalid_value(f"{path}.port", number or 0, "must be between 1 and 65535, inclusive"))
             elif (number, port["protocol"]) in numbers:
                 text = f'Duplicate value: {{"protocol":"{port["protocol"]}","port":{number}}}'
-                causes.append(Cause(path, "FieldValueDuplicate", text))
+                causes.append(StatusCause(path, "FieldValueDuplicate", text))
             else:
                 numbers.add((number, port["protocol"]))
             if port["protocol"] not in {"TCP", "UDP", "SCTP"}:
@@ -255,7 +263,7 @@ class EventStrategy(Strategy):
         obj.setdefault("reportingComponent", "")
         obj.setdefault("reportingInstance", "")
 
-    def validate(self, obj: Obj, old: Obj | None) -> list[Cause]:
+    def validate(self, obj: Obj, old: Obj | None) -> list[StatusCause]:
         namespace = obj["metadata"].get("namespace")
         about = (obj.get("involvedObject") or {}).get("namespace", "")
         if about == "" and namespace in {"default", "kube-system"}:
@@ -272,17 +280,6 @@ class EventStrategy(Strategy):
         every.sort(key=lambda s: s.version)
         for stored in every[: _EVENT_LIMIT // 8]:  # many at the same time, so that sorting is rare
             self._api.remove(self.resource, stored.key)
-
-
-class RbacStrategy(Strategy):
-    """Names of RBAC objects are path segments, such as `system:node`."""
-
-    name_rule = staticmethod(metadata.path_segment)
-    returns_deleted = False
-
-    def default(self, obj: Obj) -> None:
-        if self.resource.kind in {"Role", "ClusterRole"}:
-            obj.setdefault("rules", [])
 
 
 class ReturnedStrategy(Strategy):
@@ -317,26 +314,6 @@ class NodeStrategy(Strategy):
         obj.setdefault("status", {})
 
 
-class DeploymentStrategy(Strategy):
-    """The chart's Deployment can be stored and read; no controller runs it."""
-
-    def default(self, obj: Obj) -> None:
-        spec = obj.setdefault("spec", {})
-        obj.setdefault("status", {})
-        template = spec.get("template")
-        spec.setdefault("replicas", 1)
-        if isinstance(template, dict):
-            template.setdefault("metadata", {})
-            if isinstance(template.get("spec"), dict):
-                default_spec(template["spec"])
-
-    def validate(self, obj: Obj, old: Obj | None) -> list[Cause]:
-        template = obj["spec"].get("template")
-        if not isinstance(template, dict):
-            return []
-        return check_spec(template.get("spec") or {}, "spec.template.spec")
-
-
 def install(api: Api, network: str) -> None:
     """Add the rules of the built-in kinds to `api`; Services get addresses of `network`."""
     api.use(("", "namespaces"), partial(NamespaceStrategy, api))
@@ -348,10 +325,6 @@ def install(api: Api, network: str) -> None:
     api.use(("", "nodes"), NodeStrategy)
     api.use(("", "serviceaccounts"), ReturnedStrategy)
     api.use(("", "persistentvolumeclaims"), ClaimStrategy)
-    api.use(("", "persistentvolumes"), ReturnedStrategy)
     api.use(("coordination.k8s.io", "leases"), LeaseStrategy)
-    for plural in ("roles", "rolebindings", "clusterroles", "clusterrolebindings"):
-        api.use(("rbac.authorization.k8s.io", plural), RbacStrategy)
-    api.use(("apps", "deployments"), DeploymentStrategy)
     for namespace in ("default", "kube-system"):
         api.create(api.registry.must("", "namespaces"), "", {"metadata": {"name": namespace}})

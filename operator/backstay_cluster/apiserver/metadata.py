@@ -1,4 +1,4 @@
-"""The rules of ObjectMeta for every kind: names, labels, annotations and owners."""
+"""Checks the names, labels, annotations and owners of ObjectMeta for every kind."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Final
 
-from backstay_cluster.apiserver.errors import Cause, invalid_value, required
+from backstay_cluster.apiserver.errors import StatusCause, invalid_value, required
 from backstay_cluster.apiserver.objects import Obj
 from backstay_cluster.apiserver.selectors import LABEL_NAME, LABEL_VALUE
 
@@ -59,13 +59,6 @@ def label_1035(name: str) -> list[str]:
     return found
 
 
-def path_segment(name: str) -> list[str]:
-    """The errors of `name` as one segment of a path (the names of RBAC objects)."""
-    if name in {".", ".."}:
-        return [f"may not be '{name}'"]
-    return [f"may not contain '{c}'" for c in "/%" if c in name]
-
-
 def generate_name(prefix: str) -> str:
     """`prefix` and five random characters, at most 63 characters in total."""
     return prefix[:58] + "".join(random.choices(_SUFFIX, k=5))  # noqa: S311  # not a secret
@@ -93,9 +86,9 @@ def qualified_name(key: str) -> list[str]:
     return found
 
 
-def check_labels(labels: Any, path: str) -> list[Cause]:
+def check_labels(labels: Any, path: str) -> list[StatusCause]:
     """The errors of a map of labels at `path`, as causes."""
-    causes: list[Cause] = []
+    causes: list[StatusCause] = []
     for key, value in (labels or {}).items():
         causes += [invalid_value(path, key, text) for text in qualified_name(key)]
         if len(value) > 63:
@@ -113,9 +106,9 @@ def check_labels(labels: Any, path: str) -> list[Cause]:
     return causes
 
 
-def check(data: Obj, rule: NameRule) -> list[Cause]:
+def check(data: Obj, rule: NameRule) -> list[StatusCause]:
     """The errors of an object's metadata, as causes."""
-    causes: list[Cause] = []
+    causes: list[StatusCause] = []
     if "generateName" in data and not data.get("name"):
         causes += [invalid_value("metadata.generateName", data["generateName"], t) for t in rule(data["generateName"])]
     if not data.get("name"):
@@ -129,7 +122,9 @@ def check(data: Obj, rule: NameRule) -> list[Cause]:
     size = sum(len(k.encode()) + len(v.encode()) for k, v in annotations.items())
     if size > 256 * 1024:
         causes.append(
-            Cause("metadata.annotations", "FieldValueTooLong", f"Too long: may not be more than {256 * 1024} bytes")
+            StatusCause(
+                "metadata.annotations", "FieldValueTooLong", f"Too long: may not be more than {256 * 1024} bytes"
+            )
         )
     causes += _owners(data.get("ownerReferences") or [])
     for at, finalizer in enumerate(data.get("finalizers") or []):
@@ -144,8 +139,8 @@ def check(data: Obj, rule: NameRule) -> list[Cause]:
     return causes
 
 
-def _owners(owners: list[Obj]) -> list[Cause]:
-    causes: list[Cause] = []
+def _owners(owners: list[Obj]) -> list[StatusCause]:
+    causes: list[StatusCause] = []
     for at, owner in enumerate(owners):
         path = f"metadata.ownerReferences[{at}]"
         causes += [

@@ -35,7 +35,7 @@ def meta(obj: Obj) -> Obj:
 
 
 def now() -> str:
-    """The current time as a metav1.Time: seconds, UTC."""
+    """Returns the current time as a metav1.Time, in seconds and UTC."""
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 

@@ -1,4 +1,4 @@
-"""OpenAPI: kubectl reads from it that the server validates fields (`apply`), and which fields exist (`explain`).
+"""Serves OpenAPI, by which kubectl decides whether the server validates fields (`apply`) and which exist (`explain`).
 
 Version 3 is served by group and version. Version 2 is an empty document in the protobuf form that kubectl requests.
 kubectl fetches it before a client-side apply, and works without the parts that it does not find in it.
@@ -95,17 +95,10 @@ def _operation(resource: Resource, action: str) -> Obj:
 
 def _paths(resource: Resource) -> Obj:
     base = resource.base_path + ("/namespaces/{namespace}" if resource.namespaced else "") + "/" + resource.plural
-    collection: Obj = {}
-    if "list" in resource.verbs:
-        collection["get"] = _operation(resource, "list")
-    if "create" in resource.verbs:
-        collection["post"] = _operation(resource, "post")
-    paths: Obj = {base: collection}
-    if "get" in resource.verbs:
-        single: Obj = {"get": _operation(resource, "get")}
-        single |= {method: _operation(resource, action) for method, action in _WRITES}
-        paths[base + "/{name}"] = single
-    return paths
+    single: Obj = {"get": _operation(resource, "get")}
+    single |= {method: _operation(resource, action) for method, action in _WRITES}
+    collection = {"get": _operation(resource, "list"), "post": _operation(resource, "post")}
+    return {base: collection, base + "/{name}": single}
 
 
 class OpenApi:

@@ -1,4 +1,4 @@
-"""The three patches: JSON (RFC 6902), merge (RFC 7386) and strategic merge (Kubernetes' own, built-in types only).
+"""Applies the three patches, JSON (RFC 6902), merge (RFC 7386) and strategic merge (built-in types only).
 
 All are pure: they take JSON values and return a new one, which shares the unchanged parts.
 """
@@ -31,7 +31,7 @@ def merge(target: Any, patch: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equality of JSON values: true is not 1, unlike in Python (but 1 is 1.0)."""
+    """Equality of JSON values, where true is not 1, unlike in Python (but 1 is 1.0)."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, dict) and isinstance(other, dict):
@@ -105,14 +105,13 @@ MERGE_KEYS: Final[dict[tuple[str, str], str]] = {
     ("V1NodeStatus", "addresses"): "type",
     ("V1NodeSpec", "podCIDRs"): "",
     ("V1NamespaceStatus", "conditions"): "type",
-    ("V1DeploymentStatus", "conditions"): "type",
     ("V1PersistentVolumeClaimStatus", "conditions"): "type",
 }
 
 
 def strategic_merge(type_name: str, target: Any, patch: Any) -> Any:
-    """Strategic merge of built-in types: a list with a merge key is merged by that key. It supports `$patch`,
-    `$retainKeys`, `$deleteFromPrimitiveList` and `$setElementOrder` as Kubernetes describes them.
+    """Applies a strategic merge to built-in types, where a list with a merge key is merged by that key. It supports
+    `$patch`, `$retainKeys`, `$deleteFromPrimitiveList` and `$setElementOrder` as Kubernetes describes them.
 
     Raises:
         ApiError: 400 for an element without its merge key or an unknown directive.

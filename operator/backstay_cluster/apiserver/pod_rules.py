@@ -6,7 +6,7 @@ import re
 from typing import Any, Final
 
 from backstay_cluster import quantity
-from backstay_cluster.apiserver.errors import Cause, invalid_value, not_supported, required
+from backstay_cluster.apiserver.errors import StatusCause, invalid_value, not_supported, required
 from backstay_cluster.apiserver.metadata import check_labels, label, qualified_name, subdomain
 from backstay_cluster.apiserver.objects import Obj
 
@@ -14,17 +14,17 @@ _ENV_NAME: Final = re.compile(r"[^=\x00-\x1f\x7f]+")
 _NOT_SOURCES: Final = {"name"}
 
 
-def _duplicate(field: str, value: str) -> Cause:
-    return Cause(field, "FieldValueDuplicate", f'Duplicate value: "{value}"')
+def _duplicate(field: str, value: str) -> StatusCause:
+    return StatusCause(field, "FieldValueDuplicate", f'Duplicate value: "{value}"')
 
 
-def _missing(field: str, value: str) -> Cause:
-    return Cause(field, "FieldValueNotFound", f'Not found: "{value}"')
+def _missing(field: str, value: str) -> StatusCause:
+    return StatusCause(field, "FieldValueNotFound", f'Not found: "{value}"')
 
 
-def check_spec(spec: Obj, path: str) -> list[Cause]:
+def check_spec(spec: Obj, path: str) -> list[StatusCause]:
     """The errors of a PodSpec at `path`, as causes."""
-    causes: list[Cause] = []
+    causes: list[StatusCause] = []
     volumes = _volumes(spec.get("volumes", []), f"{path}.volumes", causes)
     if not spec.get("containers"):
         causes.append(required(f"{path}.containers"))
@@ -53,13 +53,13 @@ def check_spec(spec: Obj, path: str) -> list[Cause]:
     return causes
 
 
-def _one_of(owner: Obj, name: str, allowed: tuple[str, ...], path: str, causes: list[Cause]) -> None:
+def _one_of(owner: Obj, name: str, allowed: tuple[str, ...], path: str, causes: list[StatusCause]) -> None:
     value = owner.get(name)
     if value and value not in allowed:
         causes.append(not_supported(f"{path}.{name}", value, sorted(allowed)))
 
 
-def _volumes(volumes: list[Obj], path: str, causes: list[Cause]) -> set[str]:
+def _volumes(volumes: list[Obj], path: str, causes: list[StatusCause]) -> set[str]:
     names: set[str] = set()
     for at, volume in enumerate(volumes):
         name, here = volume.get("name", ""), f"{path}[{at}]"
@@ -74,7 +74,7 @@ def _volumes(volumes: list[Obj], path: str, causes: list[Cause]) -> set[str]:
         if not sources:
             causes.append(required(here, "must specify a volume type"))
         causes += [
-            Cause(f"{here}.{extra}", "FieldValueForbidden", "Forbidden: may not specify more than 1 volume type")
+            StatusCause(f"{here}.{extra}", "FieldValueForbidden", "Forbidden: may not specify more than 1 volume type")
             for extra in sources[1:]
         ]
         for source, key in (("secret", "secretName"), ("configMap", "name"), ("hostPath", "path")):
@@ -86,7 +86,7 @@ def _volumes(volumes: list[Obj], path: str, causes: list[Cause]) -> set[str]:
     return names
 
 
-def _container(container: Obj, path: str, volumes: set[str], names: set[str], causes: list[Cause]) -> None:
+def _container(container: Obj, path: str, volumes: set[str], names: set[str], causes: list[StatusCause]) -> None:
     name = container.get("name", "")
     if not name:
         causes.append(required(f"{path}.name"))
@@ -111,7 +111,7 @@ def _container(container: Obj, path: str, volumes: set[str], names: set[str], ca
             _probe(container[probe], f"{path}.{probe}", causes)
 
 
-def _ports(ports: list[Obj], path: str, causes: list[Cause]) -> None:
+def _ports(ports: list[Obj], path: str, causes: list[StatusCause]) -> None:
     names: set[str] = set()
     for at, port in enumerate(ports):
         here, number = f"{path}[{at}]", port.get("containerPort")
@@ -132,7 +132,7 @@ def _ports(ports: list[Obj], path: str, causes: list[Cause]) -> None:
         _one_of(port, "protocol", ("SCTP", "TCP", "UDP"), here, causes)
 
 
-def _env(container: Obj, path: str, causes: list[Cause]) -> None:
+def _env(container: Obj, path: str, causes: list[StatusCause]) -> None:
     for at, variable in enumerate(container.get("env", [])):
         here, name = f"{path}.env[{at}]", variable.get("name", "")
         if not name:
@@ -157,7 +157,7 @@ def _env(container: Obj, path: str, causes: list[Cause]) -> None:
                     ]
 
 
-def _mounts(mounts: list[Obj], path: str, volumes: set[str], causes: list[Cause]) -> None:
+def _mounts(mounts: list[Obj], path: str, volumes: set[str], causes: list[StatusCause]) -> None:
     paths: set[str] = set()
     for at, mount in enumerate(mounts):
         here = f"{path}[{at}]"
@@ -173,7 +173,7 @@ def _mounts(mounts: list[Obj], path: str, volumes: set[str], causes: list[Cause]
         paths.add(where)
 
 
-def _resources(resources: Obj, path: str, causes: list[Cause]) -> None:
+def _resources(resources: Obj, path: str, causes: list[StatusCause]) -> None:
     limits: dict[str, Any] = resources.get("limits") or {}
     requests: dict[str, Any] = resources.get("requests") or {}
     for group, amounts in (("limits", limits), ("requests", requests)):
@@ -200,12 +200,12 @@ def _resources(resources: Obj, path: str, causes: list[Cause]) -> None:
             causes.append(invalid_value(f"{path}.requests", amount, text))
 
 
-def _probe(probe: Obj, path: str, causes: list[Cause]) -> None:
+def _probe(probe: Obj, path: str, causes: list[StatusCause]) -> None:
     handlers = [h for h in ("exec", "httpGet", "tcpSocket", "grpc") if isinstance(probe.get(h), dict)]
     if not handlers:
         causes.append(required(path, "must specify a handler type"))
     causes += [
-        Cause(f"{path}.{extra}", "FieldValueForbidden", "Forbidden: may not specify more than 1 handler type")
+        StatusCause(f"{path}.{extra}", "FieldValueForbidden", "Forbidden: may not specify more than 1 handler type")
         for extra in handlers[1:]
     ]
     if isinstance(probe.get("exec"), dict) and not probe["exec"].get("command"):
@@ -217,7 +217,7 @@ def _probe(probe: Obj, path: str, causes: list[Cause]) -> None:
         causes.append(invalid_value(f"{path}.successThreshold", probe["successThreshold"], "must be 1"))
 
 
-def _toleration(toleration: Obj, path: str, causes: list[Cause]) -> None:
+def _toleration(toleration: Obj, path: str, causes: list[StatusCause]) -> None:
     if toleration.get("key"):
         causes += [invalid_value(f"{path}.key", toleration["key"], t) for t in qualified_name(toleration["key"])]
     operator = toleration.get("operator", "Equal")

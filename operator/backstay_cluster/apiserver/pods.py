@@ -1,4 +1,4 @@
-"""Pods: defaults, admission, permitted changes, and graceful deletion."""
+"""Applies the defaults, admission, permitted changes, and graceful deletion of pods."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import random
 from typing import TYPE_CHECKING, Any, Final
 
 from backstay_cluster import quantity
-from backstay_cluster.apiserver.errors import Cause, bad_request, forbidden, forbidden_field
+from backstay_cluster.apiserver.errors import StatusCause, bad_request, forbidden, forbidden_field
 from backstay_cluster.apiserver.objects import Obj, dig
 from backstay_cluster.apiserver.pod_rules import check_spec
 from backstay_cluster.apiserver.strategy import Strategy
@@ -110,14 +110,14 @@ class PodStrategy(Strategy):
         spec["priority"] = found.obj.get("value", 0)
         spec["preemptionPolicy"] = found.obj.get("preemptionPolicy", "PreemptLowerPriority")
 
-    def validate(self, obj: Obj, old: Obj | None) -> list[Cause]:
+    def validate(self, obj: Obj, old: Obj | None) -> list[StatusCause]:
         causes = check_spec(obj.get("spec") or {}, "spec")
         if old is None:
             return causes
         return causes + self._immutable(obj["spec"], old["spec"])
 
     @staticmethod
-    def _immutable(spec: Obj, old: Obj) -> list[Cause]:
+    def _immutable(spec: Obj, old: Obj) -> list[StatusCause]:
         for name in ("containers", "initContainers"):
             if len(spec.get(name, ())) != len(old.get(name, ())):
                 return [forbidden_field("spec.containers", "pod updates may not add or remove containers")]

@@ -1,6 +1,6 @@
-"""Protobuf bodies of the few requests that kubectl cannot send as JSON (`create namespace`, `auth can-i`, ...).
+"""Protobuf bodies, which `kubectl create` sends for a Namespace, a ConfigMap or a Secret.
 
-Answers are always JSON, which every client accepts. Requests of these kinds are decoded by the field numbers in
+Answers are always JSON, which every client accepts. Bodies of these kinds are decoded by the field numbers in
 k8s.io/api's generated.proto. All other kinds are refused, with a message that requires JSON.
 """
 
@@ -53,41 +53,6 @@ _MESSAGES: Final[dict[str, dict[int, tuple[str, str]]]] = {
         4: ("stringData", "{s"),
         5: ("immutable", "?"),
     },
-    "ServiceAccount": {1: ("metadata", "ObjectMeta"), 4: ("automountServiceAccountToken", "?")},
-    "PriorityClass": {
-        1: ("metadata", "ObjectMeta"),
-        2: ("value", "i"),
-        3: ("globalDefault", "?"),
-        4: ("description", "s"),
-        5: ("preemptionPolicy", "s"),
-    },
-    "Eviction": {1: ("metadata", "ObjectMeta"), 2: ("deleteOptions", "DeleteOptions")},
-    "DeleteOptions": {
-        1: ("gracePeriodSeconds", "i"),
-        2: ("preconditions", "Preconditions"),
-        3: ("orphanDependents", "?"),
-        4: ("propagationPolicy", "s"),
-        5: ("dryRun", "[s"),
-    },
-    "Preconditions": {1: ("uid", "s"), 2: ("resourceVersion", "s")},
-    "SelfSubjectAccessReview": {1: ("metadata", "ObjectMeta"), 2: ("spec", "SelfSubjectAccessReviewSpec")},
-    "SelfSubjectAccessReviewSpec": {
-        1: ("resourceAttributes", "ResourceAttributes"),
-        2: ("nonResourceAttributes", "NonResourceAttributes"),
-    },
-    "ResourceAttributes": {
-        1: ("namespace", "s"),
-        2: ("verb", "s"),
-        3: ("group", "s"),
-        4: ("version", "s"),
-        5: ("resource", "s"),
-        6: ("subresource", "s"),
-        7: ("name", "s"),
-    },
-    "NonResourceAttributes": {1: ("path", "s"), 2: ("verb", "s")},
-    "SelfSubjectRulesReview": {1: ("metadata", "ObjectMeta"), 2: ("spec", "SelfSubjectRulesReviewSpec")},
-    "SelfSubjectRulesReviewSpec": {1: ("namespace", "s")},
-    "SelfSubjectReview": {1: ("metadata", "ObjectMeta")},
 }
 _UNKNOWN: Final = {1: "typeMeta", 2: "raw"}
 

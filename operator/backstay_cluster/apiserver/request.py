@@ -1,4 +1,4 @@
-"""Parses a request: the parts of the path, the options in the query, and the accepted form of the answer."""
+"""Parses the path of a request, the options in the query, and the accepted form of the answer."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The resources that exist: the built-in ones in one table, and the custom ones that CRDs add.
+"""Holds the built-in resources in one table, and the custom ones that CRDs add.
 
 Routing, discovery, OpenAPI and the store share the registry; no other module names resources.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 VERBS: Final = ("create", "delete", "deletecollection", "get", "list", "patch", "update", "watch")
@@ -13,7 +13,7 @@ VERBS: Final = ("create", "delete", "deletecollection", "get", "list", "patch", 
 
 @dataclass(frozen=True)
 class Resource:
-    """One resource in one version. Equal `storage` means equal objects (events have two groups)."""
+    """One resource in one version. The versions of a custom resource have the same `storage`."""
 
     group: str
     version: str
@@ -28,10 +28,14 @@ class Resource:
     scale: bool = False
     subresources: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = ()  # name, group, version, kind, verbs
     type_name: str = ""  # in builtin types; empty for a custom resource
-    storage: tuple[str, str] = field(default=("", ""))
     list_kind: str = ""
     custom: bool = False
     generation: bool = False  # the server counts changes of the spec
+
+    @property
+    def storage(self) -> tuple[str, str]:
+        """Where the objects of all versions are."""
+        return self.group, self.plural
 
     @property
     def group_version(self) -> str:
@@ -54,11 +58,8 @@ def _r(
     cluster: bool = False,
     cat: str = "",
     status: bool = False,
-    scale: bool = False,
     subs: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (),
     type_name: str = "",
-    verbs: tuple[str, ...] = VERBS,
-    storage: tuple[str, str] | None = None,
     generation: bool = False,
 ) -> Resource:
     return Resource(
@@ -70,12 +71,9 @@ def _r(
         singular=kind.lower(),
         short_names=tuple(short.split()),
         categories=tuple(cat.split()),
-        verbs=verbs,
         status=status,
-        scale=scale,
         subresources=subs,
         type_name=type_name or f"V{version[1:]}{kind}",
-        storage=storage or (group, plural),
         list_kind=kind + "List",
         generation=generation,
     )
@@ -86,15 +84,13 @@ _POD_SUBRESOURCES: Final = (
     ("eviction", "policy", "v1", "Eviction", ("create",)),
     ("log", "", "v1", "Pod", ("get",)),
 )
-_RBAC: Final = "rbac.authorization.k8s.io"
 
 BUILTIN: Final[tuple[Resource, ...]] = (
     _r("", "v1", "configmaps", "ConfigMap", "cm"),
-    _r("", "v1", "events", "Event", "ev", type_name="CoreV1Event", storage=("", "events")),
+    _r("", "v1", "events", "Event", "ev", type_name="CoreV1Event"),
     _r("", "v1", "namespaces", "Namespace", "ns", cluster=True, status=True),
     _r("", "v1", "nodes", "Node", "no", cluster=True, status=True),
     _r("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim", "pvc", status=True),
-    _r("", "v1", "persistentvolumes", "PersistentVolume", "pv", cluster=True, status=True),
     _r("", "v1", "pods", "Pod", "po", cat="all", status=True, subs=_POD_SUBRESOURCES, generation=True),
     _r("", "v1", "secrets", "Secret"),
     _r("", "v1", "serviceaccounts", "ServiceAccount", "sa"),
@@ -110,33 +106,8 @@ BUILTIN: Final[tuple[Resource, ...]] = (
         status=True,
         generation=True,
     ),
-    _r("apps", "v1", "deployments", "Deployment", "deploy", cat="all", status=True, scale=True, generation=True),
-    _r("authentication.k8s.io", "v1", "selfsubjectreviews", "SelfSubjectReview", cluster=True, verbs=("create",)),
-    _r(
-        "authorization.k8s.io",
-        "v1",
-        "selfsubjectaccessreviews",
-        "SelfSubjectAccessReview",
-        cluster=True,
-        verbs=("create",),
-    ),
-    _r(
-        "authorization.k8s.io",
-        "v1",
-        "selfsubjectrulesreviews",
-        "SelfSubjectRulesReview",
-        cluster=True,
-        verbs=("create",),
-    ),
-    _r("authorization.k8s.io", "v1", "subjectaccessreviews", "SubjectAccessReview", cluster=True, verbs=("create",)),
     _r("coordination.k8s.io", "v1", "leases", "Lease"),
-    _r("events.k8s.io", "v1", "events", "Event", "ev", type_name="EventsV1Event", storage=("", "events")),
     _r("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy", "netpol", generation=True),
-    _r("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget", "pdb", status=True, generation=True),
-    _r(_RBAC, "v1", "clusterrolebindings", "ClusterRoleBinding", cluster=True),
-    _r(_RBAC, "v1", "clusterroles", "ClusterRole", cluster=True),
-    _r(_RBAC, "v1", "rolebindings", "RoleBinding"),
-    _r(_RBAC, "v1", "roles", "Role"),
     _r("scheduling.k8s.io", "v1", "priorityclasses", "PriorityClass", "pc", cluster=True),
 )
 
@@ -192,6 +163,6 @@ class Registry:
         """One resource for each storage."""
         found: dict[tuple[str, str], Resource] = {}
         for resource in self._by_path.values():
-            if "list" in resource.verbs and (namespaced is None or resource.namespaced == namespaced):
+            if namespaced is None or resource.namespaced == namespaced:
                 found.setdefault(resource.storage, resource)
         return found

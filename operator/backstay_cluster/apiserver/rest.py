@@ -1,5 +1,5 @@
-"""The operations on objects, without HTTP: create, get, list, replace, patch, delete. They include Kubernetes' rules:
-versions, generations, finalizers, graceful deletion and admission.
+"""Creates, gets, lists, replaces, patches and deletes objects, without HTTP. The operations follow Kubernetes'
+rules: versions, generations, finalizers, graceful deletion and admission.
 
 They are synchronous: each is one atomic step of the event loop, so the server needs no lock and has no race.
 """
@@ -48,7 +48,7 @@ class DeleteOptions:
 
 @dataclass(frozen=True)
 class Page:
-    """One answer to a list: the objects, their version, and the continue token."""
+    """One answer to a list, with the objects, their version, and the continue token."""
 
     items: list[Stored]
     version: int

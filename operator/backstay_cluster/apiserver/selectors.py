@@ -1,4 +1,4 @@
-"""Label and field selectors: they restrict a list, a watch or a delete of a collection.
+"""Restricts a list, a watch or a delete of a collection by label and field selectors.
 
 The grammar and the error texts are those of k8s.io/apimachinery, because clients show them to people.
 """
@@ -21,7 +21,7 @@ _TOKENS: Final = re.compile(r"\s*(?:(!=|==|=|!|,|\(|\)|>|<)|([^\s!=,()<>]+))")
 
 @dataclass(frozen=True)
 class Requirement:
-    """One condition on one label: ``op`` is in, notin, exists, !, gt or lt."""
+    """One condition on one label, whose ``op`` is in, notin, exists, !, gt or lt."""
 
     key: str
     op: str
@@ -226,7 +226,7 @@ def _field(obj: Obj, path: str) -> str:
 def parse_fields(
     storage: tuple[str, str], text: str, selectable: tuple[str, ...] = ()
 ) -> tuple[tuple[str, str, bool], ...]:
-    """The terms of a field selector: path, value, and whether it must be equal.
+    """The terms of a field selector, each with a path, a value, and whether it must be equal.
 
     Raises:
         ApiError: 400 for a path that the resource cannot be selected by, or for text that is not a selector.

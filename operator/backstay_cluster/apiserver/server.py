@@ -1,4 +1,4 @@
-"""The server itself: sockets, authentication, routing, and long answers (watches and logs)."""
+"""Serves sockets, authentication, routing, and long answers (watches and logs)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from backstay_cluster.apiserver.errors import (
     method_not_allowed,
     unauthorized,
 )
-from backstay_cluster.apiserver.handlers import Answer, Call, Handlers
+from backstay_cluster.apiserver.handlers import ApiAnswer, Call, Handlers
 from backstay_cluster.apiserver.objects import Obj, encode
 from backstay_cluster.apiserver.request import Target
 from backstay_cluster.apiserver.rest import Api
@@ -97,7 +97,7 @@ class ApiServer:
 
     @property
     def url(self) -> str:
-        """The URL for clients: scheme, host and port."""
+        """Returns the URL for clients, with scheme, host and port."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"{'https' if self._certificate else 'http'}://{host}:{self._port}"
 
@@ -179,18 +179,18 @@ class ApiServer:
         except PlainNotFound:
             return web.Response(status=404, text="404 page not found\n")
         except ApiError as error:
-            return _response(Answer(encode(error.status()), error.code))
+            return _response(ApiAnswer(encode(error.status()), error.code))
         except web.HTTPRequestEntityTooLarge:
             text = f"Request entity too large: limit is {_BODY_LIMIT}"
-            return _response(Answer(encode(ApiError(413, "RequestEntityTooLarge", text).status()), 413))
+            return _response(ApiAnswer(encode(ApiError(413, "RequestEntityTooLarge", text).status()), 413))
         except RecursionError:
-            return _response(Answer(encode(bad_request("exceeded max depth").status()), 400))
+            return _response(ApiAnswer(encode(bad_request("exceeded max depth").status()), 400))
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception:
             log.exception("%s %s failed", http.method, http.path_qs)
             failure = ApiError(500, "InternalError", "Internal error occurred: see the log of the API server")
-            return _response(Answer(encode(failure.status()), 500))
+            return _response(ApiAnswer(encode(failure.status()), 500))
 
     def _authenticate(self, http: web.BaseRequest) -> None:
         scheme, _, token = http.headers.get("Authorization", "").partition(" ")
@@ -223,14 +223,14 @@ class ApiServer:
             return await self._subresources.logs(target, call, http, self._session)
         if self._subresources.serves(target):
             return _response(self._subresources.dispatch(target, call))
-        if call.method == "GET" and request.flag(call.query, "watch") and "watch" in target.resource.verbs:
+        if call.method == "GET" and request.flag(call.query, "watch"):
             return await self._watch(target, call, http)
         answer = self._handlers.dispatch(target, call)
         if target.resource.custom and (text := self._definitions.type_of(target.resource).warning):
             answer.warnings.append(text)
         return _response(answer)
 
-    def _documents(self, call: Call) -> Answer | None:
+    def _documents(self, call: Call) -> ApiAnswer | None:
         """The answers about the API itself and not about objects."""
         registry, path, parts = self.api.registry, call.path, call.path.strip("/").split("/")
         if parts[0] not in {"version", "api", "apis", "openapi"}:
@@ -240,31 +240,31 @@ class ApiServer:
         if call.method != "GET":
             raise method_not_allowed()
         if path == "/version":
-            return Answer(encode(discovery.VERSION))
+            return ApiAnswer(encode(discovery.VERSION))
         if path in {"/api", "/apis"} and "as=APIGroupDiscoveryList" in call.accept and "v=v2" in call.accept:
             body = encode(discovery.aggregated(registry, core=path == "/api"))
-            return Answer(body, content_type=discovery.AGGREGATED)
+            return ApiAnswer(body, content_type=discovery.AGGREGATED)
         if path == "/api":
-            return Answer(encode(discovery.versions(f"{self._host}:{self._port}")))
+            return ApiAnswer(encode(discovery.versions(f"{self._host}:{self._port}")))
         if path == "/apis":
-            return Answer(encode(discovery.groups(registry)))
+            return ApiAnswer(encode(discovery.groups(registry)))
         if parts[0] == "openapi":
             return self._openapi_answer(parts, call)
         if parts[0] == "api":
-            return Answer(encode(discovery.resources(registry, "", parts[1])))
+            return ApiAnswer(encode(discovery.resources(registry, "", parts[1])))
         if len(parts) == 2:
-            return Answer(encode(discovery.group(registry, parts[1])))
-        return Answer(encode(discovery.resources(registry, parts[1], parts[2])))
+            return ApiAnswer(encode(discovery.group(registry, parts[1])))
+        return ApiAnswer(encode(discovery.resources(registry, parts[1], parts[2])))
 
-    def _openapi_answer(self, parts: list[str], call: Call) -> Answer:
+    def _openapi_answer(self, parts: list[str], call: Call) -> ApiAnswer:
         if parts[1:] == ["v2"]:
             if "protobuf" in call.accept:
-                return Answer(openapi.v2_protobuf(), content_type=openapi.V2_PROTOBUF)
-            return Answer(encode(openapi.v2_json()))
+                return ApiAnswer(openapi.v2_protobuf(), content_type=openapi.V2_PROTOBUF)
+            return ApiAnswer(encode(openapi.v2_json()))
         if parts[1:] == ["v3"]:
-            return Answer(encode(self._openapi.index()))
+            return ApiAnswer(encode(self._openapi.index()))
         if parts[1:2] == ["v3"]:
-            return Answer(self._openapi.document("/".join(parts[2:])))
+            return ApiAnswer(self._openapi.document("/".join(parts[2:])))
         raise PlainNotFound
 
     # Watches
@@ -345,7 +345,7 @@ class ApiServer:
         return response
 
 
-def _response(answer: Answer) -> web.Response:
+def _response(answer: ApiAnswer) -> web.Response:
     response = web.Response(body=answer.body, status=answer.status, headers={"Content-Type": answer.content_type})
     for text in answer.warnings:
         escaped = text.replace("\\", "\\\\").replace('"', '\\"')

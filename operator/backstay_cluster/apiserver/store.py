@@ -21,15 +21,14 @@ EventType = Literal["ADDED", "MODIFIED", "DELETED"]
 
 
 class Stored:
-    """One version of one object: immutable. `obj` has no apiVersion and kind, which belong to the resource."""
+    """One immutable version of one object. `obj` has no apiVersion and kind, which belong to the resource."""
 
-    __slots__ = ("_bytes", "obj", "version", "views")
+    __slots__ = ("_bytes", "obj", "version")
 
     def __init__(self, obj: Obj, version: int) -> None:
         self.obj = obj
         self.version = version
         self._bytes: bytes | None = None
-        self.views: dict[str, bytes] | None = None  # other encodings of the same version, by name
 
     @property
     def key(self) -> Key:
@@ -63,7 +62,7 @@ Listener = Callable[[Change], None]
 
 
 @dataclass
-class Storage:
+class KindStorage:
     """All objects of one kind."""
 
     spaces: dict[str, dict[str, Stored]] = field(default_factory=dict)
@@ -92,14 +91,14 @@ class Store:
     def __init__(self, *, history: int = 8192) -> None:
         self.version = 1
         self._history = history
-        self._storages: dict[tuple[str, str], Storage] = {}
+        self._storages: dict[tuple[str, str], KindStorage] = {}
         self.observers: list[Callable[[tuple[str, str], Change], None]] = []
 
-    def storage(self, name: tuple[str, str]) -> Storage:
+    def storage(self, name: tuple[str, str]) -> KindStorage:
         """The storage of that name, created on first use."""
         found = self._storages.get(name)
         if found is None:
-            found = self._storages[name] = Storage(forgotten=0)
+            found = self._storages[name] = KindStorage(forgotten=0)
         return found
 
     def put(self, name: tuple[str, str], obj: Obj) -> Stored:
@@ -129,7 +128,7 @@ class Store:
         self._changed(name, storage, Change("DELETED", Stored(final, self.version), before))
         return before
 
-    def _changed(self, name: tuple[str, str], storage: Storage, change: Change) -> None:
+    def _changed(self, name: tuple[str, str], storage: KindStorage, change: Change) -> None:
         storage.history.append(change)
         if len(storage.history) > self._history:
             storage.forgotten = storage.history.popleft().version

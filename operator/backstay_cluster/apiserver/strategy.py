@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from backstay_cluster.apiserver import metadata
-from backstay_cluster.apiserver.errors import Cause
+from backstay_cluster.apiserver.errors import StatusCause
 from backstay_cluster.apiserver.objects import Obj
 
 if TYPE_CHECKING:
@@ -37,11 +37,11 @@ class Strategy:
     def before_update(self, obj: Obj, old: Obj) -> None:
         """Copy fields from the old object that a writer may omit."""
 
-    def validate(self, obj: Obj, old: Obj | None) -> list[Cause]:
+    def validate(self, obj: Obj, old: Obj | None) -> list[StatusCause]:
         """The errors of the object itself (metadata has the same rules for all kinds)."""
         return []
 
-    def validate_status(self, obj: Obj, old: Obj) -> list[Cause]:
+    def validate_status(self, obj: Obj, old: Obj) -> list[StatusCause]:
         """The errors of an object after a write to its status."""
         return []
 
@@ -52,7 +52,7 @@ class Strategy:
         """The object was removed."""
 
     def before_delete(self, obj: Obj) -> Obj:
-        """The object at the start of its deletion: unchanged, or with the kind's own finalizer."""
+        """Returns the object at the start of its deletion, unchanged or with the kind's own finalizer."""
         return obj
 
     def grace_period(self, obj: Obj, requested: int | None) -> int | None:

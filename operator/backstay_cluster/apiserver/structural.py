@@ -1,4 +1,4 @@
-"""Structural schemas of custom resources: prune unknown fields, set defaults, and validate.
+"""Prunes unknown fields, sets defaults, and validates by structural schemas of custom resources.
 
 Messages are those of the real server's schema validator. The same errors as in the real server prevent rules (CEL) from
 being checked.
@@ -14,14 +14,14 @@ import itertools
 import re
 from typing import Any, Final
 
-from backstay_cluster.apiserver.errors import Cause, invalid_value, not_supported, required, show
+from backstay_cluster.apiserver.errors import StatusCause, invalid_value, not_supported, required, show
 from backstay_cluster.apiserver.objects import Obj, copy
 from backstay_cluster.apiserver.patch import same
 
 BLOCKING: Final = frozenset(
     ("FieldValueNotSupported", "FieldValueRequired", "FieldValueTooLong", "FieldValueTooMany", "FieldValueTypeInvalid")
 )
-UNCHECKED: Final = Cause(
+UNCHECKED: Final = StatusCause(
     "<nil>",
     "FieldValueInvalid",
     "Invalid value: null: some validation rules were not checked because the object was invalid; "
@@ -127,7 +127,7 @@ class Validator:
     """Collects the errors of a value. `name` is the path in messages, `path` the path in causes."""
 
     def __init__(self) -> None:
-        self.causes: list[Cause] = []
+        self.causes: list[StatusCause] = []
 
     def check(self, schema: Obj, value: Any, path: str, name: str | None = None) -> None:
         """Validate `value` at `path`."""
@@ -160,7 +160,7 @@ class Validator:
         if expected == ["string"] and schema.get("format") in _FORMATS:
             expected, found = [schema["format"]], _GO_TYPES.get(found, found)
         text = f'{name} in body must be of type {",".join(expected)}: "{found}"'
-        self.causes.append(Cause(path, "FieldValueTypeInvalid", f'Invalid value: "{found}": {text}'))
+        self.causes.append(StatusCause(path, "FieldValueTypeInvalid", f'Invalid value: "{found}": {text}'))
         return False
 
     def _invalid(self, path: str, value: Any, text: str) -> None:
@@ -169,14 +169,14 @@ class Validator:
     def _string(self, schema: Obj, value: str, path: str, name: str) -> None:
         limit = schema.get("maxLength")
         if limit is not None and len(value) > limit:
-            self.causes.append(Cause(path, "FieldValueTooLong", f"Too long: may not be more than {limit} bytes"))
+            self.causes.append(StatusCause(path, "FieldValueTooLong", f"Too long: may not be more than {limit} bytes"))
         elif len(value) < schema.get("minLength", 0):
             self._invalid(path, value, f"{name} in body should be at least {schema['minLength']} chars long")
         elif schema.get("pattern") and not _regex(schema["pattern"]).search(value):
             self._invalid(path, value, f"{name} in body should match '{schema['pattern']}'")
         elif schema.get("format") and not _formatted(schema["format"], value):
             text = f'{name} in body must be of type {schema["format"]}: "{value}"'
-            self.causes.append(Cause(path, "FieldValueTypeInvalid", f"Invalid value: {show(value)}: {text}"))
+            self.causes.append(StatusCause(path, "FieldValueTypeInvalid", f"Invalid value: {show(value)}: {text}"))
 
     def _number(self, schema: Obj, value: float, path: str, name: str) -> None:
         top, bottom, step = schema.get("maximum"), schema.get("minimum"), schema.get("multipleOf")
@@ -201,7 +201,7 @@ class Validator:
         most, least = schema.get("maxItems"), schema.get("minItems", 0)
         if most is not None and len(value) > most:
             text = f"Too many: {len(value)}: must have at most {most} items"
-            self.causes.append(Cause(path, "FieldValueTooMany", text))
+            self.causes.append(StatusCause(path, "FieldValueTooMany", text))
         if len(value) < least:
             self._invalid(path, len(value), f"{name} in body should have at least {least} items")
         items = schema.get("items")
@@ -225,13 +225,13 @@ class Validator:
             text = show(identity)
             seen[text] += 1
             if seen[text] == 2:
-                self.causes.append(Cause(f"{path}[{at}]", "FieldValueDuplicate", f"Duplicate value: {text}"))
+                self.causes.append(StatusCause(f"{path}[{at}]", "FieldValueDuplicate", f"Duplicate value: {text}"))
 
     def _object(self, schema: Obj, value: Obj, path: str, name: str) -> None:
         most, least = schema.get("maxProperties"), schema.get("minProperties", 0)
         if most is not None and len(value) > most:
             text = f"Too many: {len(value)}: must have at most {most} items"
-            self.causes.append(Cause(path, "FieldValueTooMany", text))
+            self.causes.append(StatusCause(path, "FieldValueTooMany", text))
         if len(value) < least:
             self._invalid(path, len(value), f"{name} in body should have at least {least} properties")
         properties = schema.get("properties") or {}
@@ -269,10 +269,10 @@ class Validator:
 
     def _whole(self, text: str) -> None:
         """Add an error for which the real server names no field."""
-        self.causes.append(Cause("<nil>", "FieldValueInvalid", f'Invalid value: "": {text}'))
+        self.causes.append(StatusCause("<nil>", "FieldValueInvalid", f'Invalid value: "": {text}'))
 
 
-def _causes(schema: Obj, value: Any, path: str, name: str) -> list[Cause]:
+def _causes(schema: Obj, value: Any, path: str, name: str) -> list[StatusCause]:
     validator = Validator()
     validator.check(schema, value, path, name)
     return validator.causes

@@ -16,7 +16,7 @@ from backstay_cluster.apiserver.errors import (
     method_not_allowed,
     required,
 )
-from backstay_cluster.apiserver.handlers import Answer, Call, Handlers, success
+from backstay_cluster.apiserver.handlers import ApiAnswer, Call, Handlers, success
 from backstay_cluster.apiserver.objects import Obj, copy, dig, encode, meta, now
 from backstay_cluster.apiserver.request import Target
 from backstay_cluster.apiserver.rest import Api, DeleteOptions
@@ -36,7 +36,7 @@ class Subresources:
         """Whether this class serves the target."""
         return target.subresource in {"scale", "eviction", "binding"}
 
-    def dispatch(self, target: Target, call: Call) -> Answer:
+    def dispatch(self, target: Target, call: Call) -> ApiAnswer:
         """Answer a request.
 
         Raises:
@@ -51,8 +51,6 @@ class Subresources:
     # Scale
 
     def _paths(self, target: Target) -> tuple[str, str, str]:
-        if not target.resource.custom:
-            return ".spec.replicas", ".status.replicas", ""
         scale = self._handlers.custom(target.resource).scale or {}
         return scale["specReplicasPath"], scale["statusReplicasPath"], scale.get("labelSelectorPath", "")
 
@@ -69,18 +67,16 @@ class Subresources:
         }
         if selector and (text := dig(obj, *_steps(selector))):
             view["status"]["selector"] = text
-        elif not target.resource.custom and (labels := dig(obj, "spec", "selector", "matchLabels")):
-            view["status"]["selector"] = ",".join(f"{k}={v}" for k, v in sorted(labels.items()))
         if not view["spec"]["replicas"]:
             view["spec"] = {}
         return view
 
-    def _scale(self, target: Target, call: Call) -> Answer:
+    def _scale(self, target: Target, call: Call) -> ApiAnswer:
         resource, key = target.resource, self._handlers.key(target)
         stored = self._api.get(resource, key)
         view = self._view(target, stored.obj)
         if call.method == "GET":
-            return Answer(encode(view))
+            return ApiAnswer(encode(view))
         if call.method == "PATCH":
             self._handlers.check_patch_type(resource, call.content_type)
             change = self._handlers.read_patch(call)
@@ -106,11 +102,11 @@ class Subresources:
             place = place.setdefault(step, {})
         place[last] = replicas
         stored = self._api.update(resource, key, changed, dry_run=request.dry_run(call.query))
-        return Answer(encode(self._view(target, stored.obj)))
+        return ApiAnswer(encode(self._view(target, stored.obj)))
 
     # Eviction and binding
 
-    def _evict(self, target: Target, call: Call) -> Answer:
+    def _evict(self, target: Target, call: Call) -> ApiAnswer:
         resource, key = target.resource, self._handlers.key(target)
         wanted = codec.read_object(resource, call.body, call.content_type, "Eviction")
         clean, _ = codec.decode_builtin(resource, wanted, type_name="V1Eviction", kind="Eviction", version="policy/v1")
@@ -144,9 +140,9 @@ class Subresources:
                 dry_run=dry,
             ),
         )
-        return Answer(encode(success(code=201)), 201)
+        return ApiAnswer(encode(success(code=201)), 201)
 
-    def _bind(self, target: Target, call: Call) -> Answer:
+    def _bind(self, target: Target, call: Call) -> ApiAnswer:
         resource, key = target.resource, self._handlers.key(target)
         wanted = codec.read_object(resource, call.body, call.content_type, "Binding")
         clean, _ = codec.decode_builtin(resource, wanted, type_name="V1Binding", kind="Binding", version="v1")
@@ -169,7 +165,7 @@ class Subresources:
 
         if not request.dry_run(call.query):
             self._api.modify(resource, key, bind)
-        return Answer(encode(success(code=201)), 201)
+        return ApiAnswer(encode(success(code=201)), 201)
 
     # Logs
 

@@ -1,4 +1,4 @@
-"""Tables: the output of `kubectl get`. The server defines the columns, and kubectl only aligns them."""
+"""Makes the tables that `kubectl get` prints. The server defines the columns, and kubectl only aligns them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from backstay_cluster.apiserver.store import Stored
 
 @dataclass(frozen=True)
 class Column:
-    """A column: priority 0 is always shown, 1 with `-o wide`."""
+    """A column, which is always shown with priority 0, and with `-o wide` with priority 1."""
 
     name: str
     cell: Callable[[Obj], Any]
@@ -28,7 +28,7 @@ class Column:
 
 
 def age(stamp: str | None) -> str:
-    """The time since a timestamp in kubectl's format: 5s, 3m12s, 4h, 2d."""
+    """Returns the time since a timestamp in kubectl's format, such as 5s, 3m12s, 4h or 2d."""
     if not stamp:
         return "<unknown>"
     try:
@@ -237,36 +237,12 @@ _COLUMNS: Final[dict[tuple[str, str], tuple[Column, ...]]] = {
         Column("Kernel-Version", _at("status", "nodeInfo", "kernelVersion"), priority=1),
         Column("Container-Runtime", _at("status", "nodeInfo", "containerRuntimeVersion"), priority=1),
     ),
-    ("", "serviceaccounts"): (_NAME, Column("Secrets", _count("secrets")), _AGE),
     ("", "persistentvolumeclaims"): (
         _NAME,
         Column("Status", _at("status", "phase", otherwise="")),
         Column("Volume", _at("spec", "volumeName", otherwise="")),
         Column("Capacity", _at("status", "capacity", "storage", otherwise="")),
         Column("StorageClass", _at("spec", "storageClassName", otherwise="")),
-        _AGE,
-    ),
-    ("apps", "deployments"): (
-        _NAME,
-        Column("Ready", lambda o: f"{dig(o, 'status', 'readyReplicas') or 0}/{dig(o, 'spec', 'replicas') or 0}"),
-        Column("Up-to-date", _at("status", "updatedReplicas", otherwise=0)),
-        Column("Available", _at("status", "availableReplicas", otherwise=0)),
-        _AGE,
-    ),
-    ("apiextensions.k8s.io", "customresourcedefinitions"): (
-        _NAME,
-        Column("Created At", lambda o: o["metadata"].get("creationTimestamp"), type="date"),
-    ),
-    ("coordination.k8s.io", "leases"): (_NAME, Column("Holder", _at("spec", "holderIdentity", otherwise="")), _AGE),
-    ("networking.k8s.io", "networkpolicies"): (
-        _NAME,
-        Column("Pod-Selector", lambda o: _pairs(dig(o, "spec", "podSelector", "matchLabels"))),
-        _AGE,
-    ),
-    ("scheduling.k8s.io", "priorityclasses"): (
-        _NAME,
-        Column("Value", _at("value", otherwise=0)),
-        Column("Global-Default", lambda o: bool(o.get("globalDefault"))),
         _AGE,
     ),
 }

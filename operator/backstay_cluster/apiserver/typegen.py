@@ -22,7 +22,8 @@ _SCALARS = {
     "object": "any",
     "datetime": "time",
 }
-_EXTRA = ("V1Eviction", "V1Binding", "V1Scale", "V1DeleteOptions")
+# Bodies of subresources; and a type that other programs check against this table.
+_EXTRA = ("V1Eviction", "V1Binding", "V1Scale", "V1DeleteOptions", "V1PodTemplateSpec")
 
 
 def _type(text: str) -> str:
@@ -36,7 +37,8 @@ def _type(text: str) -> str:
 
 
 def generate() -> dict[str, dict[str, str]]:
-    """Type name -> JSON field name -> type: a scalar, a type name, ``[T`` for a list and ``{T`` for a map of T."""
+    """Maps a type name to JSON field names and types. A type is a scalar, a type name, ``[T`` for a list or ``{T``
+    for a map."""
     from kubernetes.client import models
 
     todo = [r.type_name for r in BUILTIN] + list(_EXTRA)
@@ -52,7 +54,7 @@ def generate() -> dict[str, dict[str, str]]:
 
 
 def render() -> str:
-    """The text of the file: one line for each type."""
+    """Returns the text of the file, with one line for each type."""
     lines = [f"{json.dumps(name)}: {json.dumps(fields)}" for name, fields in generate().items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 

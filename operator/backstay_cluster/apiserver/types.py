@@ -1,4 +1,4 @@
-"""Decodes built-in objects: keeps the fields of the type, names and drops the others, and refuses wrong types.
+"""Decodes built-in objects by keeping the fields of the type, dropping and naming the others, and refusing wrong types.
 
 A real server decodes JSON into Go structs, which affects its answers. Nulls and empty collections vanish, unknown
 fields are pruned (or refused, under strict validation), and a wrong type is an error that names the struct.
@@ -72,7 +72,7 @@ def table() -> dict[str, dict[str, str]]:
 
 @functools.cache
 def go_name(type_name: str) -> str:
-    """The Go struct of a type: `V1PodSpec` is `PodSpec`."""
+    """Returns the Go struct of a type, such as `PodSpec` for `V1PodSpec`."""
     return re.sub(r"^(Core|Events)?V\d+((alpha|beta)\d+)?", "", type_name)
 
 

@@ -1,4 +1,4 @@
-"""Watches: the events of a storage, for one client.
+"""Sends the events of a storage to one client (watches).
 
 A watch is a queue between the store, which must never wait, and a connection, which may. Events are translated for the
 watch's selector: an object that stops matching becomes DELETED, and one that starts matching becomes ADDED. The JSON of
@@ -112,7 +112,7 @@ def _reversioned(stored: Stored, version: int) -> Stored:
 
 
 def bookmark(head: Obj, version: int, *, initial_end: bool = False, extra: Any = None) -> bytes:
-    """A bookmark: nothing changed up to this version."""
+    """A bookmark, which states that nothing changed up to this version."""
     data: Obj = {"resourceVersion": str(version)}
     if initial_end:
         data["annotations"] = {"k8s.io/initial-events-end": "true"}

@@ -9,18 +9,20 @@ import logging
 import os
 import shutil
 import signal
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from backstay_cluster import quantity
-from backstay_cluster.kubelet.api import ApiError
+from backstay_cluster.client import ApiRequestError
 from backstay_cluster.kubelet.expand import PathMap, clean_path, expand, valid_image
 from backstay_cluster.kubelet.files import NotReadyError, environment, mount_paths
 from backstay_cluster.kubelet.logs import LogSink
 from backstay_cluster.kubelet.memory import resident_bytes
-from backstay_cluster.kubelet.node import Node, sleep_unless
+from backstay_cluster.kubelet.node import PodNode, is_set_within
 from backstay_cluster.kubelet.objects import timestamp
 from backstay_cluster.kubelet.probes import ProbeSpec, attempt, exec_in, watch_probe
 from backstay_cluster.kubelet.runtime import Process, StartError
@@ -30,10 +32,26 @@ logger = logging.getLogger(__name__)
 MESSAGE_BYTES = 4096
 FALLBACK_BYTES, FALLBACK_LINES = 2048, 80
 BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 10.0, 300.0
-QUICK_RETRY_SECONDS = 0.05
+QUICK_RETRY_SECONDS, RETRY_SECONDS = 0.05, 1.0
+RSS_SECONDS = 0.5
 
 
-class Container:
+@dataclass(frozen=True)
+class Reserved:
+    """The folder, address and devices that the node reserved for one container.
+
+    Attributes:
+        folder: the container's own folder.
+        pod_ip: the pod's address.
+        gpus: the container's devices.
+    """
+
+    folder: Path
+    pod_ip: str
+    gpus: Sequence[str]
+
+
+class ContainerProcess:
     """Runs one container of a pod.
 
     Args:
@@ -42,38 +60,31 @@ class Container:
         spec: the container.
         record: the state of the container, for the status.
         changed: called whenever `record` changed.
-        scratch: the container's own folder.
-        pod_ip: the pod's address.
-        gpus: the devices that are reserved for this container.
+        reserved: the container's folder, address and devices.
     """
 
     def __init__(
         self,
-        node: Node,
+        node: PodNode,
         pod: Mapping[str, Any],
         spec: Mapping[str, Any],
         record: ContainerRecord,
         changed: Callable[[], None],
-        *,
-        scratch: Path,
-        pod_ip: str,
-        gpus: Sequence[str],
+        reserved: Reserved,
     ) -> None:
         self.record = record
         self._node = node
         self._pod = pod
         self._spec = spec
         self._changed = changed
-        self._scratch = scratch
-        self._ip = pod_ip
-        self._gpus = gpus
+        self._reserved = reserved
         self._process: Process | None = None
         self._sink: LogSink | None = None
         self._started_at = 0.0
         self._oom = False
         self._stop = asyncio.Event()  # once set, no process is started
         self._killers: set[asyncio.Task[None]] = set()
-        self._message_file = scratch / "termination-log"
+        self._message_file = reserved.folder / "termination-log"
         self._logs = node.logs_dir / pod["metadata"]["namespace"] / pod["metadata"]["name"]
 
     def _record_event(self, reason: str, message: str, *, warning: bool = False) -> None:
@@ -84,13 +95,13 @@ class Container:
         """Run until the container has ended and is not restarted: by its restart policy, or because it was stopped."""
         backoff = BACKOFF_SECONDS
         while not self._stop.is_set():
-            began = self._node.clock()
+            began = time.time()
             if not await self._run_once(volumes):
                 return
             code = self.record.exit_code
             if policy == "Never" or (policy == "OnFailure" and code == 0) or self._stop.is_set():
                 return
-            if self._node.clock() - began > 2 * MAX_BACKOFF_SECONDS:
+            if time.time() - began > 2 * MAX_BACKOFF_SECONDS:
                 backoff = BACKOFF_SECONDS
             self.record.last_state = self.record.state
             self.record.state = waiting(
@@ -128,13 +139,13 @@ class Container:
 
     async def _kill(self, process: Process, grace: float) -> None:
         if grace > 0:
-            self._node.runtime.kill(process, signal.SIGTERM)
-            await self._node.sleep(grace)  # cancelled when the process has ended
-        self._node.runtime.kill(process, signal.SIGKILL, group=True)
+            self._node.machine.runtime.kill(process, signal.SIGTERM)
+            await asyncio.sleep(grace)  # cancelled when the process has ended
+        self._node.machine.runtime.kill(process, signal.SIGKILL, group=True)
 
     async def _pause(self, seconds: float) -> bool:
         """Wait. Returns True if the container was stopped during the wait."""
-        return await sleep_unless(self._node.sleep, seconds, self._stop)
+        return await is_set_within(self._stop, seconds)
 
     async def _prepare(self, volumes: Mapping[str, Path]) -> tuple[list[str], dict[str, str], str] | None:
         """The command line, environment and folder; waits for missing objects. None if the container was stopped."""
@@ -148,11 +159,11 @@ class Container:
                     self._record_event("Failed", f"Error: {error}", warning=True)
                     self.record.state = state
                     self._changed()
-            except ApiError as error:
+            except ApiRequestError as error:
                 logger.debug("container %s: %s", self.record.name, error)
             if await self._pause(delay):
                 break
-            delay = min(self._node.retry_seconds, delay * 2)
+            delay = min(RETRY_SECONDS, delay * 2)
         return None
 
     async def _command(self, volumes: Mapping[str, Path]) -> tuple[list[str], dict[str, str], str]:
@@ -169,27 +180,27 @@ class Container:
                 "CreateContainerError",
                 "no command specified: this node pulls no images, so it has no entrypoint; `command` must be given",
             )
-        base = {**self._node.base_env, "HOSTNAME": self._pod["metadata"]["name"]}
+        base = {**self._node.machine.image, "HOSTNAME": self._pod["metadata"]["name"]}
         # As with the device plugin: without a limit, no device. Otherwise every process would take the whole GPU's
         # memory.
-        base["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus)
+        base["CUDA_VISIBLE_DEVICES"] = ",".join(self._reserved.gpus)
         links = self._node.service_links(namespace) if self._pod["spec"].get("enableServiceLinks", True) else {}
         env = await environment(
             self._pod,
             spec,
             lambda kind, name: self._node.lookup(namespace, kind, name),
             base,
-            {**links, **{name: self._substituted(value) for name, value in self._node.extra_env.items()}},
-            pod_ip=self._ip,
-            host_ip=self._node.ip,
-            allocatable=self._node.allocatable,
+            {**links, **{name: self._substituted(value) for name, value in self._node.machine.extra_env.items()}},
+            pod_ip=self._reserved.pod_ip,
+            host_ip=self._node.facts.ip,
+            allocatable=self._node.facts.allocatable,
         )
         paths = mount_paths(spec, volumes)
         message_path = clean_path(spec.get("terminationMessagePath") or "/dev/termination-log")
         paths[message_path] = str(self._message_file)
         moved = PathMap(paths)
         argv = [expand(word, env) for word in [*(spec.get("command") or []), *(spec.get("args") or [])]]
-        cwd = str(self._scratch)
+        cwd = str(self._reserved.folder)
         if spec.get("workingDir"):
             cwd = moved(clean_path(spec["workingDir"]))
             if cwd != clean_path(spec["workingDir"]):
@@ -197,11 +208,11 @@ class Container:
         return [moved(word) for word in argv], {name: moved(value) for name, value in env.items()}, cwd
 
     def _substituted(self, value: str) -> str:
-        return value.replace("$(POD_IP)", self._ip).replace("$(POD_LOGS)", str(self._logs))
+        return value.replace("$(POD_IP)", self._reserved.pod_ip).replace("$(POD_LOGS)", str(self._logs))
 
     async def _run_once(self, volumes: Mapping[str, Path]) -> bool:
         """Start a process and wait for its end. Returns False if the container was stopped before it started."""
-        self._scratch.mkdir(parents=True, exist_ok=True)
+        self._reserved.folder.mkdir(parents=True, exist_ok=True)
         made = await self._prepare(volumes)
         if made is None:
             return False
@@ -210,12 +221,12 @@ class Container:
         self._message_file.write_bytes(b"")
         container_id = uuid.uuid4().hex
         path = self._logs / f"{self.record.name}.log"
-        sink = LogSink(path, max_bytes=self._node.log_max_bytes, clock=self._node.clock)
+        sink = LogSink(path)
         self._sink = self._node.sinks[meta["namespace"], meta["name"], self.record.name] = sink
         self._oom = False
         self.record.id = container_id
         try:
-            process = await self._node.runtime.start(container_id, argv, env, cwd, sink.write_fd)
+            process = await self._node.machine.runtime.start(container_id, argv, env, cwd, sink.write_fd)
         except StartError as error:
             sink.close()
             self._ended_unstarted(error, argv, cwd)
@@ -225,7 +236,7 @@ class Container:
             raise
         sink.close_write()
         self._process = process
-        self._started_at = self._node.clock()
+        self._started_at = time.time()
         self.record.state = {"running": {"startedAt": timestamp(self._started_at)}}
         self.record.started = not self._spec.get("startupProbe")
         self.record.ready = self.record.started and not self._spec.get("readinessProbe")
@@ -238,7 +249,7 @@ class Container:
         try:
             code = await asyncio.shield(process.exited)
         except asyncio.CancelledError:
-            self._node.runtime.kill(process, signal.SIGKILL, group=True)
+            self._node.machine.runtime.kill(process, signal.SIGKILL, group=True)
             raise
         finally:
             for task in [*watchers, *self._killers]:
@@ -257,7 +268,7 @@ class Container:
             reason,
             self._termination_message(code),
             started=timestamp(self._started_at),
-            finished=timestamp(self._node.clock()),
+            finished=timestamp(time.time()),
             container=self.record.id,
         )
         self._changed()
@@ -273,7 +284,7 @@ class Container:
         else:
             message = str(error)
         self._record_event("Failed", f"Error: failed to start container {self.record.name!r}: {message}", warning=True)
-        now = timestamp(self._node.clock())
+        now = timestamp(time.time())
         self.record.state = terminated(128, "StartError", message, finished=now, container=self.record.id)
         self._changed()
 
@@ -302,29 +313,29 @@ class Container:
 
     async def _watch_memory(self, process: Process, limit: int) -> None:
         while True:
-            await self._node.sleep(self._node.rss_seconds)
+            await asyncio.sleep(RSS_SECONDS)
             used = await asyncio.to_thread(resident_bytes, process.pid)
             if used > limit and not process.exited.done():
                 self._oom = True
                 self._record_event("OOMKilling", f"Memory limit {limit} bytes, {used} bytes are used", warning=True)
-                self._node.runtime.kill(process, signal.SIGKILL, group=True)
+                self._node.machine.runtime.kill(process, signal.SIGKILL, group=True)
                 return
 
     async def _probe(self, process: Process, env: Mapping[str, str], cwd: str) -> None:
-        """All probes of one run: first startup, then readiness and liveness at the same time."""
+        """Runs all probes of one run, first startup, then readiness and liveness at the same time."""
 
         async def run(command: Sequence[str]) -> int:
-            start = self._node.runtime.start
+            start = self._node.machine.runtime.start
             try:
                 return await exec_in(
                     lambda out: start(uuid.uuid4().hex, list(command), env, cwd, out),
-                    lambda started: self._node.runtime.kill(started, signal.SIGKILL, group=True),
+                    lambda started: self._node.machine.runtime.kill(started, signal.SIGKILL, group=True),
                 )
             except StartError:
                 return 127
 
         async def attempt_probe(spec: ProbeSpec) -> None:
-            await attempt(spec, self._spec, self._ip, run)
+            await attempt(spec, self._spec, self._reserved.pod_ip, run)
 
         grace = float(self._pod["spec"].get("terminationGracePeriodSeconds") or 30)
 
@@ -346,21 +357,17 @@ class Container:
 
         if self._spec.get("startupProbe"):
             spec = ProbeSpec.of(self._spec["startupProbe"])
-            await watch_probe(
-                spec, attempt_probe, lethal("Startup", spec), eager=False, until_success=True, sleep=self._node.sleep
-            )
+            await watch_probe(spec, attempt_probe, lethal("Startup", spec), eager=False, until_success=True)
             self.record.started = True
             self.record.ready = not self._spec.get("readinessProbe")
             self._changed()
         async with asyncio.TaskGroup() as group:
             if self._spec.get("readinessProbe"):
                 readiness = ProbeSpec.of(self._spec["readinessProbe"])
-                group.create_task(watch_probe(readiness, attempt_probe, ready, eager=True, sleep=self._node.sleep))
+                group.create_task(watch_probe(readiness, attempt_probe, ready, eager=True))
             if self._spec.get("livenessProbe"):
                 spec = ProbeSpec.of(self._spec["livenessProbe"])
-                group.create_task(
-                    watch_probe(spec, attempt_probe, lethal("Liveness", spec), eager=False, sleep=self._node.sleep)
-                )
+                group.create_task(watch_probe(spec, attempt_probe, lethal("Liveness", spec), eager=False))
 
     def _unhealthy(self, kind: str, message: str, failures: int) -> None:
         if failures == 1:  # once for each row of failures: an event for every period would hide the other events
@@ -368,4 +375,4 @@ class Container:
 
     def remove(self) -> None:
         """Remove the container's folder."""
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        shutil.rmtree(self._reserved.folder, ignore_errors=True)

@@ -6,10 +6,10 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from backstay_cluster.kubelet.api import ApiClient, ApiError
+from backstay_cluster.client import ApiClient, ApiRequestError
 from backstay_cluster.kubelet.objects import Object, reference, timestamp
 
 logger = logging.getLogger(__name__)
@@ -23,21 +23,19 @@ class EventRecorder:
         client: the API server.
         component: the reporting component, such as `kubelet`.
         host: the node's name.
-        clock: seconds since the epoch.
     """
 
-    def __init__(self, client: ApiClient, component: str, host: str, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, client: ApiClient, component: str, host: str) -> None:
         self._client = client
         self._component = component
         self._host = host
-        self._clock = clock
         self._queue: asyncio.Queue[Object] = asyncio.Queue(MAX_WAITING)
 
     def record(
         self, obj: Mapping[str, Any], kind: str, reason: str, message: str, *, warning: bool = False, path: str = ""
     ) -> None:
         """Record an event about an object; `path` names a part of it, such as `spec.containers{trainer}`."""
-        now = self._clock()
+        now = time.time()
         involved = reference(obj, kind)
         if path:
             involved["fieldPath"] = path
@@ -70,5 +68,5 @@ class EventRecorder:
             event = await self._queue.get()
             try:
                 await self._client.create(f"/api/v1/namespaces/{event['metadata']['namespace']}/events", event)
-            except ApiError as error:
+            except ApiRequestError as error:
                 logger.debug("event %s not written: %s", event["reason"], error)

@@ -1,4 +1,4 @@
-"""Pure rules about strings in a pod: `$(VAR)`, image names, and rewritten paths.
+"""Applies pure rules about strings in a pod, which are `$(VAR)`, image names, and rewritten paths.
 
 A pod here has no mount namespace, so a volume is not at its `mountPath` but in a folder of the host. `PathMap` rewrites
 each mention of a mount path in arguments and environment to that folder. A mention must be a whole path: alone, a

@@ -1,4 +1,5 @@
-"""A kubelet without processes: pods are Running and ready as soon as they are bound, and die when a caller kills them.
+"""A kubelet without processes, whose pods are Running and ready as soon as they are bound, and die when a caller kills
+them.
 
 For measurements of the API server and an operator at thousands of pods, and for tests that need a certain cause of
 death.
@@ -10,13 +11,12 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from backstay_cluster.kubelet.api import ApiClient, ApiError
+from backstay_cluster.client import ApiClient, ApiRequestError
 from backstay_cluster.kubelet.events import EventRecorder
 from backstay_cluster.kubelet.informer import Informer
-from backstay_cluster.kubelet.node import Node, Pool, pod_addresses
+from backstay_cluster.kubelet.node import Machine, NodeFacts, PodNode, Pool, pod_addresses
 from backstay_cluster.kubelet.objects import Key, Object, is_terminal, timestamp
 from backstay_cluster.kubelet.registration import Registration
 from backstay_cluster.kubelet.runtime import ProcessRuntime
@@ -24,6 +24,10 @@ from backstay_cluster.kubelet.scheduler import Scheduler
 from backstay_cluster.kubelet.status import ContainerRecord, conditions_of, terminated
 
 logger = logging.getLogger(__name__)
+NAME = "fake"
+POD_CIDR = "127.244.0.0/18"  # on loopback, so that no call leaves this machine
+RESOURCES = {"cpu": "10000", "memory": "100Ti", "pods": "10000", "nvidia.com/gpu": "100000"}
+PARALLEL = 16  # requests at the same time
 
 
 class FakeKubelet:
@@ -31,49 +35,25 @@ class FakeKubelet:
 
     Args:
         client: the API server; closed by its owner.
-        name: the node's name.
-        pod_cidr: the block of the pods' addresses, on loopback, so that no call leaves this machine. Nothing listens
-            there.
-        pod_ip: one address for all pods, on which a program of the caller answers; None: each pod has its own.
-        max_pods: the most pods that the node accepts.
-        parallel: the number of requests that are in progress at the same time.
-        clock: seconds since the epoch.
-        sleep: waits for a number of seconds.
+        pod_ip: one address for all pods, on which a program of the caller answers; None: each pod has its own, on
+            which nothing listens.
     """
 
-    def __init__(
-        self,
-        client: ApiClient,
-        *,
-        name: str = "fake",
-        pod_cidr: str = "127.244.0.0/18",
-        pod_ip: str | None = None,
-        max_pods: int = 10_000,
-        parallel: int = 16,
-        clock: Callable[[], float] = time.time,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
+    def __init__(self, client: ApiClient, *, pod_ip: str | None = None) -> None:
         self._client = client
-        self._clock = clock
-        self._sleep = sleep
-        events = EventRecorder(client, "fake-kubelet", name, clock=clock)
-        self._node = Node(
+        events = EventRecorder(client, "fake-kubelet", NAME)
+        self._node = PodNode(
             client=client,
-            runtime=ProcessRuntime(),  # never opened
             events=events,
-            name=name,
-            ip="127.244.0.1",
+            facts=NodeFacts.of(NAME, "127.244.0.1", RESOURCES),
+            machine=Machine(ProcessRuntime(), {}),  # never opened
             data_dir=Path(),
-            addresses=Pool(pod_addresses(pod_cidr)),
-            gpus=Pool([]),
-            allocatable={"cpu": "10000", "memory": "100Ti", "pods": str(max_pods), "nvidia.com/gpu": "100000"},
-            base_env={},
+            addresses=Pool(pod_addresses(POD_CIDR)),
         )
-        labels = {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux"}
-        self._registration = Registration(client, self._node, labels, clock=clock, sleep=sleep)
-        self._scheduler = Scheduler(client, events, name, labels, self._node.allocatable, clock=clock, sleep=sleep)
-        self._informer = Informer(client, "/api/v1/pods", self._changed, sleep=sleep)
-        self._limit = asyncio.Semaphore(parallel)
+        self._registration = Registration(client, self._node.facts)
+        self._scheduler = Scheduler(client, events, self._node.facts)
+        self._informer = Informer(client, "/api/v1/pods", self._changed)
+        self._limit = asyncio.Semaphore(PARALLEL)
         self._busy: dict[str, asyncio.Task[None]] = {}  # by uid
         self._killed: dict[str, tuple[int, str, Object | None]] = {}
         self._pod_ip = pod_ip
@@ -125,7 +105,7 @@ class FakeKubelet:
             self._killed.pop(uid, None)
             if (address := self._addresses.pop(uid, None)) is not None:
                 self._node.addresses.release([address])
-        elif new["spec"].get("nodeName") == self._node.name:
+        elif new["spec"].get("nodeName") == self._node.facts.name:
             self._begin(new)
 
     def _begin(self, pod: Object) -> None:
@@ -164,20 +144,20 @@ class FakeKubelet:
                     status = self._status(pod, killed=self._killed.get(uid))
                     versions = {"uid": uid, "resourceVersion": meta["resourceVersion"]}
                     pod = await self._client.patch(f"{path}/status", {"metadata": versions, "status": status})
-            except ApiError as error:
+            except ApiRequestError as error:
                 if error.code == 404:
                     return
-                await self._sleep(0.05 if error.code == 409 else 0.5)
+                await asyncio.sleep(0.05 if error.code == 409 else 0.5)
                 try:
                     pod = await self._client.get(path)
-                except ApiError:
+                except ApiRequestError:
                     continue
                 if pod["metadata"]["uid"] != uid:
                     return
             meta = pod["metadata"]
 
     def _status(self, pod: Object, killed: tuple[int, str, Object | None] | None) -> Object:
-        now = timestamp(self._clock())
+        now = timestamp(time.time())
         uid = pod["metadata"]["uid"]
         if self._pod_ip is None and uid not in self._addresses:
             self._addresses[uid] = self._node.addresses.take()[0]
@@ -197,7 +177,7 @@ class FakeKubelet:
             "phase": phase,
             "conditions": conditions_of(before, phase, [], records, has_address=True, now=now) + extra,
             "containerStatuses": [record.as_status() for record in records],
-            "hostIP": self._node.ip,
+            "hostIP": self._node.facts.ip,
             "podIP": ip,
             "podIPs": [{"ip": ip}],
             "startTime": (pod.get("status") or {}).get("startTime") or now,

@@ -35,7 +35,7 @@ class NotReadyError(Exception):
 
 
 def field_of(pod: Mapping[str, Any], path: str, *, pod_ip: str, host_ip: str) -> str:
-    """The downward API: the value of a fieldRef.
+    """Returns the value of a fieldRef (the downward API).
 
     Raises:
         NotReadyError: the field is not supported.
@@ -113,7 +113,8 @@ async def environment(
     host_ip: str,
     allocatable: Mapping[str, str],
 ) -> dict[str, str]:
-    """A container's environment: `base` (of the image), `links` (of the node), then envFrom, then env in its order.
+    """Returns a container's environment from `base` (of the image), `links` (of the node), then envFrom, then env in
+    its order.
 
     A `$(VAR)` can refer to all variables except those of `base`.
 

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 
-from backstay_cluster.kubelet.api import ApiClient, ApiError
+from backstay_cluster.client import ApiClient, ApiRequestError
 from backstay_cluster.kubelet.objects import Key, Object, key_of
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Informer:
                         delay = FIRST_DELAY
                         if event["type"] != "BOOKMARK":
                             self._apply(event["type"], event["object"])
-            except ApiError as error:
+            except ApiRequestError as error:
                 logger.debug("%s: %s; again in %.2f s", self._path, error, delay)
                 if error.code not in (0, 429) and error.code < 500:
                     version = None

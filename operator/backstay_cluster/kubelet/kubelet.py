@@ -1,31 +1,38 @@
-"""The node: registers itself, follows its pods and all Services, and runs a worker for each pod."""
+"""Registers the node, follows its pods and all Services, and runs a worker for each pod."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-import platform
 import secrets
 import ssl
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
-from backstay_cluster.kubelet.api import ApiClient
+from backstay_cluster.client import ApiClient
 from backstay_cluster.kubelet.events import EventRecorder
 from backstay_cluster.kubelet.informer import Informer
-from backstay_cluster.kubelet.logs import MAX_BYTES
-from backstay_cluster.kubelet.node import GPU, Node, Pool, local_gpus, pod_addresses, python_environment, service_links
+from backstay_cluster.kubelet.node import (
+    GPU,
+    Machine,
+    NodeFacts,
+    PodNode,
+    Pool,
+    local_gpus,
+    pod_addresses,
+    python_environment,
+    service_links,
+)
 from backstay_cluster.kubelet.objects import Key, Object, is_terminal
 from backstay_cluster.kubelet.pod import PodWorker
 from backstay_cluster.kubelet.proxy import ServiceProxy
 from backstay_cluster.kubelet.registration import Registration
-from backstay_cluster.kubelet.runtime import ProcessRuntime, Runtime
+from backstay_cluster.kubelet.runtime import ProcessRuntime
 from backstay_cluster.kubelet.scheduler import Scheduler
 from backstay_cluster.kubelet.server import KubeletServer
 
 logger = logging.getLogger(__name__)
+NAME = "backstay"
 
 
 class Kubelet:
@@ -36,20 +43,9 @@ class Kubelet:
         data_dir: the folder for logs (`pods/<namespace>/<pod>/<container>.log`), folders of running pods, and volume
             claims.
         pod_cidr: the loopback block of the pods' addresses; its first address is the node's.
-        name: the node's name.
+        machine: runs the containers; None: as processes, with this Python environment and this machine's GPUs.
         token: the bearer token for the kubelet's own port.
         tls: serves that port over TLS and requires a client certificate instead (a real API server sends one).
-        extra_env: environment of every container; `$(POD_IP)` in a value is the pod's address, `$(POD_LOGS)` the
-            folder with its logs.
-        base_env: the environment of the image; by default this Python environment's.
-        gpus: the devices' names, in the form of `CUDA_VISIBLE_DEVICES`; by default this machine's.
-        labels: labels of the node, in addition to the defaults.
-        keep_open: descriptors that the parent of the containers holds, so that the claim of `pod_cidr` outlives
-            them.
-        runtime: runs the containers; by default as processes.
-        log_max_bytes: the largest size of a log file; one older file of the same size is kept.
-        clock: seconds since the epoch.
-        sleep: waits for a number of seconds.
     """
 
     def __init__(
@@ -57,67 +53,43 @@ class Kubelet:
         client: ApiClient,
         data_dir: Path,
         pod_cidr: str,
+        machine: Machine | None = None,
         *,
-        name: str = "backstay",
         token: str | None = None,
         tls: ssl.SSLContext | None = None,
-        extra_env: Mapping[str, str] | None = None,
-        base_env: Mapping[str, str] | None = None,
-        gpus: Sequence[str] | None = None,
-        labels: Mapping[str, str] | None = None,
-        keep_open: Sequence[int] = (),
-        runtime: Runtime | None = None,
-        log_max_bytes: int = MAX_BYTES,
-        clock: Callable[[], float] = time.time,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._client = client
-        self._own_runtime = ProcessRuntime(keep_open) if runtime is None else None
-        addresses = pod_addresses(pod_cidr, skip=1)
-        node_ip, pod_ips = addresses[0], addresses[1:]
-        gpus = local_gpus() if gpus is None else gpus
-        self._labels = {
-            "kubernetes.io/hostname": name,
-            "kubernetes.io/os": "linux",
-            "kubernetes.io/arch": {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine()),
-            **(labels or {}),
-        }
+        self._own_runtime = ProcessRuntime() if machine is None else None
+        if self._own_runtime is not None:
+            machine = Machine(self._own_runtime, python_environment(), gpus=local_gpus())
+        assert machine is not None
+        node_ip, *pod_ips = pod_addresses(pod_cidr, skip=1)
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         allocatable = {
             "cpu": str(os.cpu_count() or 1),
             "memory": f"{memory // 1024}Ki",
             "pods": str(len(pod_ips)),
-            **({GPU: str(len(gpus))} if gpus else {}),
+            **({GPU: str(len(machine.gpus))} if machine.gpus else {}),
         }
-        self.events = EventRecorder(client, "kubelet", name, clock=clock)
-        self._scheduler_events = EventRecorder(client, "default-scheduler", name, clock=clock)
+        facts = NodeFacts.of(NAME, node_ip, allocatable)
+        self.events = EventRecorder(client, "kubelet", NAME)
+        self._scheduler_events = EventRecorder(client, "default-scheduler", NAME)
         self.services: dict[Key, Object] = {}
-        self.node = Node(
+        self.node = PodNode(
             client=client,
-            runtime=runtime or self._own_runtime or ProcessRuntime(keep_open),
             events=self.events,
-            name=name,
-            ip=node_ip,
+            facts=facts,
+            machine=machine,
             data_dir=data_dir,
             addresses=Pool(pod_ips),
-            gpus=Pool(gpus),
-            allocatable=allocatable,
-            base_env=dict(python_environment() if base_env is None else base_env),
-            extra_env=dict(extra_env or {}),
             service_links=lambda namespace: service_links(self.services.values(), namespace),
-            clock=clock,
-            sleep=sleep,
-            log_max_bytes=log_max_bytes,
         )
         self.token = secrets.token_hex(16) if token is None else token
-        self._server = KubeletServer(self.node.sinks, self.token, tls=tls, clock=clock)
-        self._registration = Registration(client, self.node, self._labels, clock=clock, sleep=sleep)
-        self._scheduler = Scheduler(
-            client, self._scheduler_events, name, self._labels, allocatable, clock=clock, sleep=sleep
-        )
-        self._proxy = ServiceProxy(self.events, sleep=sleep)
-        self._pods = Informer(client, "/api/v1/pods", self._pod_changed, sleep=sleep)
-        self._service_informer = Informer(client, "/api/v1/services", self._service_changed, sleep=sleep)
+        self._server = KubeletServer(self.node.sinks, self.token, tls=tls)
+        self._registration = Registration(client, facts)
+        self._scheduler = Scheduler(client, self._scheduler_events, facts)
+        self._proxy = ServiceProxy(self.events)
+        self._pods = Informer(client, "/api/v1/pods", self._pod_changed)
+        self._service_informer = Informer(client, "/api/v1/services", self._service_changed)
         self._workers: dict[str, tuple[PodWorker, asyncio.Task[None]]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
@@ -135,7 +107,7 @@ class Kubelet:
         """
         if self._own_runtime is not None:
             self._own_runtime.open()
-        port = await self._server.start(self.node.ip)
+        port = await self._server.start(self.node.facts.ip)
         async with asyncio.timeout(seconds):
             await self._registration.register(port)
             self._tasks = [
@@ -192,7 +164,7 @@ class Kubelet:
             for sink_key in [k for k in self.node.sinks if k[:2] == key]:
                 self._forget(sink_key)
             return
-        if new["spec"].get("nodeName") != self.node.name or self._stopping:
+        if new["spec"].get("nodeName") != self.node.facts.name or self._stopping:
             return
         uid = new["metadata"]["uid"]
         held = self._workers.get(uid)

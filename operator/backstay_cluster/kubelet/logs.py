@@ -1,4 +1,4 @@
-"""The output of a container: one file that people can read, and reads with the options of `kubectl logs`.
+"""Writes the output of a container into one file that people can read, and reads it with the options of `kubectl logs`.
 
 A container writes into a pipe, and the kubelet copies the data into `<container>.log` unchanged, binary or not. It
 keeps the arrival time of each piece, so that lines can be shown with a time or from a time on. A file that reaches its
@@ -24,7 +24,7 @@ MAX_MARKS = 1 << 13
 
 @dataclass(frozen=True)
 class LogOptions:
-    """The options of a read: PodLogOptions."""
+    """The options of a read, as PodLogOptions defines them."""
 
     follow: bool = False
     tail_lines: int | None = None
@@ -217,7 +217,7 @@ class LogSink:
 
 
 def _split_lines(data: bytes) -> list[bytes]:
-    """Split after newlines only: a carriage return is part of a line."""
+    """Split after newlines only, because a carriage return is part of a line."""
     parts = [part + b"\n" for part in data.split(b"\n")]
     parts[-1] = parts[-1][:-1]
     return [part for part in parts if part]

@@ -1,4 +1,4 @@
-"""How much memory a container's processes hold: what a memory limit is held against, in place of a cgroup."""
+"""Measures how much memory a container's processes hold, for its memory limit, in place of a cgroup."""
 
 from __future__ import annotations
 

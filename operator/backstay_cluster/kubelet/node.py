@@ -1,18 +1,19 @@
-"""The shared parts of a node's pods: its name and addresses, folders, devices, and components."""
+"""The shared parts of a node's pods, such as its name and addresses, folders, devices, and components."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import os
+import platform
 import sys
-import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from backstay_cluster.kubelet.api import ApiClient, ApiError
+from backstay_cluster.client import ApiClient, ApiRequestError
 from backstay_cluster.kubelet.events import EventRecorder
 from backstay_cluster.kubelet.logs import LogSink
 from backstay_cluster.kubelet.objects import Object
@@ -78,7 +79,8 @@ def pod_addresses(cidr: str, skip: int = 2) -> list[str]:
 
 
 def python_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of an image: this Python's programs first on PATH, and unbuffered output for timely logs."""
+    """Returns the environment of an image, with this Python's programs first on PATH, and unbuffered output for timely
+    logs."""
     environ = os.environ if environ is None else environ
     # Not resolved: in a virtual environment the interpreter is a link, and the link's folder is needed.
     path = [str(Path(sys.executable).parent), *environ.get("PATH", os.defpath).split(os.pathsep)]
@@ -105,39 +107,71 @@ def local_gpus(root: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
         return []
 
 
-async def sleep_unless(sleep: Callable[[float], Awaitable[None]], seconds: float, event: asyncio.Event) -> bool:
-    """Wait until `seconds` have passed or `event` is set. Returns whether the event is set."""
-    tasks = {asyncio.ensure_future(sleep(seconds)), asyncio.ensure_future(event.wait())}
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
+async def is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    """Wait until `event` is set, at most `seconds`. Returns whether the event is set."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), seconds)
     return event.is_set()
 
 
-@dataclass
-class Node:
-    """The environment of a pod. Each part with an external effect is a field, so that tests can replace it."""
+@dataclass(frozen=True)
+class NodeFacts:
+    """The facts that the API shows about a node.
 
-    client: ApiClient
-    runtime: Runtime
-    events: EventRecorder
+    Attributes:
+        name: the node's name.
+        ip: the node's address.
+        labels: the node's labels.
+        allocatable: the resources that pods may use.
+    """
+
     name: str
     ip: str
+    labels: Mapping[str, str]
+    allocatable: Mapping[str, str]
+
+    @classmethod
+    def of(cls, name: str, ip: str, allocatable: Mapping[str, str]) -> NodeFacts:
+        """The facts of a node of this machine, with the labels that Kubernetes gives to each node."""
+        arch = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
+        labels = {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux", "kubernetes.io/arch": arch}
+        return cls(name, ip, labels, allocatable)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The runtime of containers, and the environment and devices that each container gets from this machine.
+
+    Attributes:
+        runtime: starts and ends processes.
+        image: the environment of the image.
+        extra_env: environment of every container; `$(POD_IP)` in a value is the pod's address, `$(POD_LOGS)` the
+            folder with its logs.
+        gpus: names of the devices, in the form of `CUDA_VISIBLE_DEVICES`.
+    """
+
+    runtime: Runtime
+    image: Mapping[str, str]
+    extra_env: Mapping[str, str] = field(default_factory=dict)
+    gpus: Sequence[str] = ()
+
+
+@dataclass
+class PodNode:
+    """The environment of a pod."""
+
+    client: ApiClient
+    events: EventRecorder
+    facts: NodeFacts
+    machine: Machine
     data_dir: Path
     addresses: Pool
-    gpus: Pool
-    allocatable: dict[str, str]
-    base_env: dict[str, str]
-    extra_env: dict[str, str] = field(default_factory=dict)
     service_links: Callable[[str], dict[str, str]] = lambda _: {}
-    sinks: dict[tuple[str, str, str], LogSink] = field(default_factory=dict)
-    clock: Callable[[], float] = time.time
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-    retry_seconds: float = 1.0
-    rss_seconds: float = 0.5
-    log_max_bytes: int = 64 << 20
+    gpus: Pool = field(init=False)
+    sinks: dict[tuple[str, str, str], LogSink] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.gpus = Pool(self.machine.gpus)
 
     @property
     def logs_dir(self) -> Path:
@@ -148,11 +182,11 @@ class Node:
         """An object of a namespace; None: it does not exist.
 
         Raises:
-            ApiError: any other error of the API server.
+            ApiRequestError: any other error of the API server.
         """
         try:
             return await self.client.get(f"/api/v1/namespaces/{namespace}/{resource}/{name}")
-        except ApiError as error:
+        except ApiRequestError as error:
             if error.code == 404:
                 return None
             raise

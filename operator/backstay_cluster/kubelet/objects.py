@@ -53,7 +53,8 @@ def container_requests(container: Mapping[str, Any]) -> dict[str, Decimal]:
 
 
 def pod_requests(pod: Mapping[str, Any]) -> dict[str, Decimal]:
-    """The resources that a pod requests: the sum over its containers, or its largest init container if that is more."""
+    """Returns the resources that a pod requests, as the sum over its containers, or its largest init container if that
+    is more."""
     total: dict[str, Decimal] = {}
     for container in pod["spec"].get("containers") or []:
         for name, value in container_requests(container).items():

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
-from backstay_cluster.kubelet.api import ApiError
-from backstay_cluster.kubelet.container import QUICK_RETRY_SECONDS, Container
+from backstay_cluster.client import ApiRequestError
+from backstay_cluster.kubelet.container import QUICK_RETRY_SECONDS, RETRY_SECONDS, ContainerProcess, Reserved
 from backstay_cluster.kubelet.files import NotReadyError, Volumes, field_of
-from backstay_cluster.kubelet.node import GPU, Node, PoolEmptyError, sleep_unless
+from backstay_cluster.kubelet.node import GPU, PodNode, PoolEmptyError, is_set_within
 from backstay_cluster.kubelet.objects import Object, container_requests, is_terminal, timestamp
 from backstay_cluster.kubelet.status import ContainerRecord, conditions_of, covers, phase_of, terminated
 
@@ -33,14 +34,14 @@ class PodWorker:
         pod: the pod as first read.
     """
 
-    def __init__(self, node: Node, pod: Object) -> None:
+    def __init__(self, node: PodNode, pod: Object) -> None:
         self._node = node
         self._pod = pod  # the newest known version
         self._uid = pod["metadata"]["uid"]
         spec = pod["spec"]
         self._init = [_record(c, init=True) for c in spec.get("initContainers") or []]
         self._records = [_record(c, init=False) for c in spec.get("containers") or []]
-        self._containers: dict[str, Container] = {}
+        self._containers: dict[str, ContainerProcess] = {}
         self._address: str | None = None
         self._started_at: str | None = None
         self._failure: tuple[str, str] | None = None  # reason and message of a failure that containers cannot change
@@ -131,7 +132,7 @@ class PodWorker:
     async def _run_pod(self, gpus: list[str]) -> None:
         """Run the pod from its start until all containers have ended."""
         spec, meta = self._pod["spec"], self._pod["metadata"]
-        self._started_at = timestamp(self._node.clock())
+        self._started_at = timestamp(time.time())
         before = (self._pod.get("status") or {}).get("containerStatuses") or []
         if any(status.get("containerID") for status in before):
             self._ended_with_kubelet(before)
@@ -151,22 +152,20 @@ class PodWorker:
             root / "volumes",
             claims,
             lambda kind, name: self._node.lookup(meta["namespace"], kind, name),
-            lambda path: field_of(self._pod, path, pod_ip=self._address or "", host_ip=self._node.ip),
+            lambda path: field_of(self._pod, path, pod_ip=self._address or "", host_ip=self._node.facts.ip),
         )
         position = 0
         for record, container in zip([*self._init, *self._records], _all_containers(spec), strict=True):
             count = wanted[record.name]
             own = gpus[:count] if record.init else gpus[position : position + count]
             position += 0 if record.init else count
-            self._containers[record.name] = Container(
+            self._containers[record.name] = ContainerProcess(
                 self._node,
                 self._pod,
                 container,
                 record,
                 self._dirty.set,
-                scratch=root / record.name,
-                pod_ip=self._address,
-                gpus=own,
+                Reserved(root / record.name, self._address, own),
             )
         deadline = spec.get("activeDeadlineSeconds")
         guard = asyncio.create_task(self._deadline(float(deadline))) if deadline else None
@@ -201,20 +200,20 @@ class PodWorker:
                 if str(error) != reported:
                     reported = str(error)
                     self._node.events.record(self._pod, "Pod", error.reason, reported, warning=True)
-            except ApiError as error:
+            except ApiRequestError as error:
                 logger.debug("volumes of %s: %s", self.api_path, error)
-            await sleep_unless(self._node.sleep, delay, self._stopping)
-            delay = min(self._node.retry_seconds, delay * 2)
+            await is_set_within(self._stopping, delay)
+            delay = min(RETRY_SECONDS, delay * 2)
         return None
 
     async def _deadline(self, seconds: float) -> None:
-        await self._node.sleep(seconds)
+        await asyncio.sleep(seconds)
         self._failure = ("DeadlineExceeded", "Pod was active on the node longer than the specified deadline")
         self.stop(float(self._pod["spec"].get("terminationGracePeriodSeconds") or DEFAULT_GRACE))
 
     def _ended_with_kubelet(self, statuses: list[Object]) -> None:
         """A previous kubelet started the containers, and they ended with it."""
-        now = timestamp(self._node.clock())
+        now = timestamp(time.time())
         started = {status["name"]: status for status in statuses}
         for record in [*self._init, *self._records]:
             old = started.get(record.name, {})
@@ -231,7 +230,7 @@ class PodWorker:
     def _never_started(self, record: ContainerRecord) -> None:
         if not record.last_state:
             message = "The container was never started: its pod ended before"
-            record.state = terminated(137, "ContainerStatusUnknown", message, finished=timestamp(self._node.clock()))
+            record.state = terminated(137, "ContainerStatusUnknown", message, finished=timestamp(time.time()))
         else:
             record.state = record.last_state
 
@@ -244,7 +243,7 @@ class PodWorker:
 
     def _status(self) -> Object:
         """The status that the API must show."""
-        now = timestamp(self._node.clock())
+        now = timestamp(time.time())
         policy = self._pod["spec"].get("restartPolicy") or "Always"
         phase = phase_of(policy, self._init, self._records)
         alive = any(record.running for record in [*self._init, *self._records])
@@ -262,8 +261,8 @@ class PodWorker:
             "conditions": conditions_of(
                 previous, phase, self._init, self._records, has_address=self._address is not None, now=now
             ),
-            "hostIP": self._node.ip,
-            "hostIPs": [{"ip": self._node.ip}],
+            "hostIP": self._node.facts.ip,
+            "hostIPs": [{"ip": self._node.facts.ip}],
             "startTime": self._started_at,
             "containerStatuses": [record.as_status() for record in self._records],
         }
@@ -304,7 +303,7 @@ class PodWorker:
                     delay = QUICK_RETRY_SECONDS
                     continue
                 # The server stores another value than the one that was sent: wait, and do not retry immediately.
-            except ApiError as error:
+            except ApiRequestError as error:
                 if error.code == 409 and await self._refresh():
                     continue
                 if error.code == 404:
@@ -318,13 +317,13 @@ class PodWorker:
                     delay,
                     error,
                 )
-            await self._node.sleep(delay)
+            await asyncio.sleep(delay)
             delay = min(MAX_RETRY_SECONDS, delay * 2)
 
     async def _refresh(self) -> bool:
         try:
             pod = await self._node.client.get(self.api_path)
-        except ApiError as error:
+        except ApiRequestError as error:
             if error.code == 404:
                 self._gone = True
                 self._leave(0)
@@ -353,12 +352,12 @@ class PodWorker:
         try:
             await self._node.client.delete(self.api_path, body)
             self._gone = True
-        except ApiError as error:
+        except ApiRequestError as error:
             if error.code in (404, 409):
                 self._gone = True
                 return
             logger.debug("%s not deleted: %s", self.api_path, error)
-            await self._node.sleep(self._node.retry_seconds)
+            await asyncio.sleep(RETRY_SECONDS)
 
 
 def _all_containers(spec: Mapping[str, Any]) -> list[Object]:

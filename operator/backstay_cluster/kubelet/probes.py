@@ -1,4 +1,4 @@
-"""Probes: one attempt of each kind, and counters that turn attempts into a verdict."""
+"""Makes one attempt of each kind of probe, and turns attempts into a verdict by counters."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ async def _http(http: Mapping[str, Any], container: Mapping[str, Any], pod_ip: s
 
 @functools.cache
 def _unverified() -> ssl.SSLContext:
-    """A context without verification: as in Kubernetes' kubelet, a probe checks health and not identity.
+    """A context without verification, because a probe checks health and not identity, as in Kubernetes' kubelet.
 
     It does not load the machine's certificates, because that takes longer than the probe.
     """
@@ -121,7 +121,6 @@ async def watch_probe(
     *,
     eager: bool,
     until_success: bool = False,
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> None:
     """Make attempts until cancelled. Report each failure, and each success that reaches the threshold.
 
@@ -133,9 +132,8 @@ async def watch_probe(
         eager: make attempts more often than the period before the first success, so that readiness is detected
             early. Only for probes whose failure has no consequence.
         until_success: return at the first success: a startup probe.
-        sleep: waits for a number of seconds.
     """
-    await sleep(spec.initial_delay)
+    await asyncio.sleep(spec.initial_delay)
     successes = failures = 0
     seen = False
     quick = FIRST_RETRY
@@ -155,10 +153,10 @@ async def watch_probe(
                 if until_success:
                     return
         if eager and not seen and quick < spec.period:
-            await sleep(quick)
+            await asyncio.sleep(quick)
             quick *= 1.5
         else:
-            await sleep(spec.period)
+            await asyncio.sleep(spec.period)
 
 
 async def exec_in(start: Callable[[int], Awaitable[Any]], kill: Callable[[Any], None]) -> int:

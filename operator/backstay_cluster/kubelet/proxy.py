@@ -1,4 +1,5 @@
-"""Serves the addresses of Services: a TCP listener on each clusterIP and port forwards connections to a matching pod.
+"""Serves the addresses of Services by a TCP listener on each clusterIP and port, which forwards connections to a
+matching pod.
 
 It handles connections, as kube-proxy handles packets. If a Service has no pod, nothing listens on its port, so the
 kernel refuses a caller immediately. The proxy cuts a connection when the connected pod no longer matches or has ended.
@@ -13,7 +14,7 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -64,7 +65,8 @@ def matching(service: Mapping[str, Any], pods: Mapping[Key, Object]) -> dict[Key
 
 
 def endpoints(service: Mapping[str, Any], port: Mapping[str, Any], pods: Mapping[Key, Object]) -> list[Endpoint]:
-    """The targets of new connections: ready pods that are not being deleted, or all with `publishNotReadyAddresses`."""
+    """Returns the targets of new connections, which are ready pods that are not being deleted, or all with
+    `publishNotReadyAddresses`."""
     unready = bool(service["spec"].get("publishNotReadyAddresses"))
     found = []
     for key, pod in matching(service, pods).items():
@@ -113,10 +115,10 @@ class _Half(asyncio.Protocol):
         self._closed()
 
 
-class Link:
+class ProxiedConnection:
     """One connection to a Service, and its connection to a pod."""
 
-    def __init__(self, pick: Callable[[], Endpoint | None], closed: Callable[[Link], None]) -> None:
+    def __init__(self, pick: Callable[[], Endpoint | None], closed: Callable[[ProxiedConnection], None]) -> None:
         self.endpoint: Endpoint | None = None
         self._pick = pick
         self._closed = closed
@@ -159,7 +161,7 @@ class Link:
 
 
 class _Front(_Half):
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: ProxiedConnection) -> None:
         super().__init__(self._gone)
         self._link = link
 
@@ -173,11 +175,11 @@ class _Front(_Half):
 
 
 @dataclass(eq=False)
-class _Service:
+class _ProxiedService:
     obj: Object
     dirty: asyncio.Event = field(default_factory=asyncio.Event)
     listeners: dict[tuple[str, int], asyncio.Server] = field(default_factory=dict)
-    links: set[Link] = field(default_factory=set)
+    links: set[ProxiedConnection] = field(default_factory=set)
     task: asyncio.Task[None] | None = None
     reported: set[tuple[str, int]] = field(default_factory=set)
 
@@ -187,15 +189,11 @@ class ServiceProxy:
 
     Args:
         events: records a port on which the proxy cannot listen.
-        sleep: waits for a number of seconds.
     """
 
-    def __init__(
-        self, events: EventRecorder | None = None, *, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-    ) -> None:
+    def __init__(self, events: EventRecorder | None = None) -> None:
         self._events = events
-        self._sleep = sleep
-        self._services: dict[Key, _Service] = {}
+        self._services: dict[Key, _ProxiedService] = {}
         self._pods: dict[Key, Object] = {}
         self._turn = itertools.count()
 
@@ -209,7 +207,7 @@ class ServiceProxy:
                 held.dirty.set()
             return
         if held is None:
-            held = self._services[key] = _Service(service)
+            held = self._services[key] = _ProxiedService(service)
             held.task = asyncio.ensure_future(self._serve(key, held))
         held.obj = service
         held.dirty.set()
@@ -229,14 +227,14 @@ class ServiceProxy:
                         self._cut(held)
                         break
 
-    def _cut(self, held: _Service) -> None:
+    def _cut(self, held: _ProxiedService) -> None:
         still = matching(held.obj, self._pods)
         for link in list(held.links):
             end = link.endpoint
             if end is not None and (end.pod not in still or still[end.pod]["metadata"]["uid"] != end.uid):
                 link.cut()
 
-    async def _serve(self, key: Key, held: _Service) -> None:
+    async def _serve(self, key: Key, held: _ProxiedService) -> None:
         """Keep the listeners of one Service up to date; ends with the Service."""
         try:
             while True:
@@ -246,7 +244,7 @@ class ServiceProxy:
                 if self._services.get(key) is not held:
                     return
                 if again:
-                    await self._sleep(RETRY_SECONDS)
+                    await asyncio.sleep(RETRY_SECONDS)
                     held.dirty.set()
         finally:
             for server in held.listeners.values():
@@ -254,7 +252,7 @@ class ServiceProxy:
             for link in list(held.links):
                 link.cut()
 
-    async def _listen(self, held: _Service) -> bool:
+    async def _listen(self, held: _ProxiedService) -> bool:
         """Open and close listeners. Returns True if one of them must be tried again."""
         spec = held.obj.get("spec") or {}
         ip = spec.get("clusterIP")
@@ -286,7 +284,7 @@ class ServiceProxy:
                         self._events.record(held.obj, "Service", "PortNotAvailable", message, warning=True)
         return again
 
-    def _link(self, held: _Service, address: tuple[str, int]) -> asyncio.Protocol:
+    def _link(self, held: _ProxiedService, address: tuple[str, int]) -> asyncio.Protocol:
         def pick() -> Endpoint | None:
             for port in (held.obj.get("spec") or {}).get("ports") or []:
                 if int(port["port"]) == address[1]:
@@ -294,7 +292,7 @@ class ServiceProxy:
                     return found[next(self._turn) % len(found)] if found else None
             return None
 
-        link = Link(pick, held.links.discard)
+        link = ProxiedConnection(pick, held.links.discard)
         held.links.add(link)
         return link.front
 

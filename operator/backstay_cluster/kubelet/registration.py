@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import platform
-from collections.abc import Awaitable, Callable, Mapping
+import time
 
-from backstay_cluster.kubelet.api import ApiClient, ApiError
-from backstay_cluster.kubelet.node import Node
+from backstay_cluster.client import ApiClient, ApiRequestError
+from backstay_cluster.kubelet.node import NodeFacts
 from backstay_cluster.kubelet.objects import Object, micro_timestamp, timestamp
 
 logger = logging.getLogger(__name__)
@@ -20,12 +20,11 @@ LEASE_NAMESPACE = "kube-node-lease"
 LEASES = f"/apis/coordination.k8s.io/v1/namespaces/{LEASE_NAMESPACE}/leases"
 
 
-def node_object(node: Node, labels: Mapping[str, str], port: int, now: str) -> Object:
+def node_object(node: NodeFacts, port: int, now: str) -> Object:
     """The Node with its status.
 
     Args:
         node: the node.
-        labels: its labels.
         port: the port of the kubelet's server.
         now: metav1.Time of this heartbeat.
     """
@@ -38,7 +37,7 @@ def node_object(node: Node, labels: Mapping[str, str], port: int, now: str) -> O
     return {
         "apiVersion": "v1",
         "kind": "Node",
-        "metadata": {"name": node.name, "labels": dict(labels)},
+        "metadata": {"name": node.name, "labels": dict(node.labels)},
         "spec": {},
         "status": {
             "capacity": dict(node.allocatable),
@@ -66,7 +65,7 @@ def node_object(node: Node, labels: Mapping[str, str], port: int, now: str) -> O
                 "kubeletVersion": "v1.36.0-backstay",
                 "kubeProxyVersion": "",
                 "operatingSystem": platform.system().lower(),
-                "architecture": labels.get("kubernetes.io/arch", platform.machine()),
+                "architecture": node.labels["kubernetes.io/arch"],
             },
         },
     }
@@ -78,25 +77,11 @@ class Registration:
     Args:
         client: the API server.
         node: the node.
-        labels: its labels.
-        clock: seconds since the epoch.
-        sleep: waits for a number of seconds.
     """
 
-    def __init__(
-        self,
-        client: ApiClient,
-        node: Node,
-        labels: Mapping[str, str],
-        *,
-        clock: Callable[[], float],
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
+    def __init__(self, client: ApiClient, node: NodeFacts) -> None:
         self._client = client
         self._node = node
-        self._labels = labels
-        self._clock = clock
-        self._sleep = sleep
         self._port = 0
 
     async def register(self, port: int) -> None:
@@ -106,18 +91,18 @@ class Registration:
             try:
                 await self._write()
                 await self._renew()
-            except ApiError as error:
+            except ApiRequestError as error:
                 logger.debug("node %s not registered: %s", self._node.name, error)
-                await self._sleep(RETRY_SECONDS)
+                await asyncio.sleep(RETRY_SECONDS)
             else:
                 return
 
     async def _write(self) -> None:
-        obj = node_object(self._node, self._labels, self._port, timestamp(self._clock()))
+        obj = node_object(self._node, self._port, timestamp(time.time()))
         path = f"/api/v1/nodes/{self._node.name}"
         try:
             await self._client.create("/api/v1/nodes", obj)
-        except ApiError as error:
+        except ApiRequestError as error:
             if error.code != 409:
                 raise
         # A new Node gets a taint, which a controller removes once the node is ready. This cluster has no such
@@ -134,17 +119,17 @@ class Registration:
             "spec": {
                 "holderIdentity": name,
                 "leaseDurationSeconds": LEASE_SECONDS,
-                "renewTime": micro_timestamp(self._clock()),
+                "renewTime": micro_timestamp(time.time()),
             },
         }
         try:
             await self._client.patch(f"{LEASES}/{name}", {"spec": lease["spec"]})
-        except ApiError as error:
+        except ApiRequestError as error:
             if error.code != 404:
                 raise
             try:
                 await self._client.create(LEASES, lease)
-            except ApiError as missing:
+            except ApiRequestError as missing:
                 if missing.code != 404:
                     raise
                 namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": LEASE_NAMESPACE}}
@@ -155,11 +140,11 @@ class Registration:
         """Renew until cancelled; a failed renewal is tried again at the next turn."""
         turn = 0
         while True:
-            await self._sleep(RENEW_SECONDS)
+            await asyncio.sleep(RENEW_SECONDS)
             turn += 1
             try:
                 await self._renew()
                 if turn % STATUS_EVERY == 0:
                     await self._write()
-            except ApiError as error:
+            except ApiRequestError as error:
                 logger.debug("node %s: %s", self._node.name, error)

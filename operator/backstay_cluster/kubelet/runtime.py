@@ -1,4 +1,4 @@
-"""The kubelet's connection to the spawner: starts a process, signals it, and receives its end immediately.
+"""Connects the kubelet to the spawner, which starts a process, signals it, and reports its end immediately.
 
 The kubelet uses it only through `Runtime`, so that a pod can be tested without processes.
 """

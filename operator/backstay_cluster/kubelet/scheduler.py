@@ -1,4 +1,4 @@
-"""A scheduler for a cluster of one node: binds pods that fit, and reports the reason for the others.
+"""Schedules on a cluster of one node by binding pods that fit, and reports the reason for the others.
 
 A pod is unschedulable only because of the kind of the node: its labels, and devices such as GPUs. CPU and memory
 requests do not count. So a job that requests 8 cores in a cluster also runs on a laptop, more slowly.
@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+import time
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
 from backstay_cluster import quantity
-from backstay_cluster.kubelet.api import ApiClient, ApiError
+from backstay_cluster.client import ApiClient, ApiRequestError
 from backstay_cluster.kubelet.events import EventRecorder
+from backstay_cluster.kubelet.node import NodeFacts
 from backstay_cluster.kubelet.objects import Key, Object, is_terminal, pod_requests, timestamp
 
 logger = logging.getLogger(__name__)
@@ -83,31 +85,13 @@ class Scheduler:
     Args:
         client: the API server.
         events: reports what the scheduler does.
-        node: the node's name.
-        labels: the node's labels.
-        allocatable: the node's resources.
-        clock: seconds since the epoch.
-        sleep: waits for a number of seconds.
+        node: the node.
     """
 
-    def __init__(
-        self,
-        client: ApiClient,
-        events: EventRecorder,
-        node: str,
-        labels: Mapping[str, str],
-        allocatable: Mapping[str, str],
-        *,
-        clock: Callable[[], float],
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
+    def __init__(self, client: ApiClient, events: EventRecorder, node: NodeFacts) -> None:
         self._client = client
         self._events = events
         self._node = node
-        self._labels = labels
-        self._allocatable = allocatable
-        self._clock = clock
-        self._sleep = sleep
         self._pods: dict[Key, Object] = {}  # all pods that are not bound yet
         self._taken: dict[Key, dict[str, Decimal]] = {}  # by pods that are bound and have not ended
         self._used: dict[str, Decimal] = {}
@@ -149,7 +133,7 @@ class Scheduler:
             waiting = [item for item in self._pods.items() if not (item[1]["spec"].get("schedulingGates") or [])]
             failed = not all(await asyncio.gather(*(self._bind(key, pod) for key, pod in waiting)))
             if failed:
-                await self._sleep(RETRY_SECONDS)
+                await asyncio.sleep(RETRY_SECONDS)
                 self._wake.set()
 
     def _waits(self, key: Key, pod: Object) -> bool:
@@ -163,7 +147,7 @@ class Scheduler:
         async with self._limit:
             if not self._waits(key, pod):
                 return True
-            reason = unschedulable_reason(pod, self._labels, self._allocatable, self._used)
+            reason = unschedulable_reason(pod, self._node.labels, self._node.allocatable, self._used)
             if reason is None:
                 self._take(key, pod)  # before the first await: other pods are bound in the meantime
             try:
@@ -174,10 +158,10 @@ class Scheduler:
                     "apiVersion": "v1",
                     "kind": "Binding",
                     "metadata": {"name": meta["name"], "namespace": meta["namespace"], "uid": meta["uid"]},
-                    "target": {"apiVersion": "v1", "kind": "Node", "name": self._node},
+                    "target": {"apiVersion": "v1", "kind": "Node", "name": self._node.name},
                 }
                 await self._client.create(f"{path}/binding", binding)
-            except ApiError as error:
+            except ApiRequestError as error:
                 if error.code == 409 and reason is not None:
                     return True  # changed in the meantime: the watch will show that, and the pod is checked again
                 if error.code not in (404, 409):
@@ -193,7 +177,7 @@ class Scheduler:
         if self._waits(key, pod):
             del self._pods[key]
         self._events.record(
-            pod, "Pod", "Scheduled", f"Successfully assigned {meta['namespace']}/{meta['name']} to {self._node}"
+            pod, "Pod", "Scheduled", f"Successfully assigned {meta['namespace']}/{meta['name']} to {self._node.name}"
         )
         return True
 
@@ -208,7 +192,7 @@ class Scheduler:
             "reason": "Unschedulable",
             "message": message,
             "lastProbeTime": None,
-            "lastTransitionTime": timestamp(self._clock()),
+            "lastTransitionTime": timestamp(time.time()),
         }
         others = [c for c in conditions if c["type"] != "PodScheduled"]
         body = {

@@ -1,4 +1,4 @@
-"""The kubelet's own port: container logs, which the API server forwards to `kubectl logs`."""
+"""Serves container logs on the kubelet's port, which the API server forwards to `kubectl logs`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ class KubeletServer:
         sinks: the containers' logs by namespace, pod and container.
         token: the bearer token of callers; with `tls`, a client certificate is required instead.
         tls: a context that requires a client certificate, which a real API server sends.
-        clock: seconds since the epoch.
     """
 
     def __init__(
@@ -58,12 +57,10 @@ class KubeletServer:
         token: str,
         *,
         tls: ssl.SSLContext | None = None,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self._sinks = sinks
         self._token = token
         self._tls = tls
-        self._clock = clock
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str) -> int:
@@ -100,7 +97,7 @@ class KubeletServer:
             text = f"container {info['container']!r} of pod {info['namespace']}/{info['pod']} has no log here yet\n"
             raise web.HTTPNotFound(text=text)
         try:
-            options = log_options(request.query, self._clock())
+            options = log_options(request.query, time.time())
         except ValueError as error:
             raise web.HTTPBadRequest(text=f"{error}\n") from error
         if request.query.get("previous", "").lower() in ("1", "true"):

@@ -341,7 +341,8 @@ class Spawner:
             self.lose_forkserver("it has ended")
 
     def settle(self, request: Request) -> None:
-        """Handle a message of a new process: its id, the error of its start, or the end of the channel (it runs)."""
+        """Handle a message of a new process, which is its id, the error of its start, or the end of the channel (it
+        runs)."""
         assert request.channel is not None
         data = b""
         with contextlib.suppress(ConnectionError, BlockingIOError):
@@ -436,7 +437,7 @@ class Spawner:
         return container == PLACEHOLDER or container in self.pids or container in self.requests
 
     def end_all(self) -> None:
-        """Kill layer by layer: a process whose parent ends becomes a child of this one, for the next round."""
+        """Kill layer by layer, because a process whose parent ends becomes a child of this one, for the next round."""
         deadline = time.monotonic() + 10.0
         while time.monotonic() < deadline:
             for pid in children(os.getpid()):

@@ -113,7 +113,7 @@ def conditions_of(
     has_address: bool,
     now: str,
 ) -> list[Object]:
-    """The pod's conditions: the kubelet's with their current values, and all others unchanged.
+    """Returns the pod's conditions, with the kubelet's current values, and all others unchanged.
 
     Args:
         previous: the conditions as last read.

@@ -1,4 +1,4 @@
-"""The policies of the planner: one module for each policy, a pure function from immutable facts to a typed verdict.
+"""The policies of the planner, one module for each, as pure functions from immutable facts to typed verdicts.
 
 `facts` has the input of the policies, `record` the counters in the status (incarnations, budgets, back-off), and
 `effects` the changes of a verdict. Only `backstay_spec.plan` combines the policies.

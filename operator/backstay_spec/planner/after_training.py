@@ -1,12 +1,13 @@
-"""Policy: the end of training, and the script of worker 0, which continues after training.
+"""Decides about the end of training, and the script of worker 0, which continues after training.
 
 Training ends with the last checkpoint. The first message of a pod that has received the end sets the condition Trained
 (O10). The job ends when the script of worker 0 has ended. Its exit code counts, because exporting and uploading a model
 is part of the job. The job no longer needs any other pod.
 
-The final message of shard 0 names the incarnation of rank 0 that has the result (`Trained.returned`). A worker reports
-the result to that server before `train` returns. If the worker died before that, it is replaced, and its replacement
-reads the last checkpoint. If it was lost after that, it is not replaced: its script must not do its work twice.
+The final message of shard 0 names the incarnation of rank 0 that has the result (`TrainingEnded.returned`). A worker
+reports the result to that server before `train` returns. If the worker died before that, it is replaced, and its
+replacement reads the last checkpoint. If it was lost after that, it is not replaced: its script must not do its work
+twice.
 """
 
 from __future__ import annotations
@@ -21,26 +22,36 @@ from backstay_spec.causes import (
     AFTER_TRAINING_FAILED,
     ALREADY_COMPLETE,
     STOPPED_EARLY,
-    Outcome,
+    PodOutcome,
     outcome_of,
     parsed,
     terminated_state,
     verdict_of,
 )
 from backstay_spec.events import normal, warning
+from backstay_spec.job_report import CheckpointStatus, readable
 from backstay_spec.planner import replacement
 from backstay_spec.planner.conditions import Statement
 from backstay_spec.planner.creating import create, look_up
-from backstay_spec.planner.effects import Decision, Effects, Failure
+from backstay_spec.planner.effects import Decision, Effects, JobFailure
 from backstay_spec.planner.end import Success
 from backstay_spec.planner.facts import Facts
 from backstay_spec.planner.last_messages import LEADER, SHARD_0, last_messages
 from backstay_spec.planner.pods import PodView, ended_at, has_worked, is_restored
 from backstay_spec.planner.record import Record
-from backstay_spec.planner.report import checkpoint_status, readable
-from backstay_spec.types_status import CheckpointStatus
+from backstay_spec.planner.report import checkpoint_status
 
-__all__ = ["LEADER", "Ended", "Trained", "Verdict", "interrupted", "judge", "restored_from", "statements", "trained"]
+__all__ = [
+    "LEADER",
+    "Ended",
+    "TrainingEnded",
+    "Verdict",
+    "interrupted",
+    "judge",
+    "restored_from",
+    "statements",
+    "trained",
+]
 
 # Worker 0 may end before shard 0's server, whose final message has the loss and the metrics.
 LAST_MESSAGE: Final = timedelta(seconds=end_of_job.LAST_MESSAGE)
@@ -50,7 +61,7 @@ STAYS: Final = timedelta(seconds=end_of_job.STAYS)
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class TrainingEnded:
     """Training has ended.
 
     Attributes:
@@ -84,14 +95,14 @@ class Trained:
 class Ended:
     """The end of the job; `complete` is the condition AfterTrainingComplete."""
 
-    ending: Success | Failure
+    ending: Success | JobFailure
     complete: Statement
 
 
 Verdict: TypeAlias = Ended | Decision
 
 
-def trained(facts: Facts, record: Record) -> Trained | None:
+def trained(facts: Facts, record: Record) -> TrainingEnded | None:
     """Whether training has ended: by the final message of any pod, or by the status."""
     known = facts.conditions.get(status.TRAINED)
     holds = status.holds(facts.conditions, status.TRAINED)
@@ -108,7 +119,7 @@ def trained(facts: Facts, record: Record) -> Trained | None:
         reason, text = known.reason, known.message
     else:
         reason, text = said.reason, _text(said.reason, fields, facts.old.step)
-    found = Trained(
+    found = TrainingEnded(
         reason=reason,
         message=text,
         fields=fields,
@@ -135,13 +146,13 @@ def _begun(facts: Facts) -> datetime:
     return since.last_transition_time if since is not None and since.status == "True" else facts.now
 
 
-def _served_until(facts: Facts, record: Record, end: Trained) -> datetime | None:
+def _served_until(facts: Facts, record: Record, end: TrainingEnded) -> datetime | None:
     server = facts.pod(SHARD_0, record.current(SHARD_0))
     return None if end.confirmed or server is None or not server.alive else _decided_by(facts, end)
 
 
-def judge(facts: Facts, record: Record, end: Trained) -> Verdict:
-    """The verdict about worker 0 after training: the job's end, or the next actions."""
+def judge(facts: Facts, record: Record, end: TrainingEnded) -> Verdict:
+    """The verdict about worker 0 after training, which is the job's end, or the next actions."""
     verdict = _judge_leader(facts, record, end)
     if isinstance(verdict, Ended):
         return verdict
@@ -155,7 +166,7 @@ def judge(facts: Facts, record: Record, end: Trained) -> Verdict:
     return _failed(end, late)
 
 
-def statements(end: Trained, verdict: Verdict) -> list[Statement]:
+def statements(end: TrainingEnded, verdict: Verdict) -> list[Statement]:
     """The conditions Trained and AfterTrainingComplete, and the other conditions in the meantime."""
     found = [Statement(status.TRAINED, True, end.reason, end.message, normal("Trained", end.message))]
     if isinstance(verdict, Ended):
@@ -170,14 +181,14 @@ def statements(end: Trained, verdict: Verdict) -> list[Statement]:
     ]
 
 
-def interrupted(end: Trained, failure: Failure) -> Ended:
+def interrupted(end: TrainingEnded, failure: JobFailure) -> Ended:
     """Another policy ends the job while the script of worker 0 runs."""
     text = f"{failure.message}; {end.stored}"
     complete = Statement(status.AFTER_TRAINING_COMPLETE, False, failure.reason, text)
-    return Ended(Failure(failure.reason, text, failure.detail, end.fields), complete)
+    return Ended(JobFailure(failure.reason, text, failure.detail, end.fields), complete)
 
 
-def restored_from(end: Trained, facts: Facts) -> runtime.Trained | None:
+def restored_from(end: TrainingEnded, facts: Facts) -> runtime.Trained | None:
     """How a worker that is created now gets the result; None: from the servers, or no checkpoint has it."""
     if end.checkpoint is None or not end.checkpoint.uri or end.served_until is not None:
         return None
@@ -185,7 +196,7 @@ def restored_from(end: Trained, facts: Facts) -> runtime.Trained | None:
     return runtime.Trained(step=end.checkpoint.step, checkpoint=end.checkpoint.uri, metrics=dict(metrics))
 
 
-def _judge_leader(facts: Facts, record: Record, end: Trained) -> Verdict:
+def _judge_leader(facts: Facts, record: Record, end: TrainingEnded) -> Verdict:
     current = record.current(LEADER)
     pod = facts.pod(LEADER, current)
     waits = record.waits_until(LEADER.key) is not None
@@ -225,13 +236,13 @@ def _exit_code(pod: PodView) -> Any:
     return (terminated_state(pod.raw) or {}).get("exitCode")
 
 
-def _decided_by(facts: Facts, end: Trained) -> datetime | None:
+def _decided_by(facts: Facts, end: TrainingEnded) -> datetime | None:
     """When it is certain that a worker 0 that never was Ready gets nothing from the servers; None: it is certain."""
     until = _begun(facts) + (STAYS if end.checkpoint is None else STAYS_STORED)
     return until if facts.now < until else None
 
 
-def _lacks_result(facts: Facts, end: Trained, pod: PodView) -> bool:
+def _lacks_result(facts: Facts, end: TrainingEnded, pod: PodView) -> bool:
     """Whether this living pod waits for servers that have left.
 
     A server that finds the training complete does not know whether worker 0 has reported to a previous one. But a pod
@@ -244,7 +255,7 @@ def _lacks_result(facts: Facts, end: Trained, pod: PodView) -> bool:
     return end.returned == 0
 
 
-def _judge_dead(facts: Facts, record: Record, end: Trained, pod: PodView) -> Verdict:
+def _judge_dead(facts: Facts, record: Record, end: TrainingEnded, pod: PodView) -> Verdict:
     verdict = verdict_of(pod.raw)
     found, state = outcome_of(pod.raw), terminated_state(pod.raw)
     returned = found is not None and found.returned_from_train
@@ -263,7 +274,7 @@ def _judge_dead(facts: Facts, record: Record, end: Trained, pod: PodView) -> Ver
     return _once_server_left(facts, record, end, pod, failed)
 
 
-def _replaced(facts: Facts, record: Record, end: Trained, alive: PodView | None) -> Verdict:
+def _replaced(facts: Facts, record: Record, end: TrainingEnded, alive: PodView | None) -> Verdict:
     """Worker 0 does not have the result: its replacement reads the last checkpoint.
 
     Args:
@@ -276,7 +287,7 @@ def _replaced(facts: Facts, record: Record, end: Trained, alive: PodView | None)
     return create(record, LEADER, None) if facts.can_create else Decision(record)
 
 
-def _complete(facts: Facts, record: Record, end: Trained, pod: PodView) -> Verdict:
+def _complete(facts: Facts, record: Record, end: TrainingEnded, pod: PodView) -> Verdict:
     """The script has ended with exit code 0."""
     kind = status.AFTER_TRAINING_COMPLETE
     complete = Statement(kind, True, "Completed", "the script of worker 0 has ended with exit code 0")
@@ -284,7 +295,7 @@ def _complete(facts: Facts, record: Record, end: Trained, pod: PodView) -> Verdi
     return _once_server_left(facts, record, end, pod, ended)
 
 
-def _once_server_left(facts: Facts, record: Record, end: Trained, pod: PodView, ended: Ended) -> Verdict:
+def _once_server_left(facts: Facts, record: Record, end: TrainingEnded, pod: PodView, ended: Ended) -> Verdict:
     """The verdict `ended`, or a short wait for the final message of shard 0's server, which has the loss."""
     server = facts.pod(SHARD_0, record.current(SHARD_0))
     at = ended_at(pod)
@@ -293,16 +304,16 @@ def _once_server_left(facts: Facts, record: Record, end: Trained, pod: PodView, 
     return ended
 
 
-def _lost(end: Trained, why: str) -> Verdict:
+def _lost(end: TrainingEnded, why: str) -> Verdict:
     text = f"{why}; whether its code after training was complete is not known; {end.stored}"
     complete = Statement(status.AFTER_TRAINING_COMPLETE, False, "PodLost", text, warning("AfterTrainingLost", text))
     return Ended(Success(end.reason, end.message, end.fields), complete)
 
 
-def _failed(end: Trained, why: str, detail: str = "") -> Ended:
+def _failed(end: TrainingEnded, why: str, detail: str = "") -> Ended:
     text = f"{why.rstrip('.')}; {end.stored}"
     complete = Statement(status.AFTER_TRAINING_COMPLETE, False, AFTER_TRAINING_FAILED, text)
-    return Ended(Failure(AFTER_TRAINING_FAILED, text, detail, end.fields), complete)
+    return Ended(JobFailure(AFTER_TRAINING_FAILED, text, detail, end.fields), complete)
 
 
 def _failed_in_train(state: Mapping[str, Any] | None) -> bool:
@@ -310,7 +321,7 @@ def _failed_in_train(state: Mapping[str, Any] | None) -> bool:
     return "reason" in (parsed((state or {}).get("message") or "") or {})
 
 
-def _fields(facts: Facts, found: Outcome) -> dict[str, Any]:
+def _fields(facts: Facts, found: PodOutcome) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if found.step is not None:
         fields["step"] = found.step

@@ -1,4 +1,4 @@
-"""Policy: the cost of a pod's death (O4), and whether its slot may have another pod.
+"""Decides the cost of a pod's death (O4), and whether its slot may have another pod.
 
 A crash is charged to its role's `maxRestarts`. A disruption is replaced without charge. A slot backs off if its pods
 crash before they did any work.
@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 from backstay_spec import contract
 from backstay_spec.causes import Verdict
 from backstay_spec.names import Slot
-from backstay_spec.planner.effects import Failure
+from backstay_spec.planner.effects import JobFailure
 from backstay_spec.planner.facts import Facts
 from backstay_spec.planner.pods import PodView, has_worked, is_settled
 from backstay_spec.planner.record import Record, standby_key
@@ -57,7 +57,7 @@ class NoReplacement:
     """A standby gets no successor: the budget is spent."""
 
 
-PodVerdict: TypeAlias = Cost | Failure
+PodVerdict: TypeAlias = Cost | JobFailure
 StandbyVerdict: TypeAlias = Cost | NoReplacement
 
 
@@ -69,7 +69,7 @@ def cost_of_pod(facts: Facts, record: Record, pod: PodView, verdict: Verdict) ->
         return Cost(charged=False, backoff=known)
     if is_spent(facts, record, slot):
         budget = max_restarts(facts.spec, slot.role)
-        return Failure(
+        return JobFailure(
             "MaxRestartsExceeded",
             f"{slot.text} (pod {pod.name}) died ({verdict.cause}: {verdict.text}), and the "
             f"{budget_field(slot.role)} of {budget} is used up",
@@ -78,9 +78,9 @@ def cost_of_pod(facts: Facts, record: Record, pod: PodView, verdict: Verdict) ->
     worked = has_worked if known is None else is_settled
     if worked(pod, facts.progress):
         return Cost(charged=True, backoff=None)
-    backoff = backed_off(known, facts.now)
+    backoff = backed_off(known, facts.now, facts.settings.first_wait)
     if backoff.failures >= HOPELESS and slot.role != contract.ROLE_EVALUATOR and not facts.trained:
-        return Failure(
+        return JobFailure(
             "CrashLoop",
             f"{slot.text} died {backoff.failures} times in a row, and there has been no update yet; the "
             f"last time (pod {pod.name}): {verdict.cause}: {verdict.text}",
@@ -89,7 +89,7 @@ def cost_of_pod(facts: Facts, record: Record, pod: PodView, verdict: Verdict) ->
 
 
 def cost_of_standby(facts: Facts, record: Record, standby: PodView, verdict: Verdict) -> StandbyVerdict:
-    """The cost of the death of a standby: the same, but a spent budget ends only the standbys."""
+    """Returns the cost of the death of a standby, which is the same, but a spent budget ends only the standbys."""
     known = record.backoff.get(standby_key(standby.slot))
     if not verdict.cause.charged:
         return Cost(charged=False, backoff=known)
@@ -97,7 +97,7 @@ def cost_of_standby(facts: Facts, record: Record, standby: PodView, verdict: Ver
         return NoReplacement()
     if has_worked(standby, facts.progress):
         return Cost(charged=True, backoff=known)
-    backoff = backed_off(known, facts.now)
+    backoff = backed_off(known, facts.now, facts.settings.first_wait)
     return Cost(charged=True, backoff=backoff, wait=backoff.not_before)
 
 
@@ -121,13 +121,17 @@ def budget_field(role: str) -> str:
     return f"spec.{part}.maxRestarts"
 
 
-def wait_after(failures: int) -> timedelta:
-    """How long a slot waits after its `failures`-th crash in a row before its first gradient: 1, 2, 4 ... 60 s."""
+def wait_after(failures: int, first: timedelta = timedelta(seconds=1)) -> timedelta:
+    """How long a slot waits after its `failures`-th crash in a row before its first gradient: 1, 2, 4 ... 60 s.
+
+    Args:
+        first: the wait after the first crash.
+    """
     # min() before the power: a job may fail often enough to overflow a timedelta.
-    return min(LONGEST_WAIT, timedelta(seconds=2 ** min(failures - 1, 6)))
+    return min(LONGEST_WAIT, first * (1 << min(failures - 1, 6)))
 
 
-def backed_off(before: Backoff | None, now: datetime) -> Backoff:
+def backed_off(before: Backoff | None, now: datetime, first_wait: timedelta) -> Backoff:
     """The back-off after one more such crash."""
     failures = (before.failures if before is not None else 0) + 1
-    return Backoff(failures=failures, not_before=now + wait_after(failures))
+    return Backoff(failures=failures, not_before=now + wait_after(failures, first_wait))

@@ -1,4 +1,4 @@
-"""Policy: the conditions of a job. Each function returns statements; `updated` turns them into conditions."""
+"""Decides the conditions of a job. Each function returns statements; `updated` turns them into conditions."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from backstay_spec.events import Event, normal, one_line, shortened, warning
 from backstay_spec.names import Slot
 from backstay_spec.observed import Updates
 from backstay_spec.planner import budgets
-from backstay_spec.planner.effects import Effects, Failure, Obstructed, earliest
+from backstay_spec.planner.effects import Effects, JobFailure, Obstructed, earliest
 from backstay_spec.planner.end import Success
 from backstay_spec.planner.facts import Facts
 from backstay_spec.planner.last_messages import SHARD_0
 from backstay_spec.planner.pods import PodView, has_worked
 from backstay_spec.planner.record import Record, standby_key
-from backstay_spec.types_status import Condition, format_time
+from backstay_spec.status_model import format_time
+from backstay_spec.types_status import Condition
 
 __all__ = [
     "Statement",
@@ -87,10 +88,14 @@ def updated(
     return after, tuple(events)
 
 
-def ended(end: Success | Failure) -> list[Statement]:
-    """The conditions of a job that has ended."""
-    if isinstance(end, Failure):
-        event = warning("Failed", f"{end.reason}: {end.message}")
+def ended(end: Success | JobFailure, step: int | None = None) -> list[Statement]:
+    """The conditions of a job that has ended.
+
+    Args:
+        step: the last step of a job that failed, for its event; None: it is not known.
+    """
+    if isinstance(end, JobFailure):
+        event = warning("Failed", f"{end.reason}: {end.message}" + ("" if step is None else f" (last step: {step})"))
         text = end.message
         if end.detail:
             text = f"{one_line(text, _MAX_SUMMARY)}\n{shortened(end.detail, _MAX_DETAIL)}"
@@ -138,8 +143,8 @@ def checkpointing(facts: Facts) -> list[Statement]:
             "After the loss of a server without a standby, training starts again at step 0"
         )
         return [Statement(kind, False, "NotConfigured", message, warning("NotConfigured", message))]
-    if progress is not None and progress.checkpoint_error:
-        error = progress.checkpoint_error
+    if progress is not None and progress.report.checkpoint_error:
+        error = progress.report.checkpoint_error
         return [Statement(kind, False, "WriteFailed", error, warning("CheckpointFailed", error))]
     known = facts.conditions.get(kind)
     if progress is not None or known is None or known.reason != "WriteFailed":
@@ -148,8 +153,8 @@ def checkpointing(facts: Facts) -> list[Statement]:
 
 
 def pods_created(facts: Facts, found: Effects) -> list[Statement]:
-    """PodsCreated: Unknown from the status that records a new incarnation until all pods are observed. An operator that
-    finds it Unknown, and a pod missing, cannot determine whether the pod ever existed."""
+    """PodsCreated is Unknown from the status that records a new incarnation until all pods are observed. An operator
+    that finds it Unknown, and a pod missing, cannot determine whether the pod ever existed."""
     kind, before = status.PODS_CREATED, facts.conditions.get(status.PODS_CREATED)
     refusals = (Blocked.REFUSED, Blocked.POD_INVALID)
     refused = next((o for o in found.obstructed if o.obstacle.blocked in refusals), None)
@@ -263,7 +268,7 @@ def training(facts: Facts, record: Record, slots: Sequence[Slot]) -> Training:
         f"no update since {format_time(updates.at)} (step {updates.step})" if updates else "no server reports a step"
     )
     reason = stopped or "NoUpdate"
-    waits = facts.progress.waits if facts.progress is not None and not stopped else ""
+    waits = facts.progress.report.waits_for if facts.progress is not None and not stopped else ""
     text = f"{since}: {waits or _reason(servers, no_worker)}"
     known = facts.conditions.get(status.TRAINING)
     is_new = known is None or known.status != "False" or known.reason == "NotStarted"
@@ -277,13 +282,13 @@ def _continues(facts: Facts) -> bool:
     known, progress = facts.conditions.get(status.TRAINING), facts.progress
     if known is not None and known.reason not in ("NotStarted", "Suspended"):
         return False
-    start = None if progress is None else progress.term_start
-    return start is not None and bool(start.checkpoint) and progress is not None and progress.step == start.step
+    start = None if progress is None else progress.report.term_start
+    return start is not None and bool(start.checkpoint) and progress is not None and progress.report.step == start.step
 
 
 def _not_started(facts: Facts) -> str:
     text = "no update has been applied yet"
-    waits = facts.progress.waits if facts.progress is not None else ""
+    waits = facts.progress.report.waits_for if facts.progress is not None else ""
     return f"{text}: {_LASTS.sub('', waits)}" if waits else text
 
 
@@ -296,7 +301,7 @@ def _ending(facts: Facts, record: Record) -> Statement | None:
     known, progress = facts.conditions.get(status.TRAINING), facts.progress
     if progress is not None and progress.coordinator:
         # The text must not change the status with each second.
-        text = _LASTS.sub("", progress.ending)
+        text = _LASTS.sub("", progress.report.ending)
         return Statement(status.TRAINING, False, "Ending", text) if text else None
     server = facts.pod(SHARD_0, record.current(SHARD_0))
     if known is None or known.reason != "Ending" or server is None or not (server.alive and has_worked(server, None)):
@@ -315,7 +320,8 @@ def _reason(servers: Sequence[str], no_worker: bool) -> str:
 
 
 def _running(facts: Facts, record: Record, slots: Sequence[Slot], stopped: str, began: bool) -> list[Statement]:
-    """Running: True once all servers and a worker are ready, or a step is reported; False while the job is interrupted.
+    """Running is True once all servers and a worker are ready, or a step is reported, and False while the job is
+    interrupted.
 
     Args:
         stopped: why training is interrupted; empty: it is not.
@@ -325,7 +331,7 @@ def _running(facts: Facts, record: Record, slots: Sequence[Slot], stopped: str, 
     ready = _ready(facts, record, slots)
     servers = all(slot in ready for slot in slots if slot.role == contract.ROLE_SERVER)
     workers = any(slot.role == contract.ROLE_WORKER for slot in ready)
-    stepped = facts.progress is not None and (facts.progress.step or 0) > (facts.old.step or 0)
+    stepped = facts.progress is not None and (facts.progress.report.step or 0) > (facts.old.step or 0)
     if began and not stopped:
         return []
     if (servers and workers) or stepped:

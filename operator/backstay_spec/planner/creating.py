@@ -1,15 +1,15 @@
-"""The steps that `replacement` and `standbys` share: create a pod, create it again, look it up, report its death."""
+"""Creates a pod, creates it again, looks it up, or reports its death, for `replacement` and `standbys`."""
 
 from __future__ import annotations
 
 from datetime import datetime, timedelta
 from typing import Final
 
-from backstay_spec.actions import Death, LookUpPod
+from backstay_spec.actions import FoundDead, LookUpPod
 from backstay_spec.causes import Cause, Verdict
 from backstay_spec.events import MAX_EVENT, Event, one_line, warning
 from backstay_spec.names import Slot
-from backstay_spec.observed import HELD, Refusal
+from backstay_spec.observed import HELD, RefusedCreate
 from backstay_spec.planner import budgets
 from backstay_spec.planner.effects import Creation, Decision, Effects
 from backstay_spec.planner.facts import Facts
@@ -28,7 +28,7 @@ def create(record: Record, slot: Slot, cause: Cause | None) -> Decision:
     return Decision(after, Effects(creations=(Creation(slot, after.newest(slot), cause),)))
 
 
-def try_again(facts: Facts, slot: Slot, incarnation: int, refusal: Refusal) -> Effects:
+def try_again(facts: Facts, slot: Slot, incarnation: int, refusal: RefusedCreate) -> Effects:
     """Create again a pod that the API server refused, after the time between two attempts."""
     due = refusal.at if refusal.reason == HELD else refusal.at + REFUSED_RETRY
     if facts.now >= due:
@@ -45,7 +45,7 @@ def lost(
     facts: Facts, record: Record, pod: PodView, verdict: Verdict, cost: budgets.Cost, *, standby: bool = False
 ) -> Effects:
     """The death of a pod that is replaced, and an event about it; `record` counts the death already."""
-    death = Death(pod.slot.role, pod.slot.index, pod.incarnation, pod.name, verdict.cause, cost.charged)
+    death = FoundDead(pod.slot.role, pod.slot.index, pod.incarnation, pod.name, verdict.cause, cost.charged)
     event = death_event(facts, record, pod.slot, pod.incarnation, verdict, cost.wait, standby=standby)
     return Effects(events=(event,), deaths=(death,))
 
@@ -60,7 +60,7 @@ def death_event(
     *,
     standby: bool = False,
 ) -> Event:
-    """An event: the pod died, and what happens next."""
+    """Returns the event that the pod died, and what happens next."""
     pod = facts.pod_name(slot, incarnation)
     if wait is None:
         then = f"replaced by {facts.pod_name(slot, record.newest(slot))}"

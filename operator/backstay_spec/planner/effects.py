@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final
 
-from backstay_spec.actions import Action, Death
+from backstay_spec.actions import Action, FoundDead
 from backstay_spec.causes import Cause, Obstacle
 from backstay_spec.events import Event
 from backstay_spec.names import Slot
 from backstay_spec.planner.record import Record
 
-__all__ = ["NOTHING", "Creation", "Decision", "Effects", "Failure", "Obstructed", "earliest"]
+__all__ = ["NOTHING", "Creation", "Decision", "Effects", "JobFailure", "Obstructed", "earliest"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Obstructed:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class JobFailure:
     """The failure of the job.
 
     Attributes:
@@ -74,11 +74,11 @@ class Effects:
 
     actions: tuple[Action, ...] = ()
     events: tuple[Event, ...] = ()
-    deaths: tuple[Death, ...] = ()
+    deaths: tuple[FoundDead, ...] = ()
     creations: tuple[Creation, ...] = ()
     obstructed: tuple[Obstructed, ...] = ()
     wake: datetime | None = None
-    failure: Failure | None = None
+    failure: JobFailure | None = None
 
     def __add__(self, other: Effects) -> Effects:
         if other is NOTHING:

@@ -1,4 +1,4 @@
-"""Policy: how a job stops: its outcome, its deadlines, suspension, and the clean-up."""
+"""Decides how a job stops, by its outcome, its deadlines, suspension, and the clean-up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 from backstay_spec import contract, end_of_job, names, status
 from backstay_spec.actions import Action, DeleteJob, DeleteNetworkPolicy, DeletePod, DeleteSecret, DeleteService
 from backstay_spec.causes import Blocked, outcome_of
-from backstay_spec.planner.effects import Effects, Failure, Obstructed
+from backstay_spec.planner.effects import Effects, JobFailure, Obstructed
 from backstay_spec.planner.facts import Facts
 from backstay_spec.planner.pods import PodView, gone_by, is_deleting, is_owned
 from backstay_spec.planner.record import Record
@@ -35,7 +35,7 @@ def has_ended(conditions: Mapping[str, Any]) -> bool:
     return status.holds(conditions, status.FAILED) or status.holds(conditions, status.SUCCEEDED)
 
 
-def failure(facts: Facts, record: Record) -> Failure | None:
+def failure(facts: Facts, record: Record) -> JobFailure | None:
     """The job's failure, if a pod reported it.
 
     A server may report it at any time. Before the first update, the final refusal of a pod counts too: its parameters
@@ -53,7 +53,7 @@ def failure(facts: Facts, record: Record) -> Failure | None:
             continue
         message = found.message or "the training runtime gave no reason"
         reason = "Refused" if found.refused else "TrainingFailed"
-        return Failure(status.reason_or(found.reason, reason), f"{slot.text}: {message}", found.traceback)
+        return JobFailure(status.reason_or(found.reason, reason), f"{slot.text}: {message}", found.traceback)
     return None
 
 
@@ -66,7 +66,7 @@ def active_deadline(facts: Facts) -> Effects:
     if facts.now < deadline:
         return Effects(wake=deadline)
     text = f"the job ran for {limit} s, the limit of spec.runPolicy.activeDeadlineSeconds"
-    return Effects(failure=Failure("DeadlineExceeded", text))
+    return Effects(failure=JobFailure("DeadlineExceeded", text))
 
 
 def pending_deadline(facts: Facts, obstructed: Sequence[Obstructed]) -> Effects:
@@ -89,7 +89,7 @@ def pending_deadline(facts: Facts, obstructed: Sequence[Obstructed]) -> Effects:
                 f"{found.slot.text} {failed} within spec.runPolicy.pendingDeadlineSeconds "
                 f"({seconds} s): {found.obstacle.text}"
             )
-            return effects + Effects(failure=Failure(found.obstacle.blocked, text))
+            return effects + Effects(failure=JobFailure(found.obstacle.blocked, text))
         effects += Effects(wake=found.since + limit)
     return effects
 

@@ -1,4 +1,4 @@
-"""The input of the planner's policies: the job, its objects and the time, parsed once and immutable."""
+"""Parses the job, its objects and the time once into the immutable input of the planner's policies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from backstay_spec import contract, manifests, names, status
 from backstay_spec.names import ROLE_OF_LABEL, Slot
-from backstay_spec.observed import Contact, Manifest, Observed, PlanSettings, Progress, Refusal
+from backstay_spec.observed import Contact, Manifest, Observed, PlanSettings, Progress, RefusedCreate
 from backstay_spec.planner.pods import PodView, is_deleting, is_owned, own_pods
 from backstay_spec.types import ObjectMeta, TrainingJob, TrainingJobSpec
 from backstay_spec.types_status import Condition, TrainingJobStatus
@@ -91,7 +91,8 @@ class Facts:
     @property
     def trained(self) -> bool:
         """Whether an update was applied, in this run or in one that this run continues."""
-        known = self.progress.step if self.progress is not None and self.progress.step is not None else self.old.step
+        reported = None if self.progress is None else self.progress.report.step
+        known = self.old.step if reported is None else reported
         return bool(known)
 
     @property
@@ -107,7 +108,7 @@ class Facts:
         """The slot's pod of one incarnation, if it exists."""
         return next((p for p in self.pods.get(slot, ()) if p.incarnation == incarnation), None)
 
-    def refusal(self, slot: Slot, incarnation: int) -> Refusal | None:
+    def refusal(self, slot: Slot, incarnation: int) -> RefusedCreate | None:
         """The API server's last refusal to create this pod."""
         return self.observed.refused.get(self.pod_name(slot, incarnation))
 
@@ -117,7 +118,8 @@ class Facts:
         return role is not None and slot.index < role.desired
 
     def outlived_suspension(self, slot: Slot) -> bool:
-        """Whether the job resumes: a pod that is still alive was created from a spec that may have changed since."""
+        """Whether the job resumes, when a pod that is still alive was created from a spec that may have changed
+        since."""
         role = self.old.roles.get(ROLE_OF_LABEL[slot.role])
         return status.SUSPENDED in self.conditions and (role is None or role.desired == 0)
 

@@ -1,4 +1,4 @@
-"""Policy: events about the history of the parameters, which is continued, rolled back and evaluated."""
+"""Decides the events about the history of the parameters, which is continued, rolled back and evaluated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from backstay_spec.causes import finite
 from backstay_spec.events import Event, normal, warning
-from backstay_spec.observed import Progress, TermStart
+from backstay_spec.job_report import TermStart
+from backstay_spec.observed import Progress
 from backstay_spec.planner.facts import Facts
 
 __all__ = ["Changes", "judge"]
@@ -59,12 +60,12 @@ def judge(facts: Facts) -> Changes:
 
 
 def _term(facts: Facts, progress: Progress) -> Changes:
-    start, known = progress.term_start, facts.old.term
-    if start is None or progress.term != start.term:
+    start, known = progress.report.term_start, facts.old.term
+    if start is None or progress.report.term != start.term:
         return Changes()
     if known is not None and start.term <= known:
         return _changed(start) if start.term == known and _owes_changes(facts) else Changes()
-    fields = {"term": start.term, "step": progress.step}
+    fields = {"term": start.term, "step": progress.report.step}
     place = f"the checkpoint of step {start.step}" if start.checkpoint else f"step {start.step}, the initial parameters"
     reached = max(step or 0 for step in (facts.old.step, progress.step_before_term))
     # A new coordinator does not have the number of updates: the last answer of the previous one is a lower bound.
@@ -93,20 +94,20 @@ def _owes_changes(facts: Facts) -> bool:
 
 
 def _evaluation(facts: Facts, progress: Progress) -> Changes:
-    step = progress.evaluated_step
+    step = progress.report.evaluated_step
     if step is None or step == facts.old.evaluated_step:
         return Changes()
     fields = {"evaluated_step": step}
-    if progress.evaluation_error:
-        text = f"the evaluation of step {step} failed: {progress.evaluation_error}"
+    if progress.report.evaluation_error:
+        text = f"the evaluation of step {step} failed: {progress.report.evaluation_error}"
         return Changes((warning("EvaluationFailed", text),), fields)
-    shown = ", ".join(f"{name} {value:.6g}" for name, value in sorted(progress.metrics.items()))
+    shown = ", ".join(f"{name} {value:.6g}" for name, value in sorted(progress.report.metrics.items()))
     event = normal("Evaluated", f"evaluation of step {step}: {shown}")
-    return Changes((event,), {**fields, "metrics": finite(progress.metrics)})
+    return Changes((event,), {**fields, "metrics": finite(progress.report.metrics)})
 
 
 def _untrained(facts: Facts, progress: Progress) -> Changes:
-    names = list(progress.untrained_leaves)
+    names = list(progress.report.untrained_leaves)
     if not names or facts.old.untrained_leaves:
         return Changes()
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
@@ -121,12 +122,14 @@ def _untrained(facts: Facts, progress: Progress) -> Changes:
 def _batches(facts: Facts, progress: Progress) -> Changes:
     known = facts.old.mistakes_of_batches
     found = (warning("SameBatches", _SAME_BATCHES), warning("ImpureBatches", _IMPURE_BATCHES))
-    new = tuple(event for event in found if event.reason in progress.mistakes_of_batches and event.reason not in known)
+    new = tuple(
+        event for event in found if event.reason in progress.report.mistakes_of_batches and event.reason not in known
+    )
     return Changes(new, {"mistakes_of_batches": [*known, *(event.reason for event in new)]}) if new else Changes()
 
 
 def _reports(facts: Facts, progress: Progress) -> Changes:
-    """Name each report about a pod that died, once: the entry of the death remembers it."""
+    """Name each report about a pod that died once, because the entry of the death remembers it."""
     stored = {(report.slot, report.incarnation): report.uri for report in progress.reports}
     entries, events = [], []
     for entry in facts.old.history:

@@ -1,8 +1,8 @@
-"""Policy: whether a running pod is hung (T8), or never joined.
+"""Decides whether a running pod is hung (T8), or never joined.
 
 A verdict is `Alive`, or `Hung` with the reason. The wall clock alone proves nothing. Only calls count that this
 operator really made in time (`observed.Silence`). So a pause of the operator, or the time in which it was not the
-leader, does not count as the silence of a pod. `docs/decisions/0020-who-is-silent.md` has the reasons.
+leader, does not count as the silence of a pod. `docs/decisions/0073-silence-and-faults.md` has the reasons.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from backstay_spec.observed import Silence
 from backstay_spec.planner.facts import Facts
 from backstay_spec.planner.pods import PodView, is_node_silent, ready_since, unready_since
 from backstay_spec.planner.record import Record
+from backstay_spec.silence import LOST as LOST_SECONDS
+from backstay_spec.silence import MISSED_CALLS, NO_WITNESS_CALLS, worker_silence
 
 __all__ = [
-    "MISSED_CALLS",
-    "NO_WITNESS_CALLS",
     "STALLED_GRACE",
     "Alive",
     "Hung",
@@ -35,14 +35,10 @@ __all__ = [
 
 # A hung container ignores SIGTERM; waiting for it has no use.
 STALLED_GRACE: Final = 1
-# Calls in a row, one every 2 s, without an answer from a hung server; a long call is unanswered too: about 10 s.
-MISSED_CALLS: Final = 4
-# The same if no other process reports that the server is silent: about 5 minutes.
-NO_WITNESS_CALLS: Final = 150
 # The time for which the coordinator considers a worker without heartbeats alive.
-HEARTBEAT_TIMEOUT: Final = timedelta(seconds=10)
-# A worker is hung after this time without a heartbeat at any server: it may have to find another server first.
-SILENT_WORKER: Final = timedelta(seconds=20)
+HEARTBEAT_TIMEOUT: Final = timedelta(seconds=LOST_SECONDS)
+# A worker without a heartbeat at any server is not hung sooner: it may have to find another server first.
+SEARCH: Final = timedelta(seconds=20)
 SHORTEST_STALL: Final = timedelta(seconds=60)
 
 LOST: Final = "it has lost the connection to a server"
@@ -109,7 +105,8 @@ def judge_worker(facts: Facts, record: Record, pod: PodView) -> Liveness:
     """Whether a worker that was Ready, and is not Ready now, hangs, or has lost a server and cannot find it again.
 
     The coordinator reports a worker whose heartbeats have stopped. A worker that became silent together with the
-    previous coordinator has never sent a heartbeat to the new coordinator (T8).
+    previous coordinator has never sent a heartbeat to the new coordinator (T8). It is silent for at least as long as it
+    is not Ready, and a worker that holds the interpreter's lock is silent too.
     """
     unready, progress = unready_since(pod), facts.progress
     if unready is None or facts.done or facts.contact is None:
@@ -122,12 +119,14 @@ def judge_worker(facts: Facts, record: Record, pod: PodView) -> Liveness:
         if ready is None:
             return Alive()  # the worker waits for this server
         since = max(since, ready)
+    limit = timedelta(seconds=worker_silence(facts.spec.workers.stall_seconds).limit)
     if (
         progress is not None
         and 0 in progress.reached
         and progress.taken >= since
         and progress.beating.get(pod.slot.index) != pod.incarnation
         and pod.uid in facts.contact.hung_workers
+        and facts.now >= unready + limit
     ):
         return Hung(_verdict(pod, f"{NO_HEARTBEAT} for {(facts.now - unready).total_seconds():.0f} s"))
     patience, what = max(timedelta(seconds=facts.spec.workers.stall_seconds), SHORTEST_STALL), LOST
@@ -138,12 +137,12 @@ def judge_worker(facts: Facts, record: Record, pod: PodView) -> Liveness:
         and progress.taken >= since + HEARTBEAT_TIMEOUT
         and progress.beating.get(pod.slot.index) != pod.incarnation
     ):
-        patience, what = SILENT_WORKER, NO_HEARTBEAT
+        patience, what = max(SEARCH, limit), NO_HEARTBEAT
     if facts.now >= since + patience:
         seconds = (facts.now - unready).total_seconds()
         return Hung(_verdict(pod, f"{what} for {seconds:.0f} s"))
-    first = since + SILENT_WORKER
-    return Alive(first if facts.now < first else since + patience)
+    times = (unready + limit, since + max(SEARCH, limit), since + patience)
+    return Alive(min(time for time in times if facts.now < time))
 
 
 def reported_stalled(facts: Facts, pod: PodView) -> Hung | None:
@@ -175,7 +174,7 @@ def never_joined(facts: Facts, since: datetime, text: str) -> Liveness:
 
 
 def _verdict(pod: PodView, text: str) -> Verdict:
-    """The cause of a hung pod's end: a lost node is not the pod's fault (O4)."""
+    """Returns the cause of a hung pod's end, where a lost node is not the pod's fault (O4)."""
     if is_node_silent(pod):
         return Verdict(Cause.NODE_LOST, f"{text}, nor has its node")
     return Verdict(Cause.STALLED, text)

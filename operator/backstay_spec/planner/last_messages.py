@@ -1,4 +1,4 @@
-"""Facts: the end of training, as the termination messages of a job's pods report it (O10).
+"""Reads the end of training from the termination messages of a job's pods (O10).
 
 Every pod that receives the end of the job reports it when it ends: each server, each worker in which `train` returns,
 and the evaluator. One of these messages is enough, in any order, and no answer to a call is needed.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from backstay_spec import contract
-from backstay_spec.causes import ALREADY_COMPLETE, STOPPED_EARLY, Outcome, outcome_of
+from backstay_spec.causes import ALREADY_COMPLETE, STOPPED_EARLY, PodOutcome, outcome_of
 from backstay_spec.names import Slot
 from backstay_spec.planner.facts import Facts
 from backstay_spec.planner.pods import PodView, created_at
@@ -31,20 +31,21 @@ class LastMessages:
         returned: the newest incarnation of rank 0 whose message says that `train` had returned; 0: none.
     """
 
-    outcomes: tuple[Outcome, ...] = ()
-    server: Outcome | None = None
+    outcomes: tuple[PodOutcome, ...] = ()
+    server: PodOutcome | None = None
     returned: int = 0
 
     @property
     def reason(self) -> str:
-        """Why training ended: ``AlreadyComplete``, ``StoppedEarly`` or ``Completed``."""
+        """The reason why training ended, which is ``AlreadyComplete``, ``StoppedEarly`` or ``Completed``."""
         if any(ALREADY_COMPLETE in (found.result, found.reason) for found in self.outcomes):
             return ALREADY_COMPLETE
         return STOPPED_EARLY if any(found.reason == STOPPED_EARLY for found in self.outcomes) else "Completed"
 
 
 def last_messages(facts: Facts, record: Record) -> LastMessages:
-    """The messages that count: no pod of an earlier run, and no pod that a newer incarnation replaced in time (T6)."""
+    """Returns the messages that count, of no earlier run, and of no pod that a newer incarnation replaced in time
+    (T6)."""
     found = [
         (slot, pod, outcome)
         for slot, pods in sorted(facts.pods.items())
@@ -63,7 +64,7 @@ def last_messages(facts: Facts, record: Record) -> LastMessages:
     )
 
 
-def _counts(facts: Facts, record: Record, pod: PodView, outcome: Outcome) -> bool:
+def _counts(facts: Facts, record: Record, pod: PodView, outcome: PodOutcome) -> bool:
     """A pod that was replaced counts where a checkpoint of this run has the result. Otherwise its successor may have
     begun another history."""
     if pod.incarnation >= record.current(pod.slot):

@@ -1,4 +1,4 @@
-"""Policy: whether a pod ended in order, because training is complete."""
+"""Decides whether a pod ended in order, because training is complete."""
 
 from __future__ import annotations
 

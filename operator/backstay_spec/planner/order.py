@@ -1,4 +1,5 @@
-"""Policy: the order in which a job's pods are created (O9): the servers, then the quorum of workers, then the rest.
+"""Decides the order in which a job's pods are created, which is the servers, then the quorum of workers, then the rest
+(O9).
 
 Without its servers a job cannot train, so its other pods must not use up the quota that a server needs.
 """
@@ -12,20 +13,20 @@ from backstay_spec import contract
 from backstay_spec.actions import DeletePod
 from backstay_spec.causes import refusal_obstacle
 from backstay_spec.names import Slot
-from backstay_spec.observed import Refusal
+from backstay_spec.observed import RefusedCreate
 from backstay_spec.planner.effects import NOTHING, Creation, Effects
 from backstay_spec.planner.facts import Facts, desired_slots
 from backstay_spec.planner.pods import PodView
 from backstay_spec.planner.record import Record
 
-__all__ = ["Order", "judge", "stage"]
+__all__ = ["CreationOrder", "judge", "stage"]
 
 # The text of a ResourceQuota's refusal: "exceeded quota: gpus, requested: pods=1, used: pods=2, limited: pods=2".
 _QUOTA: Final = "exceeded quota"
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class CreationOrder:
     """The pods that may be created now, and the deletions that make room for others.
 
     Attributes:
@@ -37,11 +38,11 @@ class Order:
     release: Effects = NOTHING
 
 
-def judge(facts: Facts, record: Record) -> Order:
+def judge(facts: Facts, record: Record) -> CreationOrder:
     """The consequences of refused servers for the other pods."""
     refused = [refusal for shard in facts.shards if (refusal := _refusal(facts, record, shard)) is not None]
     if not refused:
-        return Order()
+        return CreationOrder()
     others = [slot for slot in desired_slots(facts.job) if slot.role != contract.ROLE_SERVER]
     pods = [pod for slot in sorted(others, key=_least_needed_first) for pod in facts.pods.get(slot, ())]
     there = [pod for pod in pods if not (pod.terminal or pod.deleting)]
@@ -49,7 +50,7 @@ def judge(facts: Facts, record: Record) -> Order:
     wanted = sum(_QUOTA in refusal.message for refusal in refused)
     room = len(others) - len({pod.slot for pod in there})
     released = there[: max(0, wanted - room)]
-    return Order(True, Effects(actions=tuple(_delete(pod) for pod in released)))
+    return CreationOrder(True, Effects(actions=tuple(_delete(pod) for pod in released)))
 
 
 def stage(facts: Facts, record: Record, creation: Creation) -> int:
@@ -62,7 +63,7 @@ def stage(facts: Facts, record: Record, creation: Creation) -> int:
     return 1 if slot.role == contract.ROLE_WORKER and slot.index < quorum else 2
 
 
-def _refusal(facts: Facts, record: Record, shard: int) -> Refusal | None:
+def _refusal(facts: Facts, record: Record, shard: int) -> RefusedCreate | None:
     """The API server's refusal of the shard's active server; None: it is not refused, or a retry cannot help."""
     slot = Slot(contract.ROLE_SERVER, shard)
     current = record.current(slot)
@@ -73,7 +74,7 @@ def _refusal(facts: Facts, record: Record, shard: int) -> Refusal | None:
 
 
 def _least_needed_first(slot: Slot) -> tuple[bool, int]:
-    """A sort key: evaluators before workers, and the highest rank first."""
+    """Returns a sort key with evaluators before workers, and the highest rank first."""
     return slot.role == contract.ROLE_WORKER, -slot.index
 
 

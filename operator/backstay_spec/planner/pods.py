@@ -1,4 +1,4 @@
-"""Facts about a job's pods: the pods that it owns, the slot of each, and its state."""
+"""Collects the facts about a job's pods, which are the pods that it owns, the slot of each, and its state."""
 
 from __future__ import annotations
 

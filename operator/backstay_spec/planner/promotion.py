@@ -1,4 +1,4 @@
-"""Policy: whether the standby of a shard becomes its active server (O2, O3, T6).
+"""Decides whether the standby of a shard becomes its active server (O2, O3, T6).
 
 A shard with a standby has two pods with different incarnations. `status.active` names the active server; a newer
 incarnation is its standby. When the active server is dead and the standby runs, one status write makes the standby the
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Final, TypeAlias
 
-from backstay_spec.actions import Death
+from backstay_spec.actions import FoundDead
 from backstay_spec.causes import Blocked, Cause, Verdict, obstacle_of, outcome_of, verdict_of
 from backstay_spec.events import warning
 from backstay_spec.names import Slot
@@ -125,11 +125,11 @@ def promoted(record: Record, slot: Slot, found: Promote) -> Decision:
         f"{slot.text} (pod {found.pod}) died: {found.verdict.text}; its standby {found.standby.name} takes over{held}"
     )
     event = warning(found.verdict.cause, text, slot.key)
-    deaths: tuple[Death, ...] = ()
+    deaths: tuple[FoundDead, ...] = ()
     if not found.counted:
         event = replace(event, incarnation=before)
         after = after.with_death(slot, found.verdict.cause, charged=charged)
-        deaths = (Death(slot.role, slot.index, before, found.pod, found.verdict.cause, charged),)
+        deaths = (FoundDead(slot.role, slot.index, before, found.pod, found.verdict.cause, charged),)
     return Decision(after, Effects(events=(event,), deaths=deaths))
 
 

@@ -1,4 +1,5 @@
-"""The planner's records in the status: incarnations, back-off and the counters of the budgets. Immutable."""
+"""Holds the planner's records in the status, which are incarnations, back-off and the counters of the budgets.
+Immutable."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ __all__ = ["Record", "standby_key"]
 
 
 def standby_key(slot: Slot) -> str:
-    """The key of a shard's standby in `status.backoff`: ``parameter-server-0/standby``."""
+    """Returns the key of a shard's standby in `status.backoff`, such as ``parameter-server-0/standby``."""
     return f"{slot.key}/standby"
 
 
@@ -55,7 +56,8 @@ class Record:
         return self.incarnations.get(slot.key, 0)
 
     def current(self, slot: Slot) -> int:
-        """The incarnation that fills the slot: the newest, or the active server's in a shard with standbys."""
+        """Returns the incarnation that fills the slot, which is the newest, or the active server's in a shard with
+        standbys."""
         return self.active.get(slot.key) or self.newest(slot)
 
     def selected(self, shard: int) -> int:
@@ -77,13 +79,14 @@ class Record:
     # Changes.
 
     def including(self, pods: Mapping[Slot, Sequence[PodView]]) -> Record:
-        """The record with the incarnations of existing pods: a job restored from a backup must not use one twice."""
+        """Returns the record with the incarnations of existing pods, because a job restored from a backup must not use
+        one twice."""
         seen = {slot.key: found[-1].incarnation for slot, found in pods.items()}
         newer = {key: n for key, n in seen.items() if n > self.incarnations.get(key, 0)}
         return replace(self, incarnations={**self.incarnations, **newer}) if newer else self
 
     def without_standbys(self) -> Record:
-        """The record of a job without standbys: the newest incarnation of each shard is its server."""
+        """Returns the record of a job without standbys, where the newest incarnation of each shard is its server."""
         return replace(self, active={}) if self.active else self
 
     def with_next(self, slot: Slot) -> Record:

@@ -1,4 +1,4 @@
-"""Policy: which pod fills a slot next (O2, O4).
+"""Decides which pod fills a slot next (O2, O4).
 
 The newest recorded incarnation is the current one of a slot. Its pod is alive, dead, or not observed:
 
@@ -20,12 +20,12 @@ from datetime import UTC, datetime
 from typing import Final
 
 from backstay_spec import contract, status
-from backstay_spec.actions import Death, DeletePod
+from backstay_spec.actions import DeletePod, FoundDead
 from backstay_spec.causes import Blocked, Cause, Obstacle, Verdict, obstacle_of, refusal_obstacle, verdict_of
 from backstay_spec.names import Slot
 from backstay_spec.planner import budgets, hung, leaving, promotion, standbys
 from backstay_spec.planner.creating import create, death_event, look_up, lost, try_again
-from backstay_spec.planner.effects import Decision, Effects, Failure, Obstructed
+from backstay_spec.planner.effects import Decision, Effects, JobFailure, Obstructed
 from backstay_spec.planner.facts import Facts
 from backstay_spec.planner.pods import PodView, created_at, is_settled, silent_since
 from backstay_spec.planner.promotion import GONE
@@ -96,7 +96,7 @@ def _judge_living(facts: Facts, record: Record, pod: PodView) -> Decision:
     effects = Effects(obstructed=(Obstructed(pod.slot, obstacle, since),))
     if obstacle.blocked.permanent:
         text = f"{pod.slot.text} (pod {pod.name}) cannot start: {obstacle.text}"
-        effects = replace(effects, failure=Failure(obstacle.blocked, text))
+        effects = replace(effects, failure=JobFailure(obstacle.blocked, text))
     return Decision(record, effects)
 
 
@@ -143,7 +143,7 @@ def _judge_unseen(facts: Facts, record: Record, slot: Slot, incarnation: int) ->
         effects = Effects(obstructed=(Obstructed(slot, obstacle, since),))
         if obstacle.blocked.permanent:
             text = f"{slot.text} (pod {name}) cannot be created: {obstacle.text}"
-            return Decision(record, replace(effects, failure=Failure(obstacle.blocked, text)))
+            return Decision(record, replace(effects, failure=JobFailure(obstacle.blocked, text)))
         return Decision(record, effects + try_again(facts, slot, incarnation, refusal))
     if name not in facts.observed.missing:
         return Decision(record, look_up(facts, slot, incarnation))
@@ -151,7 +151,7 @@ def _judge_unseen(facts: Facts, record: Record, slot: Slot, incarnation: int) ->
         # It may never have existed: the operator can die between the status write and the create.
         return _create(facts, record, slot, None)
     created_again = _create(facts, record.with_death(slot, GONE.cause, charged=False), slot, GONE.cause)
-    death = Death(slot.role, slot.index, incarnation, name, GONE.cause, charged=False)
+    death = FoundDead(slot.role, slot.index, incarnation, name, GONE.cause, charged=False)
     event = death_event(facts, created_again.record, slot, incarnation, GONE, None)
     return created_again.also(Effects(events=(event,), deaths=(death,)))
 
@@ -163,8 +163,8 @@ def _die(facts: Facts, record: Record, pod: PodView, verdict: Verdict) -> Decisi
         if isinstance(found, promotion.Promote):
             return promotion.promoted(record, slot, found)
     cost = budgets.cost_of_pod(facts, record, pod, verdict)
-    if isinstance(cost, Failure):
-        death = Death(slot.role, slot.index, pod.incarnation, pod.name, verdict.cause, charged=False)
+    if isinstance(cost, JobFailure):
+        death = FoundDead(slot.role, slot.index, pod.incarnation, pod.name, verdict.cause, charged=False)
         return Decision(record, Effects(deaths=(death,), failure=cost))
     after = record.with_backoff(slot.key, cost.backoff).with_death(slot, verdict.cause, charged=cost.charged)
     if cost.wait is None:

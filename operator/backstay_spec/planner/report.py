@@ -1,31 +1,28 @@
-"""Policy: which status is written, and when: progress alone every 10 s, other changes immediately (O8)."""
+"""Decides which status is written, and when, with progress alone every 10 s and other changes immediately (O8)."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any, Final
 
 from backstay_spec import contract, status
-from backstay_spec.causes import finite
 from backstay_spec.events import Event, one_line
 from backstay_spec.goodput import goodput
+from backstay_spec.job_report import CheckpointStatus, readable
 from backstay_spec.observed import Observed, Progress, Spent, Updates
 from backstay_spec.planner.record import Record
 from backstay_spec.types import ObjectMeta
 from backstay_spec.types_status import (
-    CheckpointStatus,
     Condition,
     HistoryEntry,
     Role,
     RoleStatus,
     TrainingJobStatus,
-    WaitedForStatus,
 )
 
-__all__ = ["NewStatus", "Report", "checkpoint_status", "judge", "readable", "with_history"]
+__all__ = ["NewStatus", "PlannedStatus", "checkpoint_status", "judge", "with_history"]
 
 # The shortest time between two writes of a status in which only the progress changed (O8).
 PROGRESS_INTERVAL: Final = timedelta(seconds=10)
@@ -56,7 +53,7 @@ class NewStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class PlannedStatus:
     """The status to write, and when to plan again.
 
     Attributes:
@@ -68,24 +65,27 @@ class Report:
     wake: datetime | None = None
 
 
-def judge(meta: ObjectMeta, old: TrainingJobStatus, new: NewStatus, observed: Observed, now: datetime) -> Report:
+def judge(meta: ObjectMeta, old: TrainingJobStatus, new: NewStatus, observed: Observed, now: datetime) -> PlannedStatus:
     """The status to write after `old`."""
     assembled = _assembled(meta, old, new)
     after = _with_progress(meta, old, new, assembled, observed, now)
     counted = _with_spent(after, observed.spent)
     if assembled != old:
-        return Report(counted.to_dict())
+        return PlannedStatus(counted.to_dict())
     if counted == old:
-        return Report()
+        return PlannedStatus()
     written = observed.status_written
     if written is not None and now < written + PROGRESS_INTERVAL and not _has_ended(new.conditions):
         # Seconds pass in any case: they alone do not cause another plan.
-        return Report(wake=None if after == old else written + PROGRESS_INTERVAL)
-    return Report(counted.to_dict())
+        return PlannedStatus(wake=None if after == old else written + PROGRESS_INTERVAL)
+    return PlannedStatus(counted.to_dict())
 
 
-def with_history(report: Report, old: TrainingJobStatus, events: Sequence[Event], now: datetime) -> Report:
-    """The verdict with the events in the status: the API server deletes events, but a job may train for weeks."""
+def with_history(
+    report: PlannedStatus, old: TrainingJobStatus, events: Sequence[Event], now: datetime
+) -> PlannedStatus:
+    """Returns the verdict with the events in the status, because the API server deletes events, but a job may train for
+    weeks."""
     if report.status is None or not events:
         return report
     known = report.status.get("history")
@@ -139,7 +139,7 @@ def _recovery(entry: HistoryEntry, progress: Progress | None, updates: Updates |
 
 
 def _milliseconds(value: datetime) -> datetime:
-    """Rounded as in the status: a model must be equal to itself after a round trip."""
+    """Rounds as in the status, because a model must be equal to itself after a round trip."""
     return value.replace(microsecond=value.microsecond // 1000 * 1000)
 
 
@@ -202,35 +202,13 @@ def with_progress(before: TrainingJobStatus, progress: Progress | None, now: dat
     """The status with the last answers of the servers; fields without a new value stay the same."""
     if progress is None:
         return before
-    # A term is recorded with the report of its start, which comes later: `history` sends its event only once.
-    term = progress.term if progress.term_start is not None else None
-    plain = {
-        "step": progress.step,
-        "goal_steps": progress.goal_steps,
-        "local_steps": progress.local_steps,
-        "term": term,
-        "world": progress.world,
-    }
-    fields: dict[str, Any] = {name: value for name, value in plain.items() if value is not None}
-    if progress.examples_per_second is not None:
-        fields["examples_per_second"] = readable(progress.examples_per_second, 4)
-    if progress.updates_per_second is not None:
-        fields["updates_per_second"] = readable(progress.updates_per_second, 4)
-    fields["waited_for"] = [
-        WaitedForStatus(rank=w.rank, shard=w.shard, part=w.part, seconds=float(f"{w.seconds:.3g}"), updates=w.updates)
-        for w in progress.waited_for
-        if math.isfinite(w.seconds)
-    ]
-    if progress.loss is not None:
-        fields["loss"] = readable(progress.loss, 6)
-    if progress.metrics:
-        fields["metrics"] = finite(progress.metrics)
-    if progress.train_metrics:
-        fields["train_metrics"] = {name: readable(value, 6) for name, value in finite(progress.train_metrics).items()}
-    if progress.traffic:
-        fields["traffic"] = {name: readable(value, 3) for name, value in finite(progress.traffic).items()}
-    if progress.checkpoint_step is not None:
-        fields["checkpoint"] = checkpoint_status(before, progress.checkpoint_step, progress.checkpoint_uri, now)
+    report = progress.report
+    fields = report.stored()
+    if report.term_start is None:
+        # A term is recorded with the report of its start, which comes later: `history` sends its event only once.
+        fields.pop("term", None)
+    if report.checkpoint is not None:
+        fields["checkpoint"] = checkpoint_status(before, report.checkpoint.step, report.checkpoint.uri, now)
     return before.model_copy(update=fields)
 
 
@@ -256,10 +234,3 @@ def checkpoint_status(before: TrainingJobStatus, step: int, uri: str, now: datet
     if known is not None and (known.step, known.uri) == (step, uri):
         return known
     return CheckpointStatus(step=step, uri=uri, time=status.whole_seconds(now))
-
-
-def readable(value: float, digits: int) -> float | None:
-    """The value with that many significant digits, for `kubectl get`; None for NaN and the infinities, which JSON does
-    not have."""
-    found = finite({"value": value}).get("value")
-    return None if found is None else float(f"{found:.{digits}g}")

@@ -1,4 +1,4 @@
-"""Policy: whether a job fails immediately because its pods raise the same exception before the first update (O4).
+"""Decides whether a job fails immediately because its pods raise the same exception before the first update (O4).
 
 Different slots run the same script. If their pods raise the same exception at the same line, or all end with exit code
 0 without training, a retry cannot help. One pod proves nothing, because its node may be the cause. So most slots of a
@@ -15,7 +15,7 @@ from datetime import datetime
 from backstay_spec import contract
 from backstay_spec.exceptions import NOT_TRAINED, Raised, raised_by
 from backstay_spec.names import Slot
-from backstay_spec.planner.effects import Failure
+from backstay_spec.planner.effects import JobFailure
 from backstay_spec.planner.facts import Facts, desired_slots
 from backstay_spec.planner.pods import PodView, created_at, has_worked
 
@@ -29,7 +29,7 @@ _PODS = {
 }
 
 
-def judge(facts: Facts) -> Failure | None:
+def judge(facts: Facts) -> JobFailure | None:
     """The job's failure, if most of its pods, or of a role's, raise the same exception before the first update."""
     start = facts.old.start_time
     if facts.trained or facts.done or facts.spec.run_policy.suspend or start is None:
@@ -67,7 +67,7 @@ def _has_served(pod: PodView) -> bool:
     return pod.slot.role == contract.ROLE_SERVER and has_worked(pod, None)
 
 
-def _agreed(slots: Sequence[Slot], last: Mapping[Slot, Sequence[Raised]], role: str) -> Failure | None:
+def _agreed(slots: Sequence[Slot], last: Mapping[Slot, Sequence[Raised]], role: str) -> JobFailure | None:
     counts = Counter(last[slot][0].key for slot in slots if slot in last)
     if not counts:
         return None
@@ -83,8 +83,8 @@ def _agreed(slots: Sequence[Slot], last: Mapping[Slot, Sequence[Raised]], role: 
     return None
 
 
-def _failure(raised: Raised, pods: str) -> Failure:
+def _failure(raised: Raised, pods: str) -> JobFailure:
     if raised.type == NOT_TRAINED:
-        return Failure(REASON, f"{raised.text} (seen in {pods})")
+        return JobFailure(REASON, f"{raised.text} (seen in {pods})")
     text = f"{raised.summary}: raised by {pods} before the first update, so another attempt would fail too"
-    return Failure(REASON, text, raised.traceback)
+    return JobFailure(REASON, text, raised.traceback)

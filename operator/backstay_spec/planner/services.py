@@ -1,4 +1,5 @@
-"""Policy: the Secret, the NetworkPolicy and the Services of a job, and pods that use a Service's old address (O3)."""
+"""Decides about the Secret, the NetworkPolicy and the Services of a job, and about pods that use a Service's old
+address (O3)."""
 
 from __future__ import annotations
 

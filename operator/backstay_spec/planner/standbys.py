@@ -1,4 +1,4 @@
-"""Policy: each shard whose active server is alive, or is being created, has a standby (O2, O4).
+"""Decides that each shard whose active server is alive, or is being created, has a standby (O2, O4).
 
 The job can continue without standbys. So a standby that cannot be started does not fail the job, and a spent budget
 ends only the standbys. `promotion` decides when a standby becomes the active server.

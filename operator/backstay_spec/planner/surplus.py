@@ -1,4 +1,4 @@
-"""Policy: which pods the job no longer needs."""
+"""Decides which pods the job no longer needs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def judge(facts: Facts, record: Record, wanted: Collection[Slot], deleted: Colle
 def _has_left_world(facts: Facts, slot: Slot) -> bool:
     if slot.role != contract.ROLE_WORKER:
         return True
-    if facts.progress is not None and facts.progress.world is not None:
-        return slot.index >= facts.progress.world
+    if facts.progress is not None and facts.progress.report.world is not None:
+        return slot.index >= facts.progress.report.world
     # No server has reported the world in force. Before training begins, no update needs the rank; later one may.
     return facts.old.world is None and not status.holds(facts.conditions, status.RUNNING)

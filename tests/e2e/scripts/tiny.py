@@ -1,4 +1,4 @@
-"""Linear regression in a moment: what the end-to-end tests train. It misbehaves as BEHAVE says."""
+"""Trains linear regression in a moment for the end-to-end tests. It misbehaves as BEHAVE says."""
 
 import os
 import signal

@@ -1,29 +1,44 @@
-"""Whole checkpoints (T7): a checkpoint exists once its manifest, with the checksums of its files, is stored.
+"""Stores whole checkpoints (T7), which exist once their manifests, with the checksums of their files, are stored.
 
 Readers read only files that a manifest names.
 
 - `_files`: folders on file systems and in object stores; `_names`: the names of the files in them.
 - `_manifest`: the contents of manifests and claims; `_structure`: a tree of parameters as JSON, without pickling.
-- `_lease`: which process may write; `_probe`: whether the folder can be written and read.
+- `_probe`: whether the folder can be written and read.
 - `_store`: the newest checkpoint of a history, and the best one (`_best`).
 - `_reader`: ranges of arrays, for another number of shards.
 - `_store_to`: the settings of one process.
-- `_start`: initial parameters from another place, by name (`_arrays`, `_orbax`).
+- `_history`: which process writes the checkpoints of a history, and how they are restored.
+- `_formats`: initial parameters from another place, and exported ones, by name.
 """
 
 from __future__ import annotations
 
-from ._arrays import fix
-from ._export import Exported, export
 from ._files import Folder, PosixFolder, open_folder, same_place
-from ._lease import FolderLease, Holder, Interrupted, LeaseTimes
+from ._formats import Exported, StartFrom, export, fix, read_start
+from ._history import (
+    CheckpointWriter,
+    Continued,
+    FolderLease,
+    Holder,
+    Identity,
+    Interrupted,
+    LeaseTimes,
+    ManifestStorage,
+    NoStorage,
+    check_fits,
+    file_of,
+    log_continued,
+    open_store,
+    patiently,
+    restore,
+)
 from ._load import Checkpoint, load
-from ._manifest import Best, Claim, Evaluation, FileInfo, FileRange, Job, Manifest, ManifestLeaf, Origin
+from ._manifest import Best, Claim, Evaluation, FileInfo, FileRange, JobIdentity, Manifest, ManifestLeaf, Origin
 from ._names import ManifestName, parse_manifest
 from ._probe import forbidden, probe
 from ._reader import Reader
 from ._records import Records, record_name
-from ._start import StartFrom, read_start
 from ._store import CheckpointStore, Contents, Newest
 from ._store_to import StoreTo
 from ._structure import describe_structure, rebuild
@@ -32,8 +47,10 @@ __all__ = [
     "Best",
     "Checkpoint",
     "CheckpointStore",
+    "CheckpointWriter",
     "Claim",
     "Contents",
+    "Continued",
     "Evaluation",
     "Exported",
     "FileInfo",
@@ -41,29 +58,38 @@ __all__ = [
     "Folder",
     "FolderLease",
     "Holder",
+    "Identity",
     "Interrupted",
-    "Job",
+    "JobIdentity",
     "LeaseTimes",
     "Manifest",
     "ManifestLeaf",
     "ManifestName",
+    "ManifestStorage",
     "Newest",
+    "NoStorage",
     "Origin",
     "PosixFolder",
     "Reader",
     "Records",
     "StartFrom",
     "StoreTo",
+    "check_fits",
     "describe_structure",
     "export",
+    "file_of",
     "fix",
     "forbidden",
     "load",
+    "log_continued",
     "open_folder",
+    "open_store",
     "parse_manifest",
+    "patiently",
     "probe",
     "read_start",
     "rebuild",
     "record_name",
+    "restore",
     "same_place",
 ]

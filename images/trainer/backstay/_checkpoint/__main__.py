@@ -1,4 +1,4 @@
-"""The work of `backstay export`: ``python -m backstay._checkpoint CHECKPOINT OUT FORMAT``."""
+"""Runs the work of `backstay export` as ``python -m backstay._checkpoint CHECKPOINT OUT FORMAT``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from ..errors import BackstayError, ConfigurationError
-from ._export import export
+from ._formats import export
 
 
 def main(checkpoint: str, out: str, form: Any) -> int:

@@ -1,4 +1,4 @@
-"""The best checkpoint of a history: the one with the best value of a metric in its evaluation. Pure."""
+"""Selects the best checkpoint of a history, which has the best value of a metric in its evaluation. Pure."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ class PosixFolder:
 
 
 class RemoteFolder:
-    """Any fsspec file system: s3://, gs://, memory:// ..."""
+    """Any fsspec file system, such as s3://, gs:// or memory://."""
 
     def __init__(self, uri: str, filesystem: Any, path: str) -> None:
         self.uri = uri
@@ -238,7 +238,7 @@ class RemoteFolder:
 
 
 def open_folder(uri: str) -> Folder:
-    """The folder at `uri`: a path, a file: URI, or any URI that fsspec supports.
+    """The folder at `uri`, which is a path, a file: URI, or any URI that fsspec supports.
 
     Raises:
         CheckpointError: `uri` names a file system that is not installed, does not exist, or needs more than a URI.

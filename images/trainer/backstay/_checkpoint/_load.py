@@ -1,4 +1,5 @@
-"""`backstay.load`: parameters and model state of a checkpoint, to serve, evaluate, or start something new from them."""
+"""Loads the parameters and model state of a checkpoint, to serve, evaluate, or start something new
+(`backstay.load`)."""
 
 from __future__ import annotations
 

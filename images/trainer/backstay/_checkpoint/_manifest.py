@@ -12,6 +12,8 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from backstay_spec import contract
+
 from .._update import MODEL_STATE, PARAMS
 from ..errors import CheckpointError
 from ._dtypes import BY_NAME
@@ -19,7 +21,17 @@ from ._names import ManifestName, parse_shard
 from ._sealed import seal, unseal
 from ._structure import check_structure
 
-__all__ = ["FORMAT", "Claim", "Evaluation", "FileInfo", "FileRange", "Job", "Manifest", "ManifestLeaf", "Origin"]
+__all__ = [
+    "FORMAT",
+    "Claim",
+    "Evaluation",
+    "FileInfo",
+    "FileRange",
+    "JobIdentity",
+    "Manifest",
+    "ManifestLeaf",
+    "Origin",
+]
 
 FORMAT: Final = 2
 MAX_BYTES: Final = 256 << 20
@@ -31,12 +43,12 @@ _Item = TypeVar("_Item")
 _List = Annotated[tuple[_Item, ...], Field(strict=False)]  # JSON has lists only; their items stay strict
 
 
-class _Model(BaseModel):
+class _StoredModel(BaseModel):
     # Strict: this module writes numbers as numbers and texts as texts, so any other spelling is invalid.
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
 
-class Job(_Model):
+class JobIdentity(_StoredModel):
     """The job that a history belongs to."""
 
     namespace: str = "default"
@@ -46,12 +58,12 @@ class Job(_Model):
     def __str__(self) -> str:
         return f"{self.namespace}/{self.name}"
 
-    def same_job(self, other: Job) -> bool:
+    def same_job(self, other: JobIdentity) -> bool:
         """Whether both are runs of one job: the namespace and the name are equal."""
         return (self.namespace, self.name) == (other.namespace, other.name)
 
 
-class Origin(_Model):
+class Origin(_StoredModel):
     """Where a checkpoint comes from.
 
     Attributes:
@@ -64,14 +76,14 @@ class Origin(_Model):
     """
 
     history: str = Field(pattern=_HISTORY)
-    job: Job
+    job: JobIdentity
     seed: int = Field(ge=0, le=_MAX)
     digest: str = ""
     structure: str = ""
     settings: dict[str, str] = Field(default_factory=dict)
 
 
-class FileRange(_Model):
+class FileRange(_StoredModel):
     """Elements ``start:stop`` of the flattened array `key`, stored in a file as the tensor ``key[start:stop]``."""
 
     key: str
@@ -84,8 +96,8 @@ class FileRange(_Model):
         return f"{self.key}[{self.start}:{self.stop}]"
 
 
-class FileInfo(_Model):
-    """One file of a checkpoint: its name in the folder, its size in bytes, its SHA-256 in hex, and what is in it."""
+class FileInfo(_StoredModel):
+    """One file of a checkpoint, with its name in the folder, its size in bytes, its SHA-256 in hex, and its content."""
 
     name: str
     size: int = Field(ge=0, le=_MAX)
@@ -100,7 +112,7 @@ class FileInfo(_Model):
         return name
 
 
-class ManifestLeaf(_Model):
+class ManifestLeaf(_StoredModel):
     """One leaf of the parameters, in the order of the tree."""
 
     path: str
@@ -121,7 +133,7 @@ class ManifestLeaf(_Model):
         return self
 
 
-class WorldRecord(_Model):
+class WorldRecord(_StoredModel):
     """A world of the history, as `CoordinatorState.to_json` writes it."""
 
     version: int = Field(ge=0, le=_MAX)
@@ -129,7 +141,7 @@ class WorldRecord(_Model):
     offset: int = Field(ge=-_MAX, le=_MAX)
 
 
-class StateRecord(_Model):
+class StateRecord(_StoredModel):
     """The coordinator's state, as `CoordinatorState.to_json` writes it; fields that are not listed are kept."""
 
     model_config = ConfigDict(frozen=True, extra="allow", strict=True)
@@ -161,7 +173,7 @@ class StateRecord(_Model):
         return self
 
 
-class Manifest(_Model):
+class Manifest(_StoredModel):
     """A complete checkpoint.
 
     Attributes:
@@ -177,7 +189,7 @@ class Manifest(_Model):
     attempt: int = Field(default=0, ge=0, le=999)
     version: int = Field(ge=0, le=10**12 - 1)
     term: int = Field(ge=0, le=10**8 - 1)
-    incarnation: int = Field(ge=0, le=10**6 - 1)
+    incarnation: int = Field(ge=0, le=contract.MAX_INCARNATION)
     shards: int = Field(ge=1, le=10**5 - 1)
     steps: int | None = None
     leaves: _List[ManifestLeaf]
@@ -227,7 +239,7 @@ class Manifest(_Model):
         return _parse(cls, text, where, "a checkpoint manifest")
 
 
-class Claim(_Model):
+class Claim(_StoredModel):
     """The holder of a lease begins a term: later manifests of older leases and terms are not in the history (T6).
 
     Attributes:
@@ -253,14 +265,14 @@ class Claim(_Model):
         return _parse(cls, text, where, "a claim of a checkpoint folder")
 
 
-class Best(_Model):
+class Best(_StoredModel):
     """How the best checkpoint of a history is chosen; see `KeepBest` of the TrainingJob."""
 
     metric: str
     mode: Literal["Max", "Min"]
 
 
-class Evaluation(_Model):
+class Evaluation(_StoredModel):
     """The evaluation of one checkpoint. The first one that is reported is stored, and never replaced.
 
     Attributes:
@@ -285,7 +297,7 @@ class Evaluation(_Model):
         return _parse(cls, text, where, "the evaluation of a checkpoint")
 
 
-_Document = TypeVar("_Document", bound=_Model)
+_Document = TypeVar("_Document", bound=_StoredModel)
 
 
 def _parse(cls: type[_Document], text: bytes, where: str, what: str) -> _Document:

@@ -32,7 +32,7 @@ MANIFEST_SUFFIX: Final = ".manifest.json"
 EVALUATION_SUFFIX: Final = ".evaluation.json"
 
 HIGHEST: Final = 10**8 - 1
-"""The highest number of a lease and of a term: names have eight digits for each."""
+"""The highest number of a lease and of a term, because names have eight digits for each."""
 
 _HISTORY: Final = "[0-9a-f]{16}"
 _MANIFEST: Final = re.compile(
@@ -98,7 +98,7 @@ class ClaimName(NamedTuple):
 
 
 class LeaseName(NamedTuple):
-    """The name of a lease: its number, and the random token of the process that wrote it."""
+    """Returns the name of a lease, which has its number and the random token of the process that wrote it."""
 
     number: int
     token: str

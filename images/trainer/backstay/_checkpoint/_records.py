@@ -1,4 +1,4 @@
-"""Records of a job beside its checkpoints: what its pods did last, reports about pods that died, the job's history.
+"""Stores records of a job beside its checkpoints: its timeline, its curve, its history, and reports about dead pods.
 
 A record is for people and is never read by training. Its name matches no pattern of a checkpoint's files. So no code
 takes it for a part of a checkpoint, and `prune` of the store never deletes it. This module deletes the oldest records
@@ -24,15 +24,15 @@ __all__ = ["KEPT", "Records", "record_name"]
 
 _LOG = logging.getLogger(__name__)
 
-KEPT: Final = {"trace": 8, "report": 50, "history": 20}
+KEPT: Final = {"trace": 8, "report": 50, "history": 20, "curve": 20}
 """How many records of each kind a folder keeps."""
 
-_SUFFIX: Final = {"trace": "pb.gz", "report": "json", "history": "json"}
+_SUFFIX: Final = {"trace": "pb.gz", "report": "json", "history": "json", "curve": "json"}
 _WAITING: Final = 16
 
 
 def record_name(kind: str, unix_seconds: float, what: str) -> str:
-    """The name of a record's file: records of a kind sort by time.
+    """The name of a record's file, by which records of a kind sort by time.
 
     Args:
         kind: a key of `KEPT`.
@@ -47,7 +47,7 @@ class Records:
     """Writes records in its own thread, into each of some folders. Thread-safe."""
 
     def __init__(self, folders: Sequence[Folder]) -> None:
-        """`folders`: where each record is written; none: nothing is kept."""
+        """`folders` are those into which each record is written, and nothing is kept if there are none."""
         self._folders = tuple(folders)
         self._queue: queue.Queue[tuple[str, Callable[[Folder], None]] | None] = queue.Queue(_WAITING)
         self._closed = threading.Event()

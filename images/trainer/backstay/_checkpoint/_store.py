@@ -3,9 +3,9 @@
 A shard's server writes its file with `write_shard`. The coordinator collects the results and makes the checkpoint with
 `write_manifest`. `prune` deletes only files of the coordinator's history.
 
-A term begins with a claim, which names the manifest that it continues from. A manifest that an older lease or term
-wrote after that manifest is not in the history. A process that lost the folder may still write, but no process reads
-its files.
+A term begins with a claim, which names the manifest that it continues from. A manifest that
+a holder of an older lease, or a server of an older term, stored after that manifest is not in the history. A process
+that lost the folder may still write, but no process reads its files.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Contents:
         return max([*numbers, *(name.number for name in self.leases)], default=0)
 
     def next_term(self, above: int, uri: str) -> int:
-        """The number of the next term: higher than `above`, and than any term in the folder `uri`.
+        """Returns the number of the next term, which is higher than `above` and than any term in the folder `uri`.
 
         Raises:
             CheckpointError: there is no such number.
@@ -121,7 +121,7 @@ class Contents:
 
 
 class CheckpointStore:
-    """Checkpoints in one folder (`uri`: a path or any fsspec URI)."""
+    """Checkpoints in one folder, whose `uri` is a path or any fsspec URI."""
 
     def __init__(self, uri: str, folder: Folder | None = None) -> None:
         self.uri = uri
@@ -236,8 +236,9 @@ class CheckpointStore:
     ) -> list[str]:
         """Delete all but the newest `keep` checkpoints of a history, and its shard files that no manifest names.
 
-        This never deletes files of another history. It also keeps files as new as `newest`, which may be a part of an
-        unfinished checkpoint. When a newer lease is in use, it deletes no files (T6).
+        This never deletes files of another history. It also keeps files of the version of `newest`
+        and later ones, which may be parts of an unfinished checkpoint. When a newer lease is in use, it deletes
+        no files (T6).
 
         Args:
             newest: the last manifest that this process stored.
@@ -271,7 +272,7 @@ class CheckpointStore:
             and (name.term, name.version) < (own.term, own.version)
             and str(name) not in needed
         ]
-        # A claim stays as long as an older checkpoint is kept, or if its term began in another history.
+        # A claim stays while an older checkpoint is kept. A claim whose term began in another history stays too.
         oldest = min(kept)
         past = [
             str(name)
@@ -356,6 +357,19 @@ class CheckpointStore:
         other += [f"{name}: has a format that this version does not read" for name in contents.unknown]
         return Newest(None, tuple(skipped + other), tuple(unusable + other))
 
+    def in_history(self, contents: Contents, names: Iterable[ManifestName] | None = None) -> list[ManifestName]:
+        """The manifests that no claim excludes from the history, newest first. They may be damaged.
+
+        Args:
+            names: the manifests to look at; by default those in the folder.
+
+        Raises:
+            StorageError: a claim cannot be read.
+        """
+        claims = self._readable_claims(contents)
+        looked_at = contents.manifests if names is None else names
+        return [name for name in looked_at if excluded(name, claims) is None]
+
     def evaluations(self, contents: Contents, names: Iterable[ManifestName]) -> dict[ManifestName, Evaluation]:
         """The evaluations of these checkpoints, as far as they exist and can be read. Raises `StorageError`."""
         stored = set(contents.evaluations)
@@ -403,8 +417,7 @@ class CheckpointStore:
         return None if newest is None else self._evaluated(contents, newest.origin.history)[1]
 
     def _evaluated(self, contents: Contents, history: str) -> tuple[dict[ManifestName, Evaluation], Best | None]:
-        claims = self._readable_claims(contents)
-        inside = [name for name in contents.manifests if name.history == history and excluded(name, claims) is None]
+        inside = [name for name in self.in_history(contents) if name.history == history]
         evaluations = self.evaluations(contents, inside)
         rules = [evaluations[name].best for name in inside if name in evaluations]
         return evaluations, next((rule for rule in rules if rule is not None), None)

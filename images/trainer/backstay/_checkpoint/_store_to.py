@@ -1,4 +1,4 @@
-"""`train(checkpoint=...)`: where and how often training in one process stores checkpoints."""
+"""Defines where and how often training in one process stores checkpoints (`train(checkpoint=...)`)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from ..errors import ConfigurationError
-from ._manifest import Job
+from ._manifest import JobIdentity
 
 __all__ = ["StoreTo"]
 
 _NAMESPACE: Final = "default"
-_ALONE: Final = Job(namespace="local", name="one-process")
+_ALONE: Final = JobIdentity(namespace="local", name="one-process")
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class StoreTo:
         if self.job != "" and (len(parts) > 2 or not all(parts)):
             raise ConfigurationError(f"checkpoint: job is {self.job!r}: must be a name, or namespace/name")
 
-    def owner(self, uid: str) -> Job:
+    def owner(self, uid: str) -> JobIdentity:
         """The job that owns the checkpoints; `uid` identifies this process."""
         if not self.job:
             return _ALONE.model_copy(update={"uid": uid})
         namespace, slash, name = self.job.rpartition("/")
-        return Job(namespace=namespace if slash else _NAMESPACE, name=name, uid=uid)
+        return JobIdentity(namespace=namespace if slash else _NAMESPACE, name=name, uid=uid)
 
 
 def _is_count(value: object, least: int) -> bool:

@@ -16,7 +16,8 @@ from ..errors import CheckpointError
 
 
 def describe_structure(tree: Any) -> dict[str, Any]:
-    """The structure of `tree` as JSON: dicts (with string, integer or boolean keys), lists, tuples, None and leaves."""
+    """Returns the structure of `tree` as JSON, with dicts (string, integer or boolean keys), lists, tuples, None and
+    leaves."""
     counter = itertools.count()
 
     def walk(node: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""The computation of a worker between a pull and a push: loss and gradient of a batch, on the process's devices.
+"""Computes the loss and gradient of a batch on the process's devices, between a worker's pull and push.
 
-- A `Computation` makes a `Contribution` from a `Start`: `GradientComputation` one gradient (`GradientFn`),
+- A `Computation` makes a `ComputedContribution` from a `Start`: `GradientComputation` one gradient (`GradientFn`),
   `LocalComputation` several steps (`LocalProgram`, `LocalTraining`). `Layout` is what it needs of the wire.
 - An `Encoder` encodes the blocks of a contribution while they are sent (`Sending`).
 - A `Placement` puts parameters and batches on devices. `initial` calls a script's `init`.
@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from ._contribution import Computation, Contribution, GradientComputation, Layout, Start, Summary
+from ._contribution import Computation, ComputedContribution, GradientComputation, Layout, Start, Summary
 from ._encoding import Encoder, Sending
 from ._flops import peak_of
 from ._gradient import Gradient, GradientFn, examples_of
@@ -19,7 +19,7 @@ from ._placement import Placement
 __all__ = [
     "AHEAD",
     "Computation",
-    "Contribution",
+    "ComputedContribution",
     "Encoder",
     "Gradient",
     "GradientComputation",

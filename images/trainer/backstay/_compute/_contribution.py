@@ -1,16 +1,16 @@
 """One interface for everything that a worker computes between a pull and a push.
 
 The worker's loop knows three things only: it starts a `Computation` from parameters and a `BatchKey`, it gets a
-`Contribution`, and it sends the contribution's blocks and summary. A gradient of one batch is one computation. Local
-steps, model state, random keys and groups of pods are other computations; the loop has no branch for any of them.
+`ComputedContribution`, and it sends the contribution's blocks and summary. A gradient of one batch is one computation.
+Local steps, model state, random keys and groups of pods are other computations; the loop has no branch for any of them.
 
 To write another computation:
 
 1. Implement `Computation`. `start` gets the leaves of the partition's tree, in order, as the servers hold them: with
    model state these are the parameters and the state. Derive random keys from ``start.key.key``.
-2. Return a `Contribution` that has one array for each leaf of the same tree: `PackedContribution` takes them from a
-   jitted function that ends with `Layout.pack`. The rule that updates a leaf on the server decides the meaning of the
-   leaf's array: a gradient, a difference, or a new state.
+2. Return a `ComputedContribution` that has one array for each leaf of the same tree: `PackedContribution` takes them
+   from a jitted function that ends with `Layout.pack`. The rule that updates a leaf on the server decides the meaning
+   of the leaf's array: a gradient, a difference, or a new state.
 3. Compute loss, metrics and `finite` in the same jitted function, so that all of it is ready together.
 4. Choose it in `backstay._roles._script.Script.computation`.
 """
@@ -24,12 +24,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from .._data import BatchKey
-from .._update import TreeSpec
+from .._update import Selection, TreeSpec
 from ._gradient import Gradient, GradientFn
 
 __all__ = [
     "Computation",
-    "Contribution",
+    "ComputedContribution",
     "GradientComputation",
     "Layout",
     "PackedContribution",
@@ -49,13 +49,13 @@ class Start:
         key: the key of the contribution's first batch. `key.step` is the number of the contribution: the version in
             Sync mode, this rank's own count in Async mode. A computation of ``n = Computation.batches`` batches draws
             those of steps ``n * key.step`` to ``n * key.step + n - 1``, whose `BatchKey.batches` is ``n``.
-        received: the fragments (`Block.fragment`) that the answer to the previous contribution brought; only their
-            leaves, and the model state, are in `params`. None: `params` are the answer to a new request, and complete.
+        received: the parameters that the answer to the previous contribution brought; only their leaves are in
+            `params`. None: `params` are the answer to a new request, and complete.
     """
 
     params: Sequence[Any]
     key: BatchKey
-    received: frozenset[int] | None = None
+    received: Selection | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Summary:
     metrics: Mapping[str, float]
 
 
-class Contribution(Protocol):
+class ComputedContribution(Protocol):
     """The part of one rank in one update, which may still be in computation."""
 
     @property
@@ -89,7 +89,7 @@ class Contribution(Protocol):
 
     @property
     def blocks(self) -> Sequence[Sequence[np.ndarray]]:
-        """``[s][b]``: block `b` of shard `s` in host memory, 1-D, of the block's size and dtype.
+        """``[s][b]`` is block `b` of shard `s` in host memory, 1-D, of the block's size and dtype.
 
         Reading one waits until it is computed; the values never change, so that they can be sent again. Any thread.
         """
@@ -132,7 +132,7 @@ class Computation(Protocol):
         """
         ...
 
-    def start(self, start: Start) -> Contribution:
+    def start(self, start: Start) -> ComputedContribution:
         """Dispatch the computation of one contribution and return.
 
         Raises:
@@ -143,7 +143,7 @@ class Computation(Protocol):
 
 
 class Layout(Protocol):
-    """How leaves lie in blocks (`backstay._wire.buffers.Arrangement`)."""
+    """How leaves lie in blocks (`backstay._transport.Arrangement`)."""
 
     def pack(self, leaves: Sequence[Any]) -> list[Any]:
         """The arrays that travel, out of all leaves of the tree; to be traced."""
@@ -155,7 +155,7 @@ class Layout(Protocol):
 
 
 class PackedContribution:
-    """A `Contribution` out of the results of a jitted function."""
+    """A `ComputedContribution` out of the results of a jitted function."""
 
     def __init__(self, key: BatchKey, result: Gradient, layout: Layout) -> None:
         """
@@ -178,7 +178,7 @@ class PackedContribution:
 
 
 class GradientComputation:
-    """The gradient of `loss` for one batch: a `Computation`."""
+    """The `Computation` of the gradient of `loss` for one batch."""
 
     batches = 1
 

@@ -9,7 +9,7 @@ from typing import Any, overload
 import numpy as np
 
 from .._update import BlockWire, Encoded, ShardWire, seed_of
-from ._contribution import Contribution
+from ._contribution import ComputedContribution
 
 __all__ = ["Encoder", "Sending"]
 
@@ -36,13 +36,13 @@ class Encoder:
         self._residuals: dict[tuple[int, int], Any] = {}
 
     @contextmanager
-    def sending(self, contribution: Contribution) -> Iterator[Sending]:
+    def sending(self, contribution: ComputedContribution) -> Iterator[Sending]:
         """The blocks of a contribution as they travel; the same bits each time they are read.
 
         The caller reports how the contribution ended, and the residuals follow. After an exception, or without a
         report, it is unknown whether the contribution was applied, and the residuals are dropped.
         """
-        wires = [wire.of(contribution.key.step).gradients for wire in self._wires]
+        wires = [wire.select(wire.selection([contribution.key.step])).gradients for wire in self._wires]
         sending = Sending(wires, contribution, self._seed, self._residuals if self._feedback else None)
         kept: dict[tuple[int, int], Any] = {}
         try:
@@ -64,7 +64,7 @@ class Sending:
     def __init__(
         self,
         wires: Sequence[Sequence[BlockWire]],
-        contribution: Contribution,
+        contribution: ComputedContribution,
         seed: int,
         residuals: dict[tuple[int, int], Any] | None,
     ) -> None:

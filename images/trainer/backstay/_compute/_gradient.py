@@ -6,7 +6,7 @@ and the compiler does the rest. So the results, such as a mean over the batch, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ class Gradient:
     Attributes:
         leaves: one array for each leaf of the tree, with the leaf's shape and dtype, or the arrays that `pack` made of
             them. The gradients of the parameters come first, then the new model state. All are on the first device.
-        examples: the length of the leading axis of the batch's first array that has one; 1 if none has.
+        examples: the length of the leading axis of the batch's first array that has rows; 1 if none has.
     """
 
     def __init__(self, leaves: list[jax.Array], loss: Any, metrics: Mapping[str, Any], finite: Any, examples: int):
@@ -69,8 +69,7 @@ class GradientFn:
         self,
         loss: Callable[..., Any],
         tree: TreeSpec,
-        devices: Sequence[Any] | None = None,
-        deterministic: bool = False,
+        placement: Placement | None = None,
         pack: Callable[[list[Any]], list[Any]] | None = None,
         *,
         has_rng: bool = False,
@@ -81,8 +80,7 @@ class GradientFn:
         Args:
             loss: see `Objective`.
             tree: the model's tree.
-            devices: the devices to use; default: all local devices.
-            deterministic: ask the backend for kernels that give the same bits run after run. It matters on GPUs.
+            placement: the devices to use; None: all local devices.
             pack: traced, to make the leaves of a gradient into fewer arrays. Each result of a compiled function takes
                 milliseconds to compile, and so does each piece of code that reads one leaf.
             has_rng, seed: see `Objective`.
@@ -93,11 +91,11 @@ class GradientFn:
         self._objective = Objective(loss, tree, has_rng=has_rng, seed=seed)
         self._tree = tree
         self._pack = pack
-        self.placement = Placement(devices)
+        self.placement = placement or Placement()
         self._function = jax.jit(
             self._compute,
             out_shardings=self.placement.everywhere,
-            compiler_options=self.placement.options(deterministic=deterministic),
+            compiler_options=self.placement.options,
         )
 
     def __call__(self, params: Any, batch: Any, at: tuple[int, int] = (0, 0)) -> Gradient:
@@ -146,9 +144,9 @@ class GradientFn:
 
 
 def examples_of(batch: Any) -> int:
-    """The length of the leading axis of a batch's first array that has one; 1 if none has."""
+    """The length of the leading axis of a batch's first array that has rows; 1 if none has."""
     for leaf in jax.tree_util.tree_leaves(batch):
         shape = np.shape(leaf)
-        if shape:
+        if shape and shape[0]:
             return int(shape[0])
     return 1

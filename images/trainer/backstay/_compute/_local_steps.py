@@ -1,4 +1,4 @@
-"""Local steps: a worker trains by itself for some batches, and contributes what its parameters lost by that."""
+"""Local steps train a worker by itself for some batches, and contribute the difference of its parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from .._data import BatchKey
-from .._update import LocalSteps, Objective, TreeSpec, all_finite, called, fragments_of
+from .._update import LocalSteps, Objective, Selection, TreeSpec, all_finite, called, fragments_of
 from ._contribution import Layout, PackedContribution, Start
 from ._flops import flops_of
 from ._gradient import Gradient, examples_of
@@ -40,8 +40,7 @@ class LocalProgram:
         loss: Callable[..., Any],
         tree: TreeSpec,
         local: LocalSteps,
-        devices: Sequence[Any] | None = None,
-        deterministic: bool = False,
+        placement: Placement | None = None,
         pack: Callable[[list[Any]], list[Any]] | None = None,
         *,
         has_rng: bool = False,
@@ -53,7 +52,7 @@ class LocalProgram:
             local: the inner optimizer and the number of its steps.
         """
         self.local = local
-        self.placement = Placement(devices)
+        self.placement = placement or Placement()
         self._tree = tree
         self._count = len(tree.parameters.leaves)
         self._fragments = fragments_of(tree, local.fragments)
@@ -63,7 +62,7 @@ class LocalProgram:
         jit = partial(
             jax.jit,
             out_shardings=self.placement.everywhere,
-            compiler_options=self.placement.options(deterministic=deterministic),
+            compiler_options=self.placement.options,
         )
         self.initial_state: Callable[[Any], Any] = jit(self._initial_state)
         self.begin: Callable[[Any, Any], Any] = jit(self._begin)
@@ -136,8 +135,8 @@ class LocalProgram:
         loss, metrics = jax.tree_util.tree_map(lambda value: value / self.local.batches, sums)
         return (self._pack([*differences, *after[self._count :]]), loss, metrics, finite), own, kept
 
-    def _receive(self, own: Any, base: Any, leaves: Any, fragments: frozenset[int], mixes: bool) -> Any:
-        """The worker's own leaves and the leaves of the servers, after some fragments arrived in `leaves`."""
+    def _receive(self, own: Any, base: Any, leaves: Any, received: Selection, mixes: bool) -> Any:
+        """The worker's own leaves and the leaves of the servers, after `received` arrived in `leaves`."""
         mixing = self.local.mixing if mixes else 0.0
 
         def mixed(mine: Any, new: Any) -> Any:
@@ -147,15 +146,15 @@ class LocalProgram:
                 return mine  # such as a counter in the model state
             return mine * jnp.asarray(mixing, new.real.dtype) + new * jnp.asarray(1 - mixing, new.real.dtype)
 
-        arrived = [fragment is None or fragment in fragments for fragment in self._fragments]
+        arrived = [received.has(fragment) for fragment in self._fragments]
         new_own = [mixed(mine, new) if here else mine for here, mine, new in zip(arrived, own, leaves, strict=True)]
         new_base = [new if here else old for here, old, new in zip(arrived, base, leaves, strict=True)]
         return jax.tree_util.tree_map(jnp.copy, (new_own, new_base))
 
 
 @dataclass
-class _Continued:
-    """The part of a rank's next contribution that exists before the answer to the last one.
+class _ContinuedSteps:
+    """The part of a rank's next contribution that is computed before the answer to the previous contribution arrives.
 
     Attributes:
         key: the contribution's key; None: no step of the contribution was made yet.
@@ -184,9 +183,9 @@ class LocalTraining:
         self._program = program
         self._updates = updates
         self._inner: Any = None  # None: fresh
-        self._continued: _Continued | None = None
+        self._continued: _ContinuedSteps | None = None
 
-    def made(self, key: BatchKey, received: frozenset[int] | None) -> int:
+    def made(self, key: BatchKey, received: Selection | None) -> int:
         """How many steps of the contribution of `key` exist already, which `steps` will not make again.
 
         Args:
@@ -205,7 +204,7 @@ class LocalTraining:
         leaves: Sequence[Any],
         key: BatchKey,
         batch_of: Callable[[BatchKey], Any],
-        received: frozenset[int] | None = None,
+        received: Selection | None = None,
     ) -> tuple[Any, int]:
         """Make the steps of one contribution; the last ones are still being computed when this returns.
 
@@ -240,7 +239,7 @@ class LocalTraining:
         result, own, self._inner = program.finish(base, carry, inner if program.keeps else None, sums)
         if local.continues and key.step + 1 < self._updates:
             kept = base if local.fragments > 1 else None
-            self._continued = _Continued(None, kept, own)
+            self._continued = _ContinuedSteps(None, kept, own)
             if local.overlap:
                 self._ahead(kept, own, replace(key, step=key.step + 1), batch_of)
         return result, examples
@@ -251,7 +250,7 @@ class LocalTraining:
         carry = program.begin(own, program.initial_state(own) if self._inner is None else self._inner)
         # Nothing waits: the last contribution is to be sent meanwhile.
         made = self._run(carry, key, batch_of, range(program.local.overlap), None, 0, ahead=program.local.overlap)
-        self._continued = _Continued(key, base, None, *made)
+        self._continued = _ContinuedSteps(key, base, None, *made)
 
     def _run(
         self,
@@ -282,7 +281,7 @@ class LocalTraining:
         leaves: Sequence[Any],
         key: BatchKey,
         batch_of: Callable[[BatchKey], Any],
-        received: frozenset[int] | None = None,
+        received: Selection | None = None,
     ) -> Gradient:
         """The result of `steps` on the first device."""
         result, examples = self.steps(leaves, key, batch_of, received)
@@ -291,7 +290,7 @@ class LocalTraining:
 
 
 class LocalComputation:
-    """Local steps: a `Computation`."""
+    """The `Computation` of local steps."""
 
     def __init__(
         self, program: LocalProgram, layout: Layout, batch_of: Callable[[BatchKey], Any], updates: int

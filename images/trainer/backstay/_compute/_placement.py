@@ -1,4 +1,4 @@
-"""Where a process puts its arrays: over all its devices (in-graph replication)."""
+"""Places a process's arrays on all its devices (in-graph replication)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,13 @@ class Placement:
         everywhere: the sharding of arrays that every device has whole.
     """
 
-    def __init__(self, devices: Sequence[Any] | None = None) -> None:
-        """`devices`: all local devices by default."""
+    def __init__(self, devices: Sequence[Any] | None = None, *, deterministic: bool = False) -> None:
+        """
+        Args:
+            devices: the devices to use; None: all local devices.
+            deterministic: ask the backend for kernels that give the same bits run after run. It matters on GPUs.
+        """
+        self._deterministic = deterministic
         self.devices = list(devices) if devices is not None else jax.local_devices()
         mesh = Mesh(np.asarray(self.devices), ("batch",))
         spec: Any = PartitionSpec  # which JAX leaves untyped
@@ -31,8 +36,8 @@ class Placement:
         self._split = NamedSharding(mesh, spec("batch"))
 
     def batch(self, batch: Any) -> Any:
-        """`batch` on the devices: arrays whose leading axis the number of devices divides are cut, others are on every
-        device. Safe to call from any thread.
+        """Places `batch` on the devices, where arrays are cut if the number of devices divides their leading axis. Safe
+        to call from any thread.
 
         On one device that shares the host's memory, the batch stays as it is. There a compiled function takes arrays
         of the host in a tenth of the time that `device_put` needs.
@@ -62,7 +67,7 @@ class Placement:
         return jax.tree_util.tree_map(lambda value: value.addressable_data(0), values)
 
     def placing(self, batches: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """`batches`, on the devices: with a prefetcher they arrive before their step is due."""
+        """Places `batches` on the devices, which arrive before their step is due if a prefetcher reads them."""
         if self.on_host:
             return batches
 
@@ -83,9 +88,10 @@ class Placement:
         """Whether it is one device that shares the host's memory: arrays of the host are as good there."""
         return len(self.devices) == 1 and self.on("cpu")
 
-    def options(self, *, deterministic: bool) -> dict[str, Any] | None:
-        """Compiler options for functions that run there; `deterministic`: with the same bits run after run."""
-        return {"xla_gpu_deterministic_ops": True} if deterministic and self.on("gpu", "cuda", "rocm") else None
+    @property
+    def options(self) -> dict[str, Any] | None:
+        """Compiler options for functions that run there."""
+        return {"xla_gpu_deterministic_ops": True} if self._deterministic and self.on("gpu", "cuda", "rocm") else None
 
     def _layout(self, leaf: Any) -> NamedSharding:
         shape = np.shape(leaf)

@@ -6,7 +6,6 @@ every interleaving, and a standby can hold the same state (T6). The vocabulary i
 
 from __future__ import annotations
 
-from ._blame import AsyncBlame, Blame, Blamed
 from ._coordinator import Coordinator
 from ._decisions import (
     OUTCOME_OF,
@@ -22,23 +21,21 @@ from ._decisions import (
     WriteManifest,
 )
 from ._ledger import identity
-from ._liveness import Liveness
-from ._mode import UpdateMode, held_by_shard
-from ._modes import MODES
+from ._modes import MODES, Answering, Counting, held_by_shard
+from ._observation import SAME, SAME_UPDATES, AsyncBlame, Blame, Blamed, Liveness, PeerTable, Rate, SameLosses
 from ._one_process import advance, begin_alone
-from ._rate import Rate
-from ._same_losses import SAME, SAME_UPDATES, SameLosses
-from ._samples import EpochEnded, Samples
 from ._schedule import Intervals
-from ._state import CoordinatorState, Mode, Rules, after
+from ._sequencer import Due, Observer, Sequencer, carry_out
+from ._shard_messages import Coordination, Message, Report, ShardSink
+from ._state import CoordinatorState, EpochEnded, Mode, Rules, Samples, after
 from ._takeover import ServerPosition
-from .seam import Coordination, Message, Report, ShardSink
 
 __all__ = [
     "MODES",
     "OUTCOME_OF",
     "SAME",
     "SAME_UPDATES",
+    "Answering",
     "AsyncBlame",
     "Blame",
     "Blamed",
@@ -47,14 +44,18 @@ __all__ = [
     "Coordinator",
     "CoordinatorState",
     "Counted",
+    "Counting",
     "Decision",
+    "Due",
     "EpochEnded",
     "Finished",
     "Intervals",
     "Liveness",
     "Message",
     "Mode",
+    "Observer",
     "Outcome",
+    "PeerTable",
     "Rate",
     "Redone",
     "Report",
@@ -63,14 +64,15 @@ __all__ = [
     "SameLosses",
     "Samples",
     "Send",
+    "Sequencer",
     "ServerPosition",
     "ShardSink",
-    "UpdateMode",
     "Updated",
     "WriteManifest",
     "advance",
     "after",
     "begin_alone",
+    "carry_out",
     "held_by_shard",
     "identity",
 ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from backstay_rpc.control_pb2 import Commit, Done, File, Save, Written
 
 from ._decisions import CheckpointFailed, Decision, Finished, Send, WriteManifest
-from ._history import History
+from ._history import UpdateHistory
 from ._schedule import Intervals, Schedule
 from ._state import Rules
 
@@ -16,7 +16,7 @@ __all__ = ["Conclusion"]
 
 
 @dataclass
-class _Ending:
+class _JobEnding:
     """The last version is decided. The attributes say what the job still waits for."""
 
     began: float
@@ -38,13 +38,13 @@ class Conclusion:
         finished: how the job ended; None while it has not.
     """
 
-    def __init__(self, rules: Rules, history: History, intervals: Intervals | None, now: float) -> None:
+    def __init__(self, rules: Rules, history: UpdateHistory, intervals: Intervals | None, now: float) -> None:
         self._rules, self._history = rules, history
         self.schedule = Schedule(intervals or Intervals(), rules.shards, now)
         self.checkpoint = ""
         self.finished: Finished | None = None
         self._checkpoint_version = -1
-        self._ending: _Ending | None = None
+        self._ending: _JobEnding | None = None
 
     def begin(self, now: float, checkpoint: str) -> None:
         """A term begins, at `checkpoint` if that is not empty."""
@@ -131,14 +131,15 @@ class Conclusion:
         return self.end_if_over(now)
 
     def write_again(self, shard: int, version: int) -> list[Decision]:
-        """A server ended while it wrote checkpoints: its successor, at `version`, can write that version again."""
+        """Record that a server ended while it wrote checkpoints, so its successor, at `version`, can write that version
+        again."""
         for due in self.schedule.waited_for(shard):
             if due < version:
                 self.schedule.give_up(due)
         return self.send_again(shard, version, 0)
 
     def send_again(self, shard: int, version: int, requested: int) -> list[Decision]:
-        """The shard at `version` linked again: send it each `Save` that was lost with a broken link.
+        """Send the shard that linked again at `version` each `Save` that was lost with a broken link.
 
         A `Save` of a later version may be lost together with the commit of that version, which is sent again too.
 
@@ -195,7 +196,7 @@ class Conclusion:
             return []
         if self._ending is None:
             # The job started at a checkpoint at or past the end: an earlier run evaluated it.
-            self._ending = _Ending(now, stored=True, evaluated=True, patience=0.0, began_complete=True)
+            self._ending = _JobEnding(now, stored=True, evaluated=True, patience=0.0, began_complete=True)
         ending = self._ending
         out: list[Decision] = []
         if not ending.stored and self._checkpoint_version >= self._history.state.version:
@@ -225,8 +226,8 @@ class Conclusion:
         """The last messages for a shard that connects after the job has ended."""
         return [] if self.finished is None else [Send(shard, self._done())]
 
-    def _end_of(self, now: float, patience: float) -> _Ending:
-        return _Ending(now, stored=not self._rules.stores, evaluated=not self._rules.evaluates, patience=patience)
+    def _end_of(self, now: float, patience: float) -> _JobEnding:
+        return _JobEnding(now, stored=not self._rules.stores, evaluated=not self._rules.evaluates, patience=patience)
 
     def _done(self) -> Done:
         finished = self.finished

@@ -1,11 +1,12 @@
-"""The coordinator: reports in, decisions out. It has one part for each question, and only connects them.
+"""The coordinator, which takes reports and returns decisions. It has one part for each question, and only connects
+them.
 
 | part | question |
 |---|---|
 | `Intake` | which gradients are accepted, and which are complete? |
-| `UpdateMode` | which of them make the next update? |
+| `Choosing` | which of them make the next update? |
 | `Grace` | how long does an update wait for more of them than its quorum? |
-| `History` | what is decided, what is certain, what has each shard applied? |
+| `UpdateHistory` | what is decided, what is certain, what has each shard applied? |
 | `Succession` | which server's version of the history counts after a server was replaced? |
 | `takeover` | what follows when a server connects? |
 | `Conclusion` | when is a checkpoint written, and when is the job done? |
@@ -26,6 +27,7 @@ from backstay_rpc.control_pb2 import (
     GradientInfo,
     Lost,
     Norm,
+    Occupied,
     Rollback,
     ShardFailed,
     Staged,
@@ -34,16 +36,14 @@ from backstay_rpc.control_pb2 import (
 
 from ._conclusion import Conclusion
 from ._decisions import Decision, Finished, Restart, Send, Updated
-from ._grace import Grace
-from ._history import History, start_of
+from ._history import UpdateHistory, start_of
 from ._intake import Intake
-from ._modes import MODES
+from ._modes import MODES, Choosing, Counting, Grace, change_batches, effective_world, next_world
 from ._schedule import Intervals, Schedule
+from ._shard_messages import Report
 from ._state import CoordinatorState, Rules
 from ._succession import Succession
 from ._takeover import Adopt, Begin, Replay, ServerPosition, Takeover, takeover
-from ._world import change_batches, effective_world, next_world
-from .seam import Report
 
 __all__ = ["Coordinator"]
 
@@ -71,12 +71,14 @@ class Coordinator:
     ) -> None:
         self.rules = rules
         self._desired_world = desired_world or state.world
-        self._mode = MODES[rules.mode]
-        change_batches(state, rules.batches, self._mode)
-        self._history = History(rules, self._mode, state, start_of(state, checkpoint))
+        mode = MODES[rules.mode]
+        self._choosing: Choosing = mode
+        self._counting: Counting = mode
+        change_batches(state, rules.batches, self._counting)
+        self._history = UpdateHistory(rules, self._counting, state, start_of(state, checkpoint))
         self._conclusion = Conclusion(rules, self._history, intervals, now)
         self._conclusion.begin(now, checkpoint)
-        self._intake = Intake(rules, self._mode, self._history, self._conclusion)
+        self._intake = Intake(rules, self._choosing, self._history, self._conclusion)
         self._succession = Succession(rules, self._history)
         self._grace = Grace(rules.grace, now, state.version)
 
@@ -160,7 +162,7 @@ class Coordinator:
         return self._succession.newest_term
 
     def state_at(self, term: int, version: int) -> CoordinatorState | None:
-        """See `History.state_at`."""
+        """See `UpdateHistory.state_at`."""
         return self._history.state_at(term, version)
 
     def open_gradients(self) -> Iterable[Staged]:
@@ -178,10 +180,11 @@ class Coordinator:
         replaces = self._succession.connected(position.shard, position.incarnation, max(position.term, position.begun))
         self._intake.connected(position.shard)
         out: list[Decision] = []
+        # A replaced server lost its gradients, so pending updates are decided again (decision 0029).
         if replaces and self._continues(position):
-            # The gradients of the previous server died with it: pending updates are decided again.
             out += self._take_back(now)
         next_step = self._takeover(position)
+        # The server may hold a commit that the previous coordinator sent and this one does not have (decision 0069).
         if isinstance(next_step, Adopt):
             out += self._adopt(now, next_step)
             next_step = self._takeover(position)
@@ -199,7 +202,7 @@ class Coordinator:
         return takeover(position, self._history, self._succession, ended=self.finished is not None)
 
     def _continues(self, position: ServerPosition) -> bool:
-        """Whether a server at this position can continue the history, and not only begin it again (0017)."""
+        """Whether a server at this position can continue the history, and not only begin it again (decision 0069)."""
         current = position.term == self.state.term
         return self.rules.replicates and current and not self._history.lost and self.finished is None
 
@@ -232,11 +235,13 @@ class Coordinator:
                 return self._norm(now, shard, report)
             case Written():
                 return self._conclusion.written(now, shard, report)
+            case Occupied():
+                return self._intake.occupied(report.ids)
             case Applied():
                 self._history.applied(shard, report.version)
                 return []
             case ShardFailed():
-                return self._conclusion.fail("ShardFailed", f"shard {shard}: {report.why}")
+                return self._conclusion.fail(report.reason or "ShardFailed", f"shard {shard}: {report.why}")
 
     def restart(self, now: float, state: CoordinatorState, checkpoint: str) -> list[Decision]:
         """Begin a new term at `state`, whose term is higher than any before."""
@@ -245,7 +250,7 @@ class Coordinator:
         if not self._succession.begin(state):
             return [Restart(0)]  # a shard has reported that term meanwhile
         out = self._intake.begin()
-        change_batches(state, self.rules.batches, self._mode)
+        change_batches(state, self.rules.batches, self._counting)
         self._history.begin(state, start_of(state, checkpoint))
         self._conclusion.begin(now, checkpoint)
         self._grace.begin(now, state.version)
@@ -263,9 +268,9 @@ class Coordinator:
 
     def _lost(self, now: float, shard: int, gradient: GradientId) -> list[Decision]:
         """A gradient's stream to a shard ended before its end mark, or the complete gradient arrived too late."""
-        self._intake.ledger.lose(shard, gradient)
         if not self._came_late(shard, gradient):
-            return []
+            return self._intake.abandon(shard, gradient) if gradient.term == self.state.term else []
+        self._intake.ledger.lose(shard, gradient)
         self._grace.arrived(now, gradient)
         return self._intake.late(gradient)
 
@@ -304,7 +309,7 @@ class Coordinator:
         return self.disconnected(now, rank, incarnation)
 
     def disconnected(self, now: float, rank: int, incarnation: int) -> list[Decision]:
-        """A worker's data stream to shard 0 ended: it is dead, or connects again."""
+        """Record that a worker's data stream to shard 0 ended, because it is dead or connects again."""
         self._grace.gone(rank, incarnation)
         return self._end_wait(now)
 
@@ -357,7 +362,7 @@ class Coordinator:
         return self._conclusion.fail(reason, why)
 
     def tick(self, now: float) -> list[Decision]:
-        """Deadlines: call it about once a second, and at `wakes_at` (T8)."""
+        """Check the deadlines, about once a second and at `wakes_at` (T8)."""
         return [*self._end_wait(now), *self._conclusion.tick(now)]
 
     @property
@@ -371,17 +376,14 @@ class Coordinator:
         """Decide updates while there are enough complete gradients."""
         out: list[Decision] = []
         while not self._history.over and self.finished is None:
-            complete, gathered = self._intake.ledger.complete, len(self._intake.ledger.gathered)
-            chosen = self._mode.choose(
-                self.state, self.rules, complete, self._desired_world, more=self._grace.waits, gathered=gathered
-            )
+            candidates = self._intake.candidates(self._desired_world)
+            chosen = self._choosing.choose(candidates, more=self._grace.waits)
             if chosen is None:
                 self._grace.incomplete()
                 break
-            world = effective_world(self.state.world, self._desired_world)
-            if not self._grace.has_ended(now, {contribution.id.rank for contribution in chosen}, world):
+            if not self._grace.has_ended(now, {contribution.id.rank for contribution in chosen}, candidates.world):
                 break
-            by_rank = {staged.id.rank: staged.info for staged in complete}
+            by_rank = {staged.id.rank: staged.info for staged in candidates.complete}
             infos = tuple(by_rank[contribution.id.rank] for contribution in chosen)
             out += self._decide(now, chosen, infos)
         return out
@@ -394,7 +396,7 @@ class Coordinator:
         pending = history.decide(chosen, infos, world=world)
         commit = pending.commit
         self._conclusion.decided(now, commit)
-        self._grace.decided(now, history.state.version, self._mode.quorum(self.rules.backups, world), world)
+        self._grace.decided(now, history.state.version, self._counting.quorum(self.rules.backups, world), world)
         out: list[Decision] = []
         if self.rules.replicates:
             pending.counted = tuple(counted)  # when it is certain

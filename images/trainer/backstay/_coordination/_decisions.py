@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 
 from backstay_rpc.control_pb2 import Commit, File, GradientId, GradientInfo, RejectReason
 
-from ._grace import NO_WAIT, Choice
-from ._samples import EpochEnded
-from .seam import Message
+from ._modes import NO_WAIT, Choice
+from ._shard_messages import Message
+from ._state import EpochEnded
 
 __all__ = [
     "OUTCOME_OF",
@@ -115,7 +115,8 @@ class CheckpointFailed:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """A shard lost its part of this history: find the newest checkpoint and call `Coordinator.restart`."""
+    """A shard lost its part of this history, so the caller finds the newest checkpoint and calls
+    `Coordinator.restart`."""
 
     shard: int
 

@@ -1,4 +1,4 @@
-"""The decisions of one term: which are pending, which are certain, and which of them each shard has applied.
+"""Holds the decisions of one term, which are pending or certain, and the version that each shard has applied.
 
 A decision is *pending* until every shard has answered its `NormRequest`, then it is a commit. Without `clip_norm` and
 without standbys it is a commit immediately. Pending decisions can be withdrawn, commits cannot.
@@ -16,12 +16,10 @@ from backstay_rpc.control_pb2 import Commit, Contribution, GradientId, GradientI
 from .._update import clip_factor
 from ._decisions import Counted
 from ._ledger import identity
-from ._mode import UpdateMode
-from ._samples import EpochEnded
-from ._state import CoordinatorState, Rules, apply, count_samples
-from ._world import change_world
+from ._modes import Counting, change_world
+from ._state import CoordinatorState, EpochEnded, Rules, apply, count_samples
 
-__all__ = ["History", "Pending", "start_of"]
+__all__ = ["Pending", "UpdateHistory", "start_of"]
 
 
 def start_of(state: CoordinatorState, checkpoint: str) -> Rollback:
@@ -64,7 +62,7 @@ class Pending:
     ended: tuple[EpochEnded, ...] = ()
 
 
-class History:
+class UpdateHistory:
     """The decisions of one term.
 
     Attributes:
@@ -73,8 +71,8 @@ class History:
         lost: a shard lost its part of this history: only a new term can follow.
     """
 
-    def __init__(self, rules: Rules, mode: UpdateMode, state: CoordinatorState, start: Rollback) -> None:
-        self._rules, self._mode = rules, mode
+    def __init__(self, rules: Rules, counting: Counting, state: CoordinatorState, start: Rollback) -> None:
+        self._rules, self._counting = rules, counting
         self._round = 0
         self._begin(state, start)
 
@@ -210,7 +208,7 @@ class History:
         state.version += 1
         ended = count_samples(state, Commit(version=version, contributions=contributions, world=world, skip=skip))
         if world != state.world:
-            change_world(state, world, self._mode.next_offset(state, world, state.batches))
+            change_world(state, world, self._counting.next_offset(state, world, state.batches))
         state.non_finite_run = state.non_finite_run + 1 if skip else 0
         if self.over:
             state.last = state.version
@@ -290,7 +288,7 @@ class History:
     # ---- Shards ----
 
     def applied(self, shard: int, version: int) -> None:
-        """A shard reached `version`: forget the commits that every shard has applied."""
+        """Record that a shard reached `version`, and forget the commits that every shard has applied."""
         self._applied[shard] = max(self._applied[shard], min(version, self.state.version))
         low = min(self._applied.values())
         while self._commits and self._commits[0].version < low:

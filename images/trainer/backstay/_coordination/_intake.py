@@ -1,4 +1,4 @@
-"""The gradients that shards report: which are accepted, refused or complete, and which shards get a refusal."""
+"""Decides which gradients that shards report are accepted, refused or complete, and which shards get a refusal."""
 
 from __future__ import annotations
 
@@ -6,13 +6,22 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Final
 
-from backstay_rpc.control_pb2 import Contribution, Gather, GradientId, GradientInfo, Reject, RejectReason, Staged
+from backstay_rpc.control_pb2 import (
+    Contribution,
+    Examine,
+    Gather,
+    GradientId,
+    GradientInfo,
+    Reject,
+    RejectReason,
+    Staged,
+)
 
 from ._conclusion import Conclusion
 from ._decisions import OUTCOME_OF, Counted, Decision, Outcome, Send
-from ._history import History, Pending
+from ._history import Pending, UpdateHistory
 from ._ledger import Ledger, sent
-from ._mode import UpdateMode, held_by_shard
+from ._modes import Candidates, Choosing
 from ._state import CoordinatorState, Rules
 
 __all__ = ["Intake"]
@@ -28,8 +37,8 @@ class Intake:
         ledger: the record of which shards hold which contributions.
     """
 
-    def __init__(self, rules: Rules, mode: UpdateMode, history: History, conclusion: Conclusion) -> None:
-        self._rules, self._mode = rules, mode
+    def __init__(self, rules: Rules, choosing: Choosing, history: UpdateHistory, conclusion: Conclusion) -> None:
+        self._rules, self._choosing = rules, choosing
         self._history, self._conclusion = history, conclusion
         self.ledger = Ledger(rules.shards)
         self._incarnations: dict[int, int] = {}
@@ -59,7 +68,7 @@ class Intake:
         return self._joined
 
     def joined(self, rank: int, incarnation: int) -> list[Decision]:
-        """A worker joined: incomplete gradients of its older incarnations are refused."""
+        """Record that a worker joined, and refuse incomplete gradients of its older incarnations."""
         self._joined.add(rank)
         if incarnation <= self._incarnations.get(rank, -1):
             return []
@@ -79,7 +88,7 @@ class Intake:
     # ---- Shards ----
 
     def connected(self, shard: int) -> None:
-        """A shard's server connected: it reports its gradients again."""
+        """Record that a shard's server connected, which reports its gradients again."""
         self.ledger.lose_all(shard)
         self._uncertain = [(other, staged) for other, staged in self._uncertain if other != shard]
 
@@ -89,7 +98,7 @@ class Intake:
         used = self._history.used_by(gradient)
         if used is not None:
             # Its commit is on the way to the shard, or was applied there and the worker sent the gradient again.
-            again = self._history.has_applied(shard, used) and self._mode.rejects_applied()
+            again = self._history.has_applied(shard, used) and self._choosing.rejects_applied()
             return [Send(shard, self._reject(gradient, RejectReason.DUPLICATE))] if again else [], False
         reason = self.ledger.refusal_of(gradient)
         if reason == _ACCEPTED:
@@ -109,15 +118,34 @@ class Intake:
                 out += self._refuse(older, RejectReason.ABANDONED, None)
         return out, self.ledger.hold(shard, staged)
 
+    def abandon(self, shard: int, gradient: GradientId) -> list[Decision]:
+        """A shard lost a gradient of the current term, of which no update can have all parts any more.
+
+        Shards that hold other parts free their memory, and its worker sends it again. Otherwise a worker that stops in
+        the middle would keep the memory of shard 0 until its heartbeats are missed (decision 0055).
+        """
+        if self.ledger.refusal_of(gradient) != _ACCEPTED or self._history.used_by(gradient) is not None:
+            return []
+        held = [staged for staged in self.ledger.of_rank(gradient.rank) if staged.id == gradient]
+        if not held:
+            # Another shard may report its part later. A late one is refused then, and counted as late (T2).
+            if self._judge(self._history.state, gradient) == _ACCEPTED:
+                self.ledger.refuse(gradient, RejectReason.ABANDONED)
+            return []
+        if not self.ledger.lacking(gradient):
+            return []
+        self.ledger.lose(shard, gradient)
+        return self._refuse(held[0], RejectReason.ABANDONED, None)
+
+    def occupied(self, gradients: Sequence[GradientId]) -> list[Decision]:
+        """Shard 0 holds these gradients, and other pushes wait for their memory: examine the shards that lack them."""
+        return [Send(shard, Examine(id=gradient)) for gradient in gradients for shard in self.ledger.lacking(gradient)]
+
     def gather(self, desired_world: int) -> list[Decision]:
         """Let the shards add up complete gradients, where they do not hold those of all ranks at the same time."""
-        state, rules = self._history.state, self._rules
-        if state.world <= held_by_shard(self._mode, rules, state.world):
-            return []
-        out: list[Decision] = []
-        ledger = self.ledger
-        for index, chosen in self._mode.gathers(state, rules, ledger.waiting, len(ledger.gathered), desired_world):
-            ledger.gather(contribution.id.rank for contribution in chosen)
+        state, out = self._history.state, list[Decision]()
+        for index, chosen in self._choosing.gathers(self.candidates(desired_world)):
+            self.ledger.gather(contribution.id.rank for contribution in chosen)
             self._gathers.append(
                 Gather(
                     term=state.term,
@@ -129,6 +157,11 @@ class Intake:
             )
             out.append(Send(None, self._gathers[-1]))
         return out
+
+    def candidates(self, desired_world: int) -> Candidates:
+        """Returns the complete gradients, from which the next update is chosen."""
+        complete, gathered = self.ledger.complete, len(self.ledger.gathered)
+        return Candidates(self._history.state, self._rules, complete, gathered, desired_world)
 
     @property
     def gathers(self) -> Sequence[Gather]:
@@ -176,7 +209,7 @@ class Intake:
         state = self._history.state
         out: list[Decision] = []
         for staged in self.ledger.open():
-            reason = RejectReason.LATE if final else self._mode.settle(state, self._rules, staged.id)
+            reason = RejectReason.LATE if final else self._choosing.settle(state, self._rules, staged.id)
             if reason != _ACCEPTED:
                 out += self._refuse(staged, reason, None)
         return out
@@ -200,7 +233,7 @@ class Intake:
             return RejectReason.LATE
         if gradient.rank >= state.world:
             return RejectReason.NOT_IN_WORLD
-        reason = self._mode.accept(state, self._rules, gradient)
+        reason = self._choosing.accept(state, self._rules, gradient)
         if reason != _ACCEPTED:
             return reason
         complete = self.ledger.complete_of(gradient.rank)
@@ -231,7 +264,7 @@ class Intake:
         out: list[Decision] = []
         if not self._is_counted(staged.id):
             out.append(self._count(staged.id, OUTCOME_OF[reason], staged.info))
-        if not self._mode.commit_rejects(self._history.state, staged.id, reason):
+        if not self._choosing.commit_rejects(self._history.state, staged.id, reason):
             out.append(Send(shard if reason in _ONLY_ITS_SHARD else None, self._reject(staged.id, reason)))
         return out
 

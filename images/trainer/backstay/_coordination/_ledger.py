@@ -1,4 +1,4 @@
-"""Which shards hold which gradient: a gradient is complete when all of them do (T1)."""
+"""Records which shards hold which gradient, which is complete when all of them do (T1)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from backstay_rpc.control_pb2 import GradientId, RejectReason, Staged
 
-__all__ = ["Held", "Ledger", "identity", "sent"]
+__all__ = ["HeldContribution", "Ledger", "identity", "sent"]
 
 
 def identity(gradient: GradientId) -> tuple[int, ...]:
@@ -23,12 +23,12 @@ def identity(gradient: GradientId) -> tuple[int, ...]:
 
 
 def sent(gradient: GradientId) -> tuple[int, int]:
-    """Orders the gradients of one rank: a later one replaces an earlier one."""
+    """Orders the gradients of one rank, where a later one replaces an earlier one."""
     return gradient.incarnation, gradient.attempt
 
 
 @dataclass
-class Held:
+class HeldContribution:
     """A gradient that at least one shard holds, or held until its stream broke."""
 
     staged: Staged
@@ -40,7 +40,7 @@ class Ledger:
 
     def __init__(self, shards: int) -> None:
         self._shards = shards
-        self._by_rank: dict[int, dict[tuple[int, ...], Held]] = {}
+        self._by_rank: dict[int, dict[tuple[int, ...], HeldContribution]] = {}
         self._complete: dict[int, Staged] = {}
         self._gathered: dict[int, Staged] = {}
         # Newest (incarnation, attempt) of each rank: its worker has abandoned older ones.
@@ -61,11 +61,6 @@ class Ledger:
     def complete(self) -> list[Staged]:
         """Complete gradients, in the order of their completion, and first those that are gathered."""
         return [*self._gathered.values(), *self._complete.values()]
-
-    @property
-    def waiting(self) -> list[Staged]:
-        """Complete gradients that are not gathered, in the order of their completion."""
-        return list(self._complete.values())
 
     @property
     def gathered(self) -> Mapping[int, Staged]:
@@ -91,7 +86,7 @@ class Ledger:
     def hold(self, shard: int, staged: Staged) -> bool:
         """Record that `shard` holds it; True when that completes it."""
         gradient = staged.id
-        held = self._by_rank.setdefault(gradient.rank, {}).setdefault(identity(gradient), Held(staged))
+        held = self._by_rank.setdefault(gradient.rank, {}).setdefault(identity(gradient), HeldContribution(staged))
         self._newest[gradient.rank] = max(self.newest(gradient.rank), (gradient.incarnation, gradient.attempt))
         if shard in held.shards:
             return False
@@ -100,6 +95,14 @@ class Ledger:
             return False
         self._complete[gradient.rank] = staged
         return True
+
+    def lacking(self, gradient: GradientId) -> list[int]:
+        """The shards that do not hold all of a gradient that some shard holds; none of a complete one."""
+        held = self._by_rank.get(gradient.rank, {}).get(identity(gradient))
+        complete = self.complete_of(gradient.rank)
+        if held is None or (complete is not None and complete.id == gradient):
+            return []
+        return [shard for shard in range(self._shards) if shard not in held.shards]
 
     def lose(self, shard: int, gradient: GradientId) -> None:
         """Record that `shard` holds nothing of it; a complete gradient stays complete."""

@@ -1,11 +1,9 @@
-"""The history of a run in one process: as of a synchronous job with one rank and without a coordinator. Pure."""
+"""Keeps the history of a run in one process, as of a synchronous job with one rank and without a coordinator. Pure."""
 
 from __future__ import annotations
 
-from ._modes import MODES
-from ._samples import EpochEnded
-from ._state import CoordinatorState
-from ._world import change_batches, change_world
+from ._modes import MODES, change_batches, change_world
+from ._state import CoordinatorState, EpochEnded
 
 __all__ = ["advance", "begin_alone"]
 

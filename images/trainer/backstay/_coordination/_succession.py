@@ -10,7 +10,7 @@ from __future__ import annotations
 from backstay_rpc.control_pb2 import Commit, Contribution, GradientInfo
 
 from ._decisions import Decision, Redone, Restart
-from ._history import History
+from ._history import UpdateHistory
 from ._state import CoordinatorState, Rules
 
 __all__ = ["Succession"]
@@ -19,7 +19,7 @@ __all__ = ["Succession"]
 class Succession:
     """The servers of all shards that connected to the coordinator, and the state that it took over."""
 
-    def __init__(self, rules: Rules, history: History) -> None:
+    def __init__(self, rules: Rules, history: UpdateHistory) -> None:
         self._rules, self._history = rules, history
         self._servers: dict[int, int] = {}  # incarnations, by shard
         self._prepared: tuple[Contribution, ...] = ()

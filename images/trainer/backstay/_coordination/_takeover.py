@@ -1,4 +1,4 @@
-"""A pure function of a server's position and the coordinator's history: how the server continues when it connects."""
+"""A pure function of a server's position and the coordinator's history that returns how the server continues."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeAlias
 from backstay_rpc.control_pb2 import Commit, Contribution, GradientInfo
 
 from ._decisions import Restart
-from ._history import History
+from ._history import UpdateHistory
 from ._succession import Succession
 
 __all__ = ["Adopt", "Begin", "Replay", "ServerPosition", "Takeover", "Wait", "takeover"]
@@ -69,7 +69,7 @@ class Wait:
 Takeover: TypeAlias = Adopt | Replay | Begin | Restart | Wait
 
 
-def takeover(position: ServerPosition, history: History, succession: Succession, *, ended: bool) -> Takeover:
+def takeover(position: ServerPosition, history: UpdateHistory, succession: Succession, *, ended: bool) -> Takeover:
     """Returns what follows when a server connects. Changes nothing.
 
     Args:

@@ -1,4 +1,4 @@
-"""The training data of workers: batch keys, data sets and iterators as functions of a key, prefetching.
+"""Provides the training data of workers by batch keys, data sets and iterators as functions of a key, and prefetching.
 
 A `BatchKey` names a batch. `from_dataset` and `from_iterator` give a function of a key. A `Prefetcher` calls it ahead.
 """

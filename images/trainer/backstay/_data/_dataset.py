@@ -1,4 +1,4 @@
-"""`from_dataset`: samples that have numbers, as a pure function of `BatchKey`.
+"""Makes samples that have numbers a pure function of `BatchKey` (`from_dataset`).
 
 A replaced worker therefore computes exactly the batch of its predecessor (T4). Every sample of an epoch is used once
 over all ranks, even when their number changes (T9).
@@ -7,6 +7,7 @@ over all ranks, even when their number changes (T9).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from ..errors import ConfigurationError
 from ._batch_key import BatchKey
 from ._iterator import from_iterator
-from ._order import Order
+from ._order import SampleOrder
 from ._sources import Source, TokenFile, check_numbers, source_of, stacked
 
 __all__ = ["Batches", "TokenFile", "from_dataset", "from_iterator"]
@@ -26,6 +27,15 @@ class Indexable(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class PreparedAhead:
+    """How batches are prepared before they are needed. The attributes are arguments of `from_dataset`."""
+
+    workers: int
+    ahead: int
+    ahead_bytes: int
 
 
 class Batches:
@@ -47,21 +57,19 @@ class Batches:
         has_rng: bool,
         seed: int | None,
         shuffle: bool,
-        workers: int,
-        ahead: int,
-        ahead_bytes: int,
+        prepared: PreparedAhead,
     ) -> None:
         self.size, self.batch_size = source.size, batch_size
-        self.workers, self.ahead, self.ahead_bytes = workers, ahead, ahead_bytes
+        self.workers, self.ahead, self.ahead_bytes = prepared.workers, prepared.ahead, prepared.ahead_bytes
         self._source, self._transform, self._has_rng, self._seed = source, transform, has_rng, seed
-        self._order = Order(source.size, shuffle=shuffle)
+        self._order = SampleOrder(source.size, shuffle=shuffle)
 
     @property
     def batches_per_epoch(self) -> float:
         return self.size / self.batch_size
 
     def places(self, key: BatchKey) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The samples of a batch, and the epoch of each: int64, of shape ``(batch_size,)``.
+        """Returns the samples of a batch, and the epoch of each, as int64 of shape ``(batch_size,)``.
 
         Epochs follow one another without a gap: a batch may hold the last samples of one and the first of the next.
         """
@@ -76,11 +84,11 @@ class Batches:
         return np.concatenate(parts), epochs
 
     def indices(self, key: BatchKey) -> NDArray[np.int64]:
-        """The samples of this batch: int64, of shape ``(batch_size,)``."""
+        """Returns the samples of this batch as int64 of shape ``(batch_size,)``."""
         return self.places(key)[0]
 
     def __call__(self, key: BatchKey) -> Any:
-        """The batch: a pytree of arrays with a leading axis of `batch_size`."""
+        """Returns the batch as a pytree of arrays with a leading axis of `batch_size`."""
         numbers, epochs = self.places(key)
         seed = key.seed if self._seed is None else self._seed
         if self._transform is None:
@@ -164,7 +172,5 @@ def from_dataset(
         has_rng=has_rng,
         seed=seed,
         shuffle=shuffle,
-        workers=workers,
-        ahead=max(2, workers + 1) if ahead is None else ahead,
-        ahead_bytes=ahead_bytes,
+        prepared=PreparedAhead(workers, max(2, workers + 1) if ahead is None else ahead, ahead_bytes),
     )

@@ -1,4 +1,4 @@
-"""`from_iterator`: a stream that can only be read on, as a function of `BatchKey`."""
+"""Makes a stream that can only be read on a function of `BatchKey` (`from_iterator`)."""
 
 from __future__ import annotations
 

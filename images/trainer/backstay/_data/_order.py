@@ -1,4 +1,4 @@
-"""The order of the samples in an epoch: a permutation by (seed, epoch), of any size."""
+"""Orders the samples of an epoch by a permutation of (seed, epoch), of any size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Order"]
+__all__ = ["SampleOrder"]
 
 _Numbers = NDArray[np.int64]
 
@@ -18,7 +18,7 @@ LISTED: Final = 1 << 22
 _ROUNDS: Final = 6
 
 
-class Order:
+class SampleOrder:
     """The sample at each place of an epoch."""
 
     def __init__(self, size: int, *, shuffle: bool) -> None:
@@ -27,7 +27,7 @@ class Order:
         self._list = lru_cache(maxsize=3)(self._listed)
 
     def __call__(self, seed: int, epoch: int, places: _Numbers) -> _Numbers:
-        """The samples at `places` of an epoch: int64, of the shape of `places`."""
+        """Returns the samples at `places` of an epoch as int64, of the shape of `places`."""
         if not self._shuffle:
             return places
         if self._size <= LISTED:
@@ -61,7 +61,7 @@ def _network(numbers: NDArray[np.uint64], half: np.uint64, keys: NDArray[np.uint
 
 
 def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finalizer of SplitMix64: https://prng.di.unimi.it/splitmix64.c."""
+    """Applies the finalizer of SplitMix64, https://prng.di.unimi.it/splitmix64.c."""
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return numbers ^ (numbers >> np.uint64(31))

@@ -42,6 +42,7 @@ class CheckedBatches:
 
         Raises:
             BatchesEnded: `batches` raised StopIteration.
+            EmptyBatch: `batches` returned a batch without rows.
             Exception: any other that `batches` raises.
         """
         batch = draw(self._batches, key)

@@ -30,7 +30,7 @@ class Source(Protocol):
     size: int
 
     def batch(self, numbers: _Numbers, epochs: _Numbers, seed: int) -> Any:
-        """The samples of these numbers, stacked: a pytree of arrays with a leading axis.
+        """Returns the samples of these numbers, stacked as a pytree of arrays with a leading axis.
 
         Args:
             epochs: for each sample, the epoch in which the sample is used.
@@ -95,7 +95,8 @@ def _rows(column: Any, numbers: _Numbers) -> NDArray[Any]:
 
 
 class _Items:
-    """Anything with ``len`` and ``[]``: a list, a Grain source or MapDataset, a data set of another library."""
+    """Anything with ``len`` and ``[]``, such as a list, a Grain source or MapDataset, or a data set of another
+    library."""
 
     def __init__(self, source: Any) -> None:
         try:
@@ -190,7 +191,7 @@ class TokenFile:
         return self.size
 
     def batch(self, numbers: _Numbers, epochs: _Numbers, seed: int) -> NDArray[np.int32]:
-        """Windows: int32, of shape ``(len(numbers), window)``.
+        """Returns windows as int32 of shape ``(len(numbers), window)``.
 
         Raises:
             ConfigurationError: a token is not an int32.

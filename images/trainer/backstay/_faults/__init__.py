@@ -1,4 +1,4 @@
-"""Fault scripts: a test, the chaos run or a user chooses what happens at which step.
+"""Injects faults by scripts, in which a test, the chaos run or a user chooses what happens at which step.
 
 A fault is injected at a point of `_instrument`. docs/faults.md describes the language and each fault.
 """

@@ -1,4 +1,4 @@
-"""A pod's process: its environment, log lines, exit, and its sockets at the level of the operating system.
+"""Provides a pod's environment, log lines and exit, and its sockets at the level of the operating system.
 
 - `Environment` is what the operator gives a pod; `show_role` shows it in the list of processes.
 - `Stop` receives SIGTERM; `write_termination`, `end_process` and `hand_over` end a pod, and `describe` and `printed`
@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from ._after import AFTER_TRAINING_FAILED, ALREADY_COMPLETE, STOPPED_EARLY, hand_over
+from ._after import AFTER_TRAINING_FAILED, ALREADY_COMPLETE, STOPPED_EARLY, TRAINED, hand_over
 from ._bar import Bar, on_terminal
 from ._callers import Bounds, Caller, Callers, Unwelcome
 from ._compiling import one_compiles
@@ -19,7 +19,7 @@ from ._environment import Environment
 from ._exit import SIGTERM_EXIT, Stop, end_process, write_termination
 from ._failure import describe, printed
 from ._guard import ConnectionGuard, Warnings
-from ._hanging import keep_output, output_end, stacks
+from ._hanging import HANGS, hang_report, keep_output, output_end, stacks
 from ._interrupts import Interrupts
 from ._logs import Reporter, configure
 from ._sockets import NO_LINGER, Address, listening_socket, peer_address, reset_peers, socket_address
@@ -28,9 +28,11 @@ from ._title import show_role
 __all__ = [
     "AFTER_TRAINING_FAILED",
     "ALREADY_COMPLETE",
+    "HANGS",
     "NO_LINGER",
     "SIGTERM_EXIT",
     "STOPPED_EARLY",
+    "TRAINED",
     "Address",
     "Bar",
     "Bounds",
@@ -47,6 +49,7 @@ __all__ = [
     "describe",
     "end_process",
     "hand_over",
+    "hang_report",
     "keep_output",
     "listening_socket",
     "on_terminal",

@@ -41,12 +41,12 @@ def hand_over(path: Path | None, fields: dict[str, Any], stop: Stop) -> None:
     stop.release()
     write_termination(path, {"result": TRAINED, **fields})
     if path is not None:
-        end = _End(path, fields)
+        end = _ScriptEnd(path, fields)
         end.previous, sys.excepthook = sys.excepthook, end.raised
         atexit.register(end.ended)
 
 
-class _End:
+class _ScriptEnd:
     """Writes how the script ended.
 
     Args:
@@ -71,7 +71,7 @@ class _End:
         self.previous(kind, error, trace)
 
     def ended(self) -> None:
-        """`atexit`: Python has printed the text of a `SystemExit` by now."""
+        """Runs at `atexit`, when Python has printed the text of a `SystemExit`."""
         text = self._errors.text.strip()
         # A second call of `train` has written why it failed, and ends the process with SystemExit too.
         if os.getpid() == self._owner and text and not self._raised and self._says_trained():

@@ -14,6 +14,7 @@ import errno
 import logging
 import selectors
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -38,6 +39,7 @@ SLOWEST_BYTES: Final = 256 << 10
 
 _ACCEPTED_TOGETHER: Final = 64
 _LINGER_BYTES: Final = 256 << 10
+_NOT_YET: Final = (BlockingIOError, ssl.SSLWantReadError)
 _FULL: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -72,7 +74,7 @@ class Bounds:
     share: float = 0.2
 
 
-class _State(enum.Enum):
+class _CallerState(enum.Enum):
     OPENING = 1
     WAITING = 2  # for its answer
     ANSWERED = 3  # the answer is being sent
@@ -92,7 +94,7 @@ class Caller:
     socket: socket.socket
     address: Address
     opening: bytearray = field(default_factory=bytearray)
-    state: _State = _State.OPENING
+    state: _CallerState = _CallerState.OPENING
     deadline: float = 0.0
     out: memoryview = field(default_factory=lambda: memoryview(b""))
     dropped: int = 0
@@ -111,6 +113,7 @@ class Callers:
         bounds: Bounds,
         *,
         passes_on: bool,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         """
         Args:
@@ -122,9 +125,10 @@ class Callers:
             bounds: what callers may cost.
             passes_on: whether the socket belongs to `welcome` from then on, and blocks. Otherwise `answer` is called
                 for the caller.
+            tls: callers begin with a handshake of TLS, which is a part of their opening; None: they do not.
         """
         self._listening, self._what, self._bounds = listening, what, bounds
-        self._missing, self._welcome, self._passes_on = missing, welcome, passes_on
+        self._missing, self._welcome, self._passes_on, self._tls = missing, welcome, passes_on, tls
         self.warnings = Warnings(what)
         self._callers: dict[Caller, None] = {}  # in the order in which they came
         self._hosts: dict[str, dict[Caller, None]] = {}
@@ -209,6 +213,12 @@ class Callers:
                     return
                 continue
             sock.setblocking(False)
+            if self._tls is not None:
+                try:
+                    sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+                except OSError:  # the caller is gone
+                    sock.close()
+                    continue
             caller = Caller(sock, socket_address(name), deadline=time.monotonic() + self._bounds.seconds)
             self._callers[caller] = None
             of_host = self._hosts.setdefault(caller.address[0], {})
@@ -223,14 +233,14 @@ class Callers:
     def _drop(self, crowd: dict[Caller, None], why: str) -> None:
         """Close the caller that has been sending its opening for longest; if none is, the one that came first."""
         if crowd:
-            oldest = next((one for one in crowd if one.state is _State.OPENING), next(iter(crowd)))
+            oldest = next((one for one in crowd if one.state is _CallerState.OPENING), next(iter(crowd)))
             self._refuse_silently(oldest, why)
 
     def _serve(self, caller: Caller, events: int) -> None:
-        if events & selectors.EVENT_WRITE:
-            self._send(caller)
-        elif caller.state is _State.OPENING:
+        if caller.state is _CallerState.OPENING:
             self._receive(caller)
+        elif events & selectors.EVENT_WRITE:
+            self._send(caller)
         else:
             self._discard(caller)
 
@@ -242,7 +252,15 @@ class Callers:
                     self._end(caller)
                     return
                 caller.opening += data
-        except BlockingIOError:
+        except _NOT_YET:
+            self._watch(caller, selectors.EVENT_READ)
+            return
+        except ssl.SSLWantWriteError:  # its handshake
+            self._watch(caller, selectors.EVENT_WRITE)
+            return
+        except ssl.SSLError as error:
+            self.warnings.add(caller.address[0], f"a connection was closed: it did not begin with TLS ({error.reason})")
+            self._end(caller)
             return
         except OSError:
             self._end(caller)
@@ -251,7 +269,7 @@ class Callers:
             self.warnings.add(caller.address[0], str(unwelcome))
             self._begin_answer(caller, unwelcome.answer)
             return
-        caller.state = _State.WAITING
+        caller.state = _CallerState.WAITING
         caller.deadline = float("inf")
         began = time.thread_time()
         if self._passes_on:
@@ -263,7 +281,7 @@ class Callers:
 
     def _begin_answer(self, caller: Caller, data: bytes) -> None:
         if caller in self._callers:
-            caller.state, caller.out = _State.ANSWERED, memoryview(data)
+            caller.state, caller.out = _CallerState.ANSWERED, memoryview(data)
             caller.deadline = time.monotonic() + self._bounds.seconds + len(data) / SLOWEST_BYTES
             self._send(caller)
 
@@ -271,14 +289,14 @@ class Callers:
         try:
             while caller.out:
                 caller.out = caller.out[caller.socket.send(caller.out[: 256 << 10]) :]
-        except BlockingIOError:
+        except (BlockingIOError, ssl.SSLWantWriteError):
             self._watch(caller, selectors.EVENT_WRITE)
             return
         except OSError:
             self._end(caller)
             return
         # Closing immediately could drop the answer, if the caller still sends.
-        caller.state = _State.LEAVING
+        caller.state = _CallerState.LEAVING
         caller.deadline = time.monotonic() + self._bounds.linger
         with contextlib.suppress(OSError):
             caller.socket.shutdown(socket.SHUT_WR)
@@ -290,14 +308,14 @@ class Callers:
         try:
             while caller.dropped < _LINGER_BYTES:
                 data = caller.socket.recv(64 << 10)
-                if not data and caller.state is _State.WAITING:
+                if not data and caller.state is _CallerState.WAITING:
                     # It sends nothing more, and waits for its answer.
                     self._watch(caller, 0)
                     return
                 if not data:
                     break
                 caller.dropped += len(data)
-        except BlockingIOError:
+        except _NOT_YET:
             return
         except OSError:
             pass
@@ -309,17 +327,23 @@ class Callers:
             return
         self._checked = now
         for caller in [one for one in self._callers if one.deadline < now]:
-            if caller.state is _State.LEAVING:
+            if caller.state is _CallerState.LEAVING:
                 self._end(caller)
             else:
                 self._refuse_silently(caller, self._late(caller))
 
     def _late(self, caller: Caller) -> str:
-        what = "its first bytes were not complete" if caller.state is _State.OPENING else "it did not read its answer"
+        what = (
+            "its first bytes were not complete"
+            if caller.state is _CallerState.OPENING
+            else "it did not read its answer"
+        )
         return f"{what} within {self._bounds.seconds:g} s"
 
     def _watch(self, caller: Caller, events: int) -> None:
         """Wait for these events of a caller's socket from now on; 0: for none."""
+        if caller.events == events:
+            return
         if caller.events and events:
             self._selector.modify(caller.socket, events, caller)
         elif events:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from backstay_rpc.control_pb2 import Peer
+from backstay_rpc.credentials import Credentials
 from backstay_spec import contract
 from backstay_spec.runtime import RuntimeConfig, Trained
 
@@ -48,7 +50,7 @@ class Environment:
     bind: str
     pod_name: str
     pod_ip: str
-    token: str
+    credentials: Credentials
     config: RuntimeConfig
     checkpoint_uri: str | None
     termination_log: Path | None
@@ -69,6 +71,11 @@ class Environment:
     def name(self) -> str:
         """The name of the pod's slot, such as ``worker-3``."""
         return f"{self.role}-{self.index}"
+
+    @property
+    def peer(self) -> Peer:
+        """This pod, as it names itself to other pods."""
+        return Peer(role=self.role, index=self.index, incarnation=self.incarnation, pod=self.pod_name)
 
     @property
     def short_uid(self) -> str:
@@ -139,7 +146,7 @@ class Environment:
             bind=bind or "0.0.0.0",  # noqa: S104  # all addresses of the pod's own network
             pod_name=text(contract.ENV_POD_NAME, f"{role}-{index}"),
             pod_ip=variables.get(contract.ENV_POD_IP) or bind or "127.0.0.1",
-            token=token,
+            credentials=Credentials(token),
             config=config,
             checkpoint_uri=config.checkpoint.uri if config.checkpoint else None,
             termination_log=Path(log) if log else None,

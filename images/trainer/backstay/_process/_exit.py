@@ -93,7 +93,8 @@ class Stop:
 
 
 def termination_message(fields: Mapping[str, Any]) -> bytes:
-    """JSON within Kubernetes's limit: long texts are cut, then metrics left out. Of a traceback the end is kept."""
+    """Returns JSON within Kubernetes's limit, for which long texts are cut, and then metrics left out. Of a traceback
+    the end is kept."""
     kept = dict(fields)
     for limit in (2000, 1000, 500, 100):
         text = _encoded(kept)

@@ -1,9 +1,10 @@
-"""Describes an exception of the script for the pod's termination message: what, where, and a short traceback."""
+"""Describes an exception of the script for the pod's termination message, with its place and a short traceback."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sysconfig
 import traceback
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ _LIBRARIES: Final = (
     *(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib")),
 )
 _PACKAGES: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_FRAME: Final = re.compile(r'^\s*File "([^"]+)", line (\d+)', re.MULTILINE)
+_RAISED: Final = re.compile(r"([A-Za-z_][\w.]*)(?:: (.*))?$")
 _TRACEBACK_CHARS: Final = 1800
 # Of a longer text the rest is in the log: the frames, which are before the text, must stay in the traceback.
 _TEXT_CHARS: Final = 500
@@ -61,15 +64,35 @@ class Failure:
 def describe(error: BaseException) -> Failure:
     """The failure for an exception, with Python's traceback and the paths of the script."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if _is_script(frame.filename)]
-    innermost = own[-1] if own else None
+    places = [(frame.filename, frame.lineno) for frame in frames if _is_script(frame.filename)]
+    reason, message = type(error).__name__, _text(error) + _folder_of(error)
+    if found := _raised_in_callback(str(error)):
+        reason, message, place = found
+        places.append(place)
     return Failure(
-        reason=type(error).__name__,
-        message=_text(error) + _folder_of(error),
-        at="" if innermost is None else f"{_short(innermost.filename)}:{innermost.lineno}",
+        reason=reason,
+        message=message,
+        at=f"{_short(places[-1][0])}:{places[-1][1]}" if places else "",
         traceback=_bounded("".join(_lines(error))),
         transient=any(_is_transient(each) for each in _chain(error)),
     )
+
+
+def _raised_in_callback(text: str) -> tuple[str, str, tuple[str, int | None]] | None:
+    """Type, message, and (file, line) of an exception of the script in a callback of JAX, such as `jax.pure_callback`.
+
+    The runtime raises another error there, whose text has the traceback of the callback.
+    """
+    _, begin, trace = text.partition("Traceback (most recent call last):")
+    own = [found for found in _FRAME.finditer(trace) if _is_script(found[1])]
+    frames = list(_FRAME.finditer(trace))
+    # The first such line: the text of the exception may have several lines.
+    after = trace[frames[-1].end() :].splitlines()[1:] if frames else []
+    raised = next((found for line in after if (found := _RAISED.match(line))), None)
+    if not begin or not own or raised is None:
+        return None
+    name, message = raised[1].rpartition(".")[2], raised[2] or raised[1]
+    return name, message, (own[-1][1], int(own[-1][2]))
 
 
 def _text(error: BaseException) -> str:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from backstay_rpc.limits import CONTROL_STRANGERS, MAX_REFUSED, MAX_UNPROVEN_BYTES
+
 from ._sockets import (
     Address,
     Connection,
@@ -41,22 +43,11 @@ LATE_SECONDS: Final = 3 * SCAN_SECONDS
 MAX_LATE_LOOKS: Final = 3
 """The number of late scans that excuse a connection that has sent too much."""
 
-MAX_UNPROVEN: Final = 64
-"""Connections of one host without a valid call. Above that, the guard closes each one older than `CROWDED_SECONDS`."""
-
-MAX_UNPROVEN_IN_ALL: Final = 512
-"""The same for the connections of all hosts together."""
-
 CROWDED_SECONDS: Final = 3.0
+"""With more strangers than the limit, the guard closes each one that is older than this."""
 
 SCAN_SHARE: Final = 0.1
-"""The share of a processor for scans: with thousands of sockets, the next scan comes later."""
-
-MAX_UNPROVEN_BYTES: Final = 256 << 10
-"""The most bytes that a connection may send before its first call with the token, which comes within the first kB."""
-
-MAX_REFUSED: Final = 16
-"""Calls without the token on one connection, which is then closed."""
+"""The share of a processor for scans, because of which the next scan comes later with thousands of sockets."""
 
 WARN_SECONDS: Final = 60.0
 _MAX_HOSTS: Final = 1024
@@ -264,10 +255,12 @@ class ConnectionGuard:
         """Why this connection has to be closed; empty: it has not."""
         if found.scans >= self._grace_scans:
             return f"no call with this job's token arrived within {self._grace_scans * SCAN_SECONDS:.0f} s"
-        if found.scans >= self._crowded_scans and per_host[found.connection[1][0]] > MAX_UNPROVEN:
-            return f"its host has more than {MAX_UNPROVEN} connections without a call with this job's token"
-        if found.scans >= self._crowded_scans and len(self._unproven) > MAX_UNPROVEN_IN_ALL:
-            return f"more than {MAX_UNPROVEN_IN_ALL} connections have no call with this job's token"
+        if found.scans >= self._crowded_scans and per_host[found.connection[1][0]] > CONTROL_STRANGERS.of_host:
+            return (
+                f"its host has more than {CONTROL_STRANGERS.of_host} connections without a call with this job's token"
+            )
+        if found.scans >= self._crowded_scans and len(self._unproven) > CONTROL_STRANGERS.in_all:
+            return f"more than {CONTROL_STRANGERS.in_all} connections have no call with this job's token"
         if received_bytes(number) > MAX_UNPROVEN_BYTES:
             found.late_looks += late
             if late and found.late_looks <= MAX_LATE_LOOKS:

@@ -1,4 +1,4 @@
-"""The state of a pod that hangs: the stacks of its threads, and the end of its output."""
+"""Reports a pod that hangs by the stacks of its threads and the end of its output."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ import sys
 import threading
 import traceback
 from collections import deque
-from typing import Final, TextIO
+from typing import TYPE_CHECKING, Final, TextIO
 
-__all__ = ["keep_output", "output_end", "stacks"]
+from backstay_rpc.control_pb2 import HangReport
+
+if TYPE_CHECKING:
+    from .._instrument import Doing
+
+__all__ = ["HANGS", "hang_report", "keep_output", "output_end", "stacks"]
+
+HANGS: Final = 5.0
+"""Seconds after which a pod that gets SIGTERM, and whose main thread did nothing else meanwhile, reports its stacks."""
 
 _OUTPUT_CHARS: Final = 16_384
 _STACKS_CHARS: Final = 65_536
@@ -54,3 +62,16 @@ def stacks() -> str:
         if thread != threading.get_ident()
     ]
     return "\n".join(parts)[:_STACKS_CHARS]
+
+
+def hang_report(doing: Doing | None, now: float) -> HangReport | None:
+    """The state of this pod, which gets SIGTERM; None: it does not hang.
+
+    Args:
+        doing: what the main thread does.
+        now: seconds of `time.monotonic`.
+    """
+    if doing is None or now - doing.began < HANGS:
+        return None
+    step = "" if doing.step is None else f" of step {doing.step}"
+    return HangReport(stacks=stacks(), output=output_end(), doing=f"{doing.point}{step}, for {now - doing.began:.1f} s")

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM in a single process: training stops after the present update."""
+"""Stops training after the present update at Ctrl-C and SIGTERM in a single process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Interrupts:
     """
 
     def __init__(self, notice: str) -> None:
-        """`notice`: what the process writes to stderr when the signal arrives."""
+        """`notice` is the text that the process writes to stderr when the signal arrives."""
         self._notice = f"\n{notice}\n".encode()
         self._before: dict[int, Any] = {}
         self.arrived = 0  # the signal's number

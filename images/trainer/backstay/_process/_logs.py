@@ -1,4 +1,4 @@
-"""Log lines: one a reporting interval that a person can read, or the same as JSON objects."""
+"""Formats log lines for a person, one for each reporting interval, or the same as JSON objects."""
 
 from __future__ import annotations
 

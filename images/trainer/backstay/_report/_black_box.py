@@ -23,19 +23,17 @@ from backstay_rpc.spans import spans_in
 from backstay_spec.goodput import PARTS, goodput
 from backstay_spec.records import merged
 
-from .. import _instrument
 from .._checkpoint import Records, record_name
-from .._process import output_end, stacks
 
 if TYPE_CHECKING:
     from .._process import Environment
 
-__all__ = ["HANGS", "BlackBox", "hang_report", "updated"]
+__all__ = ["BlackBox", "updated"]
 
 _LOG = logging.getLogger(__name__)
 
 _PATIENCE: Final = 3.0
-"""Seconds from the entry of a death to its report: a pod that hangs sends its state after the entry."""
+"""Seconds from the entry of a death to its report, because a pod that hangs sends its state after the entry."""
 
 _ENTRIES: Final = 1000
 _REPORTS: Final = 50
@@ -43,9 +41,6 @@ _SPANS: Final = 200
 _FORMAT: Final = 1
 
 _ACCOUNT: Final = ("goodput", "workerSeconds", "workerSecondsGone", "workerSecondsUntil")
-
-HANGS: Final = 5.0
-"""Seconds after which a pod that gets SIGTERM, and whose main thread did nothing else meanwhile, reports its stacks."""
 
 
 class BlackBox:
@@ -153,7 +148,7 @@ class BlackBox:
                 self._made.add(key)
 
     def fill(self, reply: ProgressReply) -> None:
-        """The answer to the operator: what was recorded, and which reports there are."""
+        """Returns the answer to the operator, which names the recorded state and the existing reports."""
         with self._lock:
             reply.recorded = self._recorded
             reply.reports.extend(self._stored)
@@ -191,19 +186,6 @@ class BlackBox:
         name = record_name("history", _unix(status.get("startTime")), self._uid)
         about = {"format": _FORMAT, **self._job, "unixSeconds": self._unix_clock()}
         self._records.update("history", name, lambda before: updated(before, about, status))
-
-
-def hang_report(doing: _instrument.Doing | None, now: float) -> HangReport | None:
-    """The state of this pod, which gets SIGTERM; None: it does not hang.
-
-    Args:
-        doing: what the main thread does.
-        now: seconds of `time.monotonic`.
-    """
-    if doing is None or now - doing.began < HANGS:
-        return None
-    step = "" if doing.step is None else f" of step {doing.step}"
-    return HangReport(stacks=stacks(), output=output_end(), doing=f"{doing.point}{step}, for {now - doing.began:.1f} s")
 
 
 def updated(before: bytes | None, about: Mapping[str, Any], status: Mapping[str, Any]) -> bytes:

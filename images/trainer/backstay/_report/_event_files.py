@@ -1,4 +1,4 @@
-"""Scalars for TensorBoard, beside the checkpoints: ``tensorboard --logdir FOLDER`` shows them.
+"""Writes scalars for TensorBoard beside the checkpoints, which ``tensorboard --logdir FOLDER`` shows.
 
 tensorboardX makes the records. This module puts them into the checkpoint folder. In an object store a file cannot grow.
 There the newest file is written again as a whole, and a new one begins before it is large.

@@ -1,7 +1,7 @@
-"""The HTTP port of a pod: health, metrics, and the pages of the `backstay` command.
+"""Serves the HTTP port of a pod, with health, metrics, and the pages of the `backstay` command.
 
-`/metrics`, `/healthz`, `/readyz`, `/peers`, `/status` and `/trace` are the only things that a pod answers without the
-job's token (O7). One thread receives the requests of all callers, and two make the pages, within bounds
+`/metrics`, `/healthz`, `/readyz`, `/peers`, `/status`, `/curve` and `/trace` are the only things that a pod answers
+without the job's token (O7). One thread receives the requests of all callers, and two make the pages, within bounds
 (docs/decisions/0068).
 """
 
@@ -18,17 +18,16 @@ from typing import Any, Final
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from .._process import Bounds, Caller, Callers, Unwelcome, listening_socket
-from ._metrics import Metrics
+from backstay_rpc.limits import HTTP_STRANGERS, MAX_HEAD_BYTES
 
-__all__ = ["BOUNDS", "MAX_HEAD_BYTES", "MAX_TRACE_READERS", "TRACE_REST", "HttpPort", "Pages"]
+from .._process import Bounds, Caller, Callers, Unwelcome, listening_socket
+from ._metrics import PodMetrics
+
+__all__ = ["BOUNDS", "MAX_TRACE_READERS", "TRACE_REST", "HttpPort", "Pages"]
 
 _LOG = logging.getLogger(__name__)
 
-BOUNDS: Final = Bounds(in_all=256, of_host=64)
-
-MAX_HEAD_BYTES: Final = 8 << 10
-"""The longest head of a request."""
+BOUNDS: Final = Bounds(*HTTP_STRANGERS)
 
 SHARE: Final = 0.2
 """The share of a processor that pages may take while callers wait for them."""
@@ -43,7 +42,7 @@ _LOOK_SECONDS: Final = 0.05
 _QUICK: Final = ("/healthz", "/readyz", "/peers")
 """These pages cost nothing, and their readers have short deadlines: they are made first."""
 
-_OTHERS: Final = b"there are /metrics, /healthz, /readyz, /peers, /status and /trace\n"
+_OTHERS: Final = b"there are /metrics, /healthz, /readyz, /peers, /status, /curve and /trace\n"
 _TEXT: Final = "text/plain; charset=utf-8"
 _JSON: Final = "application/json"
 
@@ -169,16 +168,17 @@ class Pages:
 
 class HttpPort:
     """`/metrics`, `/healthz` (200 while the process answers), `/readyz` (200 when it is `ready`), `/peers`, `/status`,
-    `/trace`.
+    `/curve`, `/trace`.
 
     Attributes:
         status: returns what `/status` shows; only shard 0's server has something to show.
+        curve: returns what `/curve` shows; only shard 0's server has something to show.
         trace: returns what `/trace` shows, a `Timeline`; only shard 0's server has one.
     """
 
     def __init__(
         self,
-        metrics: Metrics,
+        metrics: PodMetrics,
         ready: Callable[[], bool],
         *,
         bind: str,
@@ -197,6 +197,7 @@ class HttpPort:
             OSError: the port cannot be bound; the message names it.
         """
         self.status: Callable[[], Mapping[str, Any]] = dict
+        self.curve: Callable[[], bytes] = lambda: b"{}"
         self.trace: Callable[[], bytes] = bytes
         self._metrics, self._ready, self._peers = metrics, ready, peers
         try:
@@ -235,6 +236,8 @@ class HttpPort:
                 return _answer(200, json.dumps(said).encode(), _JSON)
             case "/status":
                 return _answer(200, json.dumps(self.status(), allow_nan=False).encode(), _JSON)
+            case "/curve":
+                return _answer(200, self.curve(), _JSON)
             case "/trace":
                 return _answer(200, self.trace(), "application/octet-stream")
             case _:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 
 from .._update import ShardEngine
-from ._metrics import Metrics
+from ._metrics import PodMetrics
 
 __all__ = ["LearningRate"]
 
@@ -13,7 +13,7 @@ __all__ = ["LearningRate"]
 class LearningRate:
     """Shows the learning rate of the newest update. Not thread-safe."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: PodMetrics) -> None:
         self._metrics = metrics
         self._engine: weakref.ref[ShardEngine] | None = None
 

@@ -1,4 +1,4 @@
-"""Reports while training: `on_update` of the script, and scalars for TensorBoard.
+"""Reports while training to `on_update` of the script, and as scalars for TensorBoard.
 
 Both run in a separate thread, because neither may delay an update.
 """
@@ -14,14 +14,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from .._roles import OnUpdate, StopWhen
     from ._event_files import EventFiles
 
-__all__ = ["OnUpdate", "Reports", "StopWhen", "Throttle"]
+__all__ = ["Reports", "Throttle"]
 
 _LOG = logging.getLogger(__name__)
-
-OnUpdate = Callable[[int, float, Mapping[str, float]], object]
-StopWhen = Callable[[Mapping[str, float]], bool]
 
 SECONDS: Final = 1.0
 """Seconds between two reports of updates."""
@@ -47,7 +45,7 @@ class Throttle:
 
 
 @dataclass(frozen=True)
-class _Report:
+class _QueuedReport:
     step: int
     scalars: Mapping[str, float]
     loss: float | None = None  # None: not an update
@@ -78,8 +76,8 @@ class Reports:
         self.stop: Callable[[], None] = lambda: None
         self._throttle = Throttle()
         self._changed = threading.Condition()
-        self._newest: _Report | None = None  # a slow `on_update` misses updates, and delays none
-        self._queue: list[_Report] = []
+        self._newest: _QueuedReport | None = None  # a slow `on_update` misses updates, and delays none
+        self._queue: list[_QueuedReport] = []
         self._closed = False
         self._raised = self._stopped = False
         self._evaluated: dict[int, Mapping[str, float]] = {}  # by step: the scalars that `files` has
@@ -90,7 +88,7 @@ class Reports:
 
     def begin(self, step: int) -> None:
         """A term begins: reports after `step` belong to updates that are made again."""
-        self._put(_Report(step + 1, {}, begins=True))
+        self._put(_QueuedReport(step + 1, {}, begins=True))
 
     def update(
         self,
@@ -112,13 +110,13 @@ class Reports:
         known = {name: value for name, value in rates.items() if value is not None}
         scalars = {"loss": loss, **{f"train/{name}": value for name, value in metrics.items()}, **known}
         with self._changed:
-            self._newest = _Report(step, scalars, loss, dict(metrics))
+            self._newest = _QueuedReport(step, scalars, loss, dict(metrics))
             self._changed.notify_all()
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """The parameters of `step` were evaluated."""
         self._put(
-            _Report(step, {f"evaluation/{name}": value for name, value in metrics.items()}, metrics=dict(metrics))
+            _QueuedReport(step, {f"evaluation/{name}": value for name, value in metrics.items()}, metrics=dict(metrics))
         )
 
     def close(self) -> None:
@@ -129,7 +127,7 @@ class Reports:
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)
 
-    def _put(self, report: _Report) -> None:
+    def _put(self, report: _QueuedReport) -> None:
         if self._thread is not None:
             with self._changed:
                 self._queue.append(report)
@@ -156,7 +154,7 @@ class Reports:
             if closed and self._newest is None and not self._queue:
                 return
 
-    def _store(self, report: _Report) -> None:
+    def _store(self, report: _QueuedReport) -> None:
         if self._files is None:
             return
         try:
@@ -174,7 +172,7 @@ class Reports:
             _LOG.warning("no scalars for TensorBoard are written: %s: pip install tensorboardX", error)
             self._files = None
 
-    def _judge(self, report: _Report) -> None:
+    def _judge(self, report: _QueuedReport) -> None:
         if report.begins:
             self._stopped = False
         if self._stop_when is None or report.begins or self._stopped:
@@ -189,7 +187,7 @@ class Reports:
             self._stopped = True
             self.stop()
 
-    def _call(self, report: _Report) -> None:
+    def _call(self, report: _QueuedReport) -> None:
         assert self._on_update is not None
         assert report.loss is not None
         try:

@@ -1,4 +1,4 @@
-"""The page `/status` of shard 0's server: the activity of the job and each of its pods, for the `backstay` command."""
+"""Makes the page `/status` of shard 0's server, which has the activity of the job and each of its pods."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 
 from backstay_rpc.control_pb2 import Activity, HeartbeatRequest, Peer
 
-from ._http import HttpPort
-from ._job_observer import JobObserver
+from ._job import JobObserver
 
 __all__ = ["StatusPage"]
 
@@ -21,7 +20,7 @@ _FORGET_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
-class _Beat:
+class _PodBeat:
     peer: Peer
     activity: Activity
     point: str
@@ -36,20 +35,16 @@ class StatusPage:
     def __init__(
         self,
         observer: JobObserver | None = None,
-        port: HttpPort | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
             observer: the source of the job's part; None: there is none.
-            port: serves the page.
         """
-        if port is not None:
-            port.status = self.page
         self._observer, self._clock = observer, clock
         self._lock = threading.Lock()
-        self._beats: dict[tuple[str, int], _Beat] = {}
+        self._beats: dict[tuple[str, int], _PodBeat] = {}
 
     def beat(self, request: HeartbeatRequest) -> None:
         """A heartbeat; one of an older incarnation is ignored."""
@@ -62,7 +57,7 @@ class StatusPage:
             known = self._beats.get(key)
             if known is not None and known.peer.incarnation > peer.incarnation:
                 return
-            self._beats[key] = _Beat(
+            self._beats[key] = _PodBeat(
                 peer,
                 request.activity,
                 "" if doing is None else doing.point,
@@ -79,7 +74,7 @@ class StatusPage:
                 del self._beats[peer.role, peer.index]
 
     def page(self) -> dict[str, Any]:
-        """The page, as JSON: no number in it is NaN or infinite."""
+        """Returns the page as JSON, in which no number is NaN or infinite."""
         now = self._clock()
         with self._lock:
             beats = sorted(self._beats.items())
@@ -88,7 +83,7 @@ class StatusPage:
         return page
 
 
-def _pod(now: float, beat: _Beat) -> dict[str, Any]:
+def _pod(now: float, beat: _PodBeat) -> dict[str, Any]:
     return {
         "role": beat.peer.role,
         "index": beat.peer.index,

@@ -1,4 +1,4 @@
-"""The newest spans of all pods of a job, on shard 0's server: for `backstay trace`, and stored when a pod dies."""
+"""Keeps the newest spans of all pods of a job on shard 0's server, for `backstay trace` and for storing at a death."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Final
 from backstay_rpc.control_pb2 import Peer, Timeline
 
 from .._checkpoint import PosixFolder, Records, record_name
-from .._control import Link, Outbox
-from .._process import output_end, stacks
-from ._black_box import HANGS, BlackBox
+from .._process import HANGS, output_end, stacks
+from .._transport import Link, Outbox
+from ._black_box import BlackBox
 
 if TYPE_CHECKING:
     from .._checkpoint import CheckpointStore
     from .._process import Environment
     from ._http import HttpPort
 
-__all__ = ["Collector", "Tracing"]
+__all__ = ["SpanCollector", "Tracing"]
 
 _AFTER: Final = 5.0
 """Seconds after the death of a pod until the timeline is stored: it has the start of the replacement then."""
@@ -42,7 +42,7 @@ _LARGEST: Final = 1 << 20
 """Bytes of one message that are kept. A pod sends a tenth of it."""
 
 
-class Collector:
+class SpanCollector:
     """Keeps the newest messages with spans, and does not read them. Thread-safe."""
 
     def __init__(
@@ -128,7 +128,7 @@ class Tracing:
         self._outbox, self._peer, self._link = Outbox(peer, clock=clock, unix_clock=unix_clock), peer, link
         self._clock, self._unix_clock = clock, unix_clock
         self._uid = environment.short_uid
-        self._collector = Collector(
+        self._collector = SpanCollector(
             peer,
             environment.config.trace_megabytes << 20,
             job=environment.job,
@@ -180,7 +180,7 @@ class Tracing:
         return copies
 
     def replaced(self, incarnations: Mapping[str, int]) -> None:
-        """The newest incarnations, such as ``{"worker-3": 2}``: one that is newer than before means that a pod died."""
+        """Take the newest incarnations, such as ``{"worker-3": 2}``, of which a newer one means that a pod died."""
         with self._lock:
             died = any(number > self._incarnations.get(name, max(number, 1)) for name, number in incarnations.items())
             self._incarnations.update(incarnations)

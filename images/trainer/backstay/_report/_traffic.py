@@ -79,7 +79,8 @@ class Traffic:
             self._of_rank[identity.rank] = _Known(identity.incarnation, now, now)
 
     def mean(self) -> Mapping[str, float]:
-        """The bytes of an update and worker: `CARRIED`, and `EXACT` without codecs; empty before the second update."""
+        """The bytes of an update and worker by `CARRIED`, and by `EXACT` without codecs, which is empty before the
+        second update."""
         updates, carried, exact = self._ended
         for known in self._of_rank.values():
             more = _passed(known)

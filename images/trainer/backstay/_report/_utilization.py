@@ -10,7 +10,7 @@ import jax
 
 from .._compute import peak_of
 from .._coordination import Rate
-from ._metrics import Metrics
+from ._metrics import PodMetrics
 
 __all__ = ["Utilization"]
 
@@ -24,7 +24,7 @@ class Utilization:
     All the time of a step counts, including the time of waiting: the work of dropped contributions counts too.
     """
 
-    def __init__(self, metrics: Metrics, devices: Callable[[], Sequence[Any]] = jax.local_devices) -> None:
+    def __init__(self, metrics: PodMetrics, devices: Callable[[], Sequence[Any]] = jax.local_devices) -> None:
         self._metrics, self._devices = metrics, devices
         self._rate = Rate()
         self._flops: float | None = None

@@ -1,4 +1,4 @@
-"""The time of a worker's process, in parts that add up to its age: the worker's part of the account of goodput."""
+"""Divides the time of a worker's process into parts that add up to its age, for the account of goodput."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The lifecycles of a pod: worker, parameter server, standby, evaluator.
+"""Runs the lifecycle of a pod as worker, parameter server, standby or evaluator.
 
-A `Script` checks the arguments of `train`, and makes the `Plan` of a job. `Worker`, `Server`, `Standby` and `Evaluator`
-carry it out in the pod of their role; `restored` replaces a worker whose job has ended.
+A `Script` checks the arguments of `train`, and makes the `ScriptPlan` of a job. `Worker`, `Server`, `Standby` and
+`Evaluator` carry it out in the pod of their role; `restored` replaces a worker whose job has ended. They report to the
+observers in `_observers`, which `_report` implements.
 
 Names are loaded when they are first used: a pod does not import the modules of other roles.
 """
@@ -13,56 +14,56 @@ from typing import TYPE_CHECKING, Final
 from .._lazy import lazily
 
 if TYPE_CHECKING:
-    from ._continued import log_continued
-    from ._epochs import epochs_of
+    from ._ending import Stopped
     from ._evaluator import Evaluator
-    from ._manifests import Identity, ManifestStorage
+    from ._observers import OnUpdate, StopWhen
     from ._restored import restored
-    from ._script import Plan, Script, check_alone, evaluated, evaluation_of, warn_of_several
-    from ._server import Server
+    from ._script import Script, ScriptPlan, check_alone, epochs_of, evaluated, evaluation_of, warn_of_several
+    from ._server import Server, ServerContext
     from ._standby import Standby
-    from ._storing import file_of, patiently
     from ._worker import Worker
-    from ._worker_end import Stopped
+    from ._worker_protocol import Exchange, Fate, WorkerProtocol
 
 __all__ = [
     "Evaluator",
-    "Identity",
-    "ManifestStorage",
-    "Plan",
+    "Exchange",
+    "Fate",
+    "OnUpdate",
     "Script",
+    "ScriptPlan",
     "Server",
+    "ServerContext",
     "Standby",
+    "StopWhen",
     "Stopped",
     "Worker",
+    "WorkerProtocol",
     "check_alone",
     "epochs_of",
     "evaluated",
     "evaluation_of",
-    "file_of",
-    "log_continued",
-    "patiently",
     "restored",
     "warn_of_several",
 ]
 
 _HOMES: Final = {
     "Evaluator": "._evaluator",
-    "Identity": "._manifests",
-    "ManifestStorage": "._manifests",
-    "Plan": "._script",
+    "Fate": "._worker_protocol",
+    "OnUpdate": "._observers",
+    "Exchange": "._worker_protocol",
+    "ScriptPlan": "._script",
     "Script": "._script",
     "Server": "._server",
+    "ServerContext": "._server",
     "Standby": "._standby",
-    "Stopped": "._worker_end",
+    "StopWhen": "._observers",
+    "Stopped": "._ending",
     "Worker": "._worker",
+    "WorkerProtocol": "._worker_protocol",
     "check_alone": "._script",
-    "epochs_of": "._epochs",
+    "epochs_of": "._script",
     "evaluated": "._script",
     "evaluation_of": "._script",
-    "file_of": "._storing",
-    "log_continued": "._continued",
-    "patiently": "._storing",
     "restored": "._restored",
     "warn_of_several": "._script",
 }

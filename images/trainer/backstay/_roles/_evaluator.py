@@ -1,22 +1,23 @@
-"""An evaluator's pod: evaluates each new checkpoint, and the last, beside the training."""
+"""An evaluator's pod, which evaluates each new checkpoint, and the last, beside the training."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from backstay_rpc.control_pb2 import TRAINING, WAITING, Peer
+from backstay_rpc.control_pb2 import TRAINING, WAITING
 
 from .. import _instrument
 from .._checkpoint import load
-from .._control import ControlClient, Heartbeats, JobState
 from .._process import ALREADY_COMPLETE, Environment, Stop
-from .._report import HttpPort, Metrics
+from .._transport import ControlClient, Heartbeats, JobState
 from ..errors import CheckpointError, ConfigurationError, PeerLost, Refused
-from ._script import Plan, Script, evaluation_of
-from ._worker_end import raise_end, report_evaluation
+from ._ending import EvaluationGivenUp, begin_evaluation, raise_end, report_evaluation
+from ._script import Script, ScriptPlan, evaluation_of
 
 __all__ = ["Evaluator"]
 
@@ -24,10 +25,24 @@ _LOG = logging.getLogger(__name__)
 
 
 class Evaluator:
-    """Requests the newest checkpoint from shard 0 and reports the result of `evaluate` to it."""
+    """Requests the newest checkpoint from shard 0 and reports the result of `evaluate` to it.
 
-    def __init__(self, environment: Environment, script: Script, plan: Plan, metrics: Metrics, stop: Stop) -> None:
+    Attributes:
+        ready: whether it has joined the servers.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        script: Script,
+        plan: ScriptPlan,
+        stop: Stop,
+        evaluated: Callable[[int, float], None],
+    ) -> None:
         """
+        Args:
+            evaluated: called after each evaluation with its step and its seconds, whether it failed or not.
+
         Raises:
             ConfigurationError: `train` was called without `evaluate`, or the job has no checkpoints.
         """
@@ -36,16 +51,12 @@ class Evaluator:
         if environment.checkpoint_uri is None:
             raise ConfigurationError("the job has an evaluator, but no checkpoint: set spec.checkpoint")
         self._evaluate = script.evaluate
-        self._env, self._script, self._plan, self._metrics, self._stop = environment, script, plan, metrics, stop
-        peer = Peer(
-            role=environment.role,
-            index=environment.index,
-            incarnation=environment.incarnation,
-            pod=environment.pod_name,
+        self._env, self._script, self._plan, self._stop = environment, script, plan, stop
+        self._evaluated = evaluated
+        self.ready = False
+        self._control = ControlClient(
+            environment.servers, environment.credentials, environment.peer, environment.timeouts
         )
-        self._joined = False
-        self._http = HttpPort(metrics, lambda: self._joined, bind=environment.bind, port=environment.metrics_port)
-        self._control = ControlClient(environment.servers, environment.token, peer, environment.timeouts)
         self._lost = False
         self._found: tuple[int, dict[str, float], str, str] | None = None
         self._heart = Heartbeats(self._control, self._silent)
@@ -63,7 +74,6 @@ class Evaluator:
             self._heart.close()
             self._control.leave()
             self._control.close()
-            self._http.close()
         result = ALREADY_COMPLETE if job.already_complete else "Succeeded"
         return {"result": result, "step": job.checkpoint_step, "checkpoint": job.checkpoint}
 
@@ -93,7 +103,7 @@ class Evaluator:
     def _join(self) -> None:
         replies = self._control.join_all(self._plan.agreement, self._stop.requested.is_set)
         self._heart.expect([reply.incarnation for reply in replies])
-        self._joined = True
+        self.ready = True
 
     def _silent(self, shard: int, why: str) -> None:
         del shard, why
@@ -105,15 +115,14 @@ class Evaluator:
         error, metrics = "", {}
         self._heart.activity = TRAINING
         began = time.monotonic()
-        config = self._env.config.checkpoint
-        if config is not None and config.keep_best is not None:
-            # A lost report costs a best checkpoint only if `keep` newer ones exist before the evaluation ends.
-            with contextlib.suppress(PeerLost, Refused):
-                self._control.evaluates(step, name)
         try:
-            with _instrument.span("evaluate", step):
+            with self._announced(step, name), _instrument.span("evaluate", step):
                 found = load(uri, like=self._plan.partition.tree.shapes())
-                metrics = evaluation_of(self._evaluate, found.params, found.state, has_state=self._script.has_state)
+                params = found.params if found.average is None else found.average
+                metrics = evaluation_of(self._evaluate, params, found.state, has_state=self._script.has_state)
+        except EvaluationGivenUp as given_up:
+            _LOG.error("step %d is not evaluated: %s", step, given_up)
+            error = str(given_up)
         except CheckpointError as failure:
             # `keep` newer checkpoints may exist, and the server deleted this one.
             _LOG.warning("the checkpoint of step %d could not be evaluated: %s", step, failure)
@@ -122,10 +131,42 @@ class Evaluator:
             _LOG.exception("evaluate raised at step %d", step)
             error = f"{type(failure).__name__}: {failure}"
         self._heart.activity = WAITING
-        self._metrics.step.set(step)
-        self._metrics.evaluation_seconds.observe(time.monotonic() - began)
+        self._evaluated(step, time.monotonic() - began)
         self._found = step, metrics, error, name
         self._report()
+
+    @contextlib.contextmanager
+    def _announced(self, step: int, name: str) -> Iterator[None]:
+        """Report that this checkpoint is being evaluated; with `keepBest`, again and again.
+
+        Each server of shard 0 must keep the checkpoint until then, also one that takes over meanwhile.
+
+        Raises:
+            EvaluationGivenUp: this pod must not evaluate.
+        """
+        # Before the files are read. With `keepBest` and `keep: 1`, the next checkpoint would delete them.
+        begin_evaluation(self._control, step, name)
+        config = self._env.config.checkpoint
+        if config is None or config.keep_best is None:
+            yield
+            return
+        ended = threading.Event()
+
+        def announce() -> None:
+            with contextlib.suppress(PeerLost, Refused):
+                self._control.evaluates(step, name)
+
+        def repeat() -> None:
+            while not ended.wait(self._env.timeouts.heartbeat):
+                announce()
+
+        thread = threading.Thread(target=repeat, name="backstay-evaluates", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()  # a later report would keep the checkpoint after its evaluation
 
     def _report(self) -> None:
         """Report the newest evaluation, if there is one."""

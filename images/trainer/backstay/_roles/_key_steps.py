@@ -8,7 +8,7 @@ from typing import Final, Protocol
 from backstay_rpc.control_pb2 import RejectReason
 
 from .._coordination import Mode
-from .._wire import Pulled
+from .._transport import Pulled
 
 __all__ = ["KEY_STEPS", "KeySteps"]
 
@@ -38,7 +38,7 @@ class KeySteps(Protocol):
         """
 
 
-class _Sync:
+class _SyncKeySteps:
     """Each version has one contribution of each rank."""
 
     def next(self, version: int) -> int:
@@ -58,7 +58,7 @@ class _Sync:
         return pulled.version == at.version
 
 
-class _Async:
+class _AsyncKeySteps:
     """Each rank counts for itself. The coordinator has the same count for the worker that replaces this one."""
 
     def __init__(self) -> None:
@@ -86,5 +86,5 @@ class _Async:
         return self._next == key_step and not pulled.done
 
 
-KEY_STEPS: Final[Mapping[Mode, Callable[[], KeySteps]]] = {"Sync": _Sync, "Async": _Async}
+KEY_STEPS: Final[Mapping[Mode, Callable[[], KeySteps]]] = {"Sync": _SyncKeySteps, "Async": _AsyncKeySteps}
 """The class of each update mode."""

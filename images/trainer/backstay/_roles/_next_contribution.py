@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .._compute import Contribution
+from .._compute import ComputedContribution
 from .._data import BatchKey
-from .._wire import Pulled
+from .._transport import Pulled
 
 __all__ = ["NextContribution"]
 
@@ -17,9 +17,9 @@ class NextContribution:
     """
 
     def __init__(self) -> None:
-        self._next: tuple[int, Contribution, Pulled] | None = None
+        self._next: tuple[int, ComputedContribution, Pulled] | None = None
 
-    def keep(self, term: int, contribution: Contribution, at: Pulled) -> None:
+    def keep(self, term: int, contribution: ComputedContribution, at: Pulled) -> None:
         """A contribution was started.
 
         Args:
@@ -29,7 +29,7 @@ class NextContribution:
         """
         self._next = term, contribution, at
 
-    def take(self, term: int, key: BatchKey) -> tuple[Contribution, Pulled] | None:
+    def take(self, term: int, key: BatchKey) -> tuple[ComputedContribution, Pulled] | None:
         """The contribution of `key`, which is due, and what it was computed from; None: it was not started."""
         found, self._next = self._next, None
         if found is None or (found[0], found[1].key) != (term, key):

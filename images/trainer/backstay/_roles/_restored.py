@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
 
-from .._checkpoint import load
-from .._report import HttpPort, Metrics
+from .._checkpoint import load, patiently
+from .._process import TRAINED, write_termination
 from .._result import Result
 from ..errors import CheckpointError
 from ._script import evaluated
-from ._storing import patiently
 
 if TYPE_CHECKING:
     from backstay_spec.runtime import Trained
 
     from .._process import Environment
-    from ._script import Plan, Script
+    from ._script import Script, ScriptPlan
 
 __all__ = ["restored"]
 
 _LOG = logging.getLogger(__name__)
 
 
-def restored(environment: Environment, trained: Trained, script: Script, plan: Plan, metrics: Metrics) -> Result:
+def restored(
+    environment: Environment, trained: Trained, script: Script, plan: ScriptPlan, loaded: Callable[[int], None]
+) -> Result:
     """The result of the training, for a worker whose predecessor was lost before `train` returned there.
 
     If the servers have reported no evaluation, because the checkpoint was complete already, this worker evaluates.
@@ -33,6 +35,7 @@ def restored(environment: Environment, trained: Trained, script: Script, plan: P
     Args:
         trained: how training ended.
         script: the arguments of `train`.
+        loaded: called with the step of the checkpoint, once it is loaded.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or does not fit the parameters of this script.
@@ -41,14 +44,18 @@ def restored(environment: Environment, trained: Trained, script: Script, plan: P
         raise CheckpointError("training has ended and the job stores no checkpoint: its result cannot be restored")
     # The folder may have another name in this pod.
     uri = f"{environment.checkpoint_uri.rstrip('/')}/{trained.checkpoint.rpartition('/')[2]}"
-    ready = False
-    HttpPort(metrics, lambda: ready, bind=environment.bind, port=environment.metrics_port)
     tree = plan.partition.tree
     checkpoint = patiently(lambda: load(uri, like=tree.shapes()))
-    params, state = jax.device_put((checkpoint.params, checkpoint.state))
-    metrics.step.set(checkpoint.step)
-    evaluation = trained.metrics or evaluated(script, params, state)
-    ready = True
+    params, state, average = jax.device_put((checkpoint.params, checkpoint.state, checkpoint.average))
+    loaded(checkpoint.step)
+    evaluation = trained.metrics
+    if not evaluation and script.evaluate is not None:
+        # `evaluate` may end the process. The exit code is then that of the script, as after `train` has returned.
+        write_termination(
+            environment.termination_log,
+            {"result": TRAINED, "evaluates": True, "step": checkpoint.step, "checkpoint": trained.checkpoint},
+        )
+        evaluation = evaluated(script, params if average is None else average, state)
     _LOG.info("training has ended: the result of step %d comes from %s", checkpoint.step, uri)
     return Result(
         params=params,
@@ -57,5 +64,5 @@ def restored(environment: Environment, trained: Trained, script: Script, plan: P
         metrics=evaluation,
         checkpoint=trained.checkpoint,
         rank=environment.index,
-        average=jax.device_put(checkpoint.average),
+        average=average,
     )

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from backstay_rpc.control_pb2 import Leaf
 
-from .._data import BatchKey
+from .._coordination import Samples
+from .._data import Batches, BatchKey
 from .._update import LocalSteps, local_settings
 from .._version import __version__
 from ..errors import ConfigurationError, OptimizerError
@@ -23,21 +24,27 @@ if TYPE_CHECKING:
 
     from .._checkpoint import Origin, StartFrom
     from .._compute import Computation, Layout
-    from .._control import Agreement
-    from .._report import OnUpdate, StopWhen
+    from .._transport import Agreement
     from .._update import Partition, Rule, ShardWire, TreeSpec, Wire
+    from ._observers import OnUpdate, StopWhen
 
-__all__ = ["Plan", "Script", "check_alone", "evaluated", "evaluation_of", "warn_of_several"]
+__all__ = ["Script", "ScriptPlan", "check_alone", "epochs_of", "evaluated", "evaluation_of", "warn_of_several"]
 
 
 _LOG = logging.getLogger(__name__)
+
+MOST_METRICS: Final = 1000
+LONGEST_NAME: Final = 200
+"""The limits of an evaluation. It must fit into a call and a report (`backstay_rpc.limits`)."""
+
+_SHOWN: Final = 80
 
 CHECKED_LEAVES: Final = 512
 """One process checks the optimizer of a model with at most this many leaves: the check of 600 takes 2 to 6 s."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class ScriptPlan:
     """How the parameters are laid out and updated, and the settings that a pod sends when it joins.
 
     Attributes:
@@ -62,7 +69,7 @@ class Plan:
         """The settings that a pod sends when it joins."""
         import jax
 
-        from .._control import CONSTANTS, LAYOUT, PROGRAM, SOFTWARE, STRUCTURE, VERSION, Agreement
+        from .._transport import CONSTANTS, LAYOUT, PROGRAM, SOFTWARE, STRUCTURE, VERSION, Agreement
 
         parts = self.partition
         settings = {
@@ -150,7 +157,7 @@ class Script:
         if not 0.0 <= self.log_every < math.inf:
             raise ConfigurationError(f"log_every is {self.log_every!r}: must be a number of seconds, 0 or more")
 
-    def plan(self, shards: int, wire: Wire | None = None) -> Plan:
+    def plan(self, shards: int, wire: Wire | None = None) -> ScriptPlan:
         """Trace `init` and the optimizer over shapes only; nothing is computed.
 
         Args:
@@ -186,7 +193,7 @@ class Script:
         if self.local is not None and self.local.fragments > 1:
             fragments = fragments_of(tree, self.local.fragments)
         parts = partition(tree, rule, shards, coded=coded_leaves(tree, wire), fragments=fragments)
-        return Plan(parts, rule, arguments, wire)
+        return ScriptPlan(parts, rule, arguments, wire)
 
     def computation(self, tree: TreeSpec, layout: Layout, batch_of: Callable[[BatchKey], Any]) -> Computation:
         """The computation of a worker between a pull and a push.
@@ -196,10 +203,10 @@ class Script:
             layout: the layout of the partition's blocks in the worker's memory.
             batch_of: returns the batch of a key.
         """
-        from .._compute import GradientComputation, GradientFn, LocalComputation, LocalProgram
+        from .._compute import GradientComputation, GradientFn, LocalComputation, LocalProgram, Placement
 
         options: Any = {
-            "deterministic": self.deterministic,
+            "placement": Placement(deterministic=self.deterministic),
             "pack": layout.pack,
             "has_rng": self.has_rng,
             "seed": self.seed,
@@ -214,7 +221,7 @@ class Script:
         """How many batches each rank draws for an update."""
         return 1 if self.local is None else self.local.batches
 
-    def settings(self, plan: Plan, config: RuntimeConfig | None = None) -> dict[str, str]:
+    def settings(self, plan: ScriptPlan, config: RuntimeConfig | None = None) -> dict[str, str]:
         """The settings that a user may change between two runs, as text; a change is reported.
 
         Args:
@@ -257,7 +264,7 @@ class Script:
         return initial(self.init, self.seed)
 
     def initial(self, start_from: str = "") -> Any:
-        """The model of version 0: parameters, or ``(params, state)``.
+        """The model of version 0, which is parameters or ``(params, state)``.
 
         Args:
             start_from: the result of `fixed_start` in the process that decided how the job begins.
@@ -269,9 +276,8 @@ class Script:
             return self.from_seed()
         import jax
 
-        from .._checkpoint import read_start
+        from .._checkpoint import patiently, read_start
         from .._update import describe
-        from ._storing import patiently
 
         start, fixed = self.start_from, start_from or self.fixed_start()
         tree = describe(jax.eval_shape(self.init, jax.random.key(self.seed)), has_state=self.has_state)
@@ -292,11 +298,16 @@ class Script:
         """
         if self.start_from is None:
             return ""
-        from .._checkpoint import fix
-        from ._storing import patiently
+        from .._checkpoint import fix, patiently
 
         uri = self.start_from.uri
         return patiently(lambda: fix(uri, skip))
+
+
+def epochs_of(script: Script) -> Samples | None:
+    """The account of the first epoch; None where `batches` is a function that does not say how large an epoch is."""
+    batches = script.batches
+    return Samples(batches.size, batches.batch_size) if isinstance(batches, Batches) else None
 
 
 def evaluation_of(
@@ -308,18 +319,40 @@ def evaluation_of(
         evaluate: a function of `params`, or with `has_state` of `params` and `state`.
 
     Raises:
-        ConfigurationError: the result is not a mapping of names to numbers.
+        ConfigurationError: the result is not a mapping of names to numbers, or `evaluate` called `sys.exit`.
+        Exception: any that `evaluate` raises.
     """
-    returned = evaluate(params, state) if has_state else evaluate(params)
+    try:
+        returned = evaluate(params, state) if has_state else evaluate(params)
+    except SystemExit as left:
+        raise ConfigurationError(
+            f"evaluate called sys.exit({_shown(left.code)}): must return {{name: number}}. Only stop_when ends "
+            "training early"
+        ) from None
     if not isinstance(returned, Mapping):
         raise ConfigurationError(f"evaluate returned {type(returned).__name__}: must be {{name: number}}")
+    if len(returned) > MOST_METRICS:
+        raise ConfigurationError(f"evaluate returned {len(returned)} metrics: must be at most {MOST_METRICS}")
     metrics: dict[str, float] = {}
     for name, value in returned.items():
+        text = str(name)
+        if not 0 < len(text) <= LONGEST_NAME or not text.isprintable():
+            raise ConfigurationError(
+                f"evaluate returned a metric with the name {_shown(text)}: must be 1 to {LONGEST_NAME} printable "
+                "characters"
+            )
         try:
-            metrics[str(name)] = float(value)
-        except (TypeError, ValueError):
-            raise ConfigurationError(f"evaluate returned {name!r}: {type(value).__name__}: must be a number") from None
+            metrics[text] = float(value)
+        except (TypeError, ValueError, OverflowError):
+            raise ConfigurationError(
+                f"evaluate returned {_shown(text)}: {type(value).__name__}: must be a number"
+            ) from None
     return metrics
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def evaluated(script: Script, params: Any, state: Any) -> dict[str, float]:
@@ -334,7 +367,7 @@ def evaluated(script: Script, params: Any, state: Any) -> dict[str, float]:
         return {}
 
 
-def check_alone(script: Script, *, stores: bool) -> Plan | None:
+def check_alone(script: Script, *, stores: bool) -> ScriptPlan | None:
     """Check before training in one process what a job would refuse. Without checkpoints this is only a warning.
 
     Args:
@@ -369,7 +402,7 @@ def check_alone(script: Script, *, stores: bool) -> Plan | None:
     return plan
 
 
-def warn_of_several(plan: Plan) -> None:
+def warn_of_several(plan: ScriptPlan) -> None:
     """Warn if only one parameter server can compute the optimizer."""
     try:
         plan.rule.check(2)

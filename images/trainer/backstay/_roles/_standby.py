@@ -1,4 +1,4 @@
-"""A standby's pod: it follows its shard's active server until the operator promotes it."""
+"""A standby's pod, which follows its shard's active server until the operator promotes it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from backstay_rpc.control_pb2 import (
     ProgressReply,
     ProgressRequest,
 )
+from backstay_rpc.refusals import FINAL, RefusalCode
 
-from .._control import FINAL, Agreement, ControlClient, ControlServer, Driving, Peers
 from .._process import Environment, Stop
-from .._report import HttpPort, Metrics
-from .._shard import Follower, Held
+from .._shard import Follower, HeldState
+from .._threaded import ThreadedCoordinator
+from .._transport import Agreement, ClientStream, ControlClient, ControlServer, Peers
 from .._update import ShardEngine
-from .._wire import ClientStream
 from ..errors import PeerLost, Refused, Superseded
-from ._ports import control_port, http_port
-from ._script import Plan, Script
+from ._script import Script, ScriptPlan
 
 __all__ = ["Inherited", "Standby"]
 
@@ -42,36 +41,37 @@ class Inherited:
 
     Attributes:
         held: the state of its shard; None when it was never filled: then it starts as any other new server.
-        become_ready: sets the function that decides from now on whether the server is ready.
         promoted: when the operator's call arrived, in seconds of `time.monotonic`.
     """
 
-    held: Held | None
+    held: HeldState | None
     control: ControlServer
     peers: Peers
-    http: HttpPort
-    become_ready: Callable[[Callable[[], bool]], None]
     promoted: float
 
 
 class Standby:
     """A control service's `Host` while the standby waits. It answers the operator, and refuses all other calls."""
 
-    def __init__(self, environment: Environment, script: Script, plan: Plan, metrics: Metrics, stop: Stop) -> None:
+    def __init__(
+        self, environment: Environment, script: Script, plan: ScriptPlan, stop: Stop, applied: Callable[[int], None]
+    ) -> None:
+        """`applied` is called with the number of updates that it holds."""
         self.shard, self.incarnation = environment.index, environment.incarnation
-        self._env, self._script, self._plan, self._metrics, self._stop = environment, script, plan, metrics, stop
-        self._peer = Peer(
-            role=environment.role, index=self.shard, incarnation=self.incarnation, pod=environment.pod_name
-        )
-        self._follower = Follower(plan.partition, self.shard, plan.rule, metrics.step.set)
+        self._env, self._script, self._plan, self._stop = environment, script, plan, stop
+        self._peer = environment.peer
+        self._follower = Follower(plan.partition, self.shard, plan.rule, applied)
         self._wake = threading.Event()
         stop.then(self._wake.set)
         self._promoted = False
         self._error: BaseException | None = None
-        self._is_ready: Callable[[], bool] = lambda: self._follower.held is not None
-        self._http = http_port(metrics, self._ready_now, environment)
         self._peers = Peers()
-        self._control = control_port(self, self._peers, environment)
+        self._control = ControlServer.of(environment, self, self._peers)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it holds the state of its shard."""
+        return self._follower.held is not None
 
     def run(self) -> Inherited | None:
         """Follow until this server is promoted; None when SIGTERM arrived instead.
@@ -86,19 +86,12 @@ class Standby:
             raise self._error
         if not self._promoted:
             self._control.close()
-            self._http.close()
             return None
         promoted = time.monotonic()
         held = self._follower.take()
         at = "nothing yet" if held is None else f"version {held.engine.version} of term {held.term}"
         _LOG.info("this server is the active one now; it holds %s", at)
-        return Inherited(held, self._control, self._peers, self._http, self._become_ready, promoted)
-
-    def _ready_now(self) -> bool:
-        return self._is_ready()
-
-    def _become_ready(self, is_ready: Callable[[], bool]) -> None:
-        self._is_ready = is_ready
+        return Inherited(held, self._control, self._peers, promoted)
 
     # ---- Following ----
 
@@ -136,7 +129,7 @@ class Standby:
             term=reply.term,
             partition_digest=self._plan.agreement.digest,
         )
-        stream = ClientStream(reply.data_address, hello, self._env.token)
+        stream = ClientStream(reply.data_address, hello, self._env.credentials)
         try:
             self._follower.follow(stream)
         except (PeerLost, Refused):
@@ -146,7 +139,7 @@ class Standby:
     def _join(self) -> JoinReply:
         """Request the address of the active server's data streams. Raises as `_follow`."""
         # Another connection each time: the Service may have another endpoint since.
-        client = ControlClient(self._env.servers, self._env.token, self._peer, self._env.timeouts)
+        client = ControlClient(self._env.servers, self._env.credentials, self._peer, self._env.timeouts)
         try:
             return client.join(self.shard, self._plan.agreement)
         finally:
@@ -159,7 +152,7 @@ class Standby:
         return self._plan.agreement
 
     @property
-    def driving(self) -> Driving | None:
+    def threaded(self) -> ThreadedCoordinator | None:
         return None
 
     @property
@@ -180,8 +173,9 @@ class Standby:
         del peer
         return not trained  # a standby counts no reports of the end
 
-    def evaluated(self, request: EvaluatedRequest) -> None:
-        pass
+    def evaluated(self, request: EvaluatedRequest) -> str:
+        del request
+        return ""
 
     def progress(self, request: ProgressRequest) -> ProgressReply:
         serving = request.incarnations.get(self._env.name, 0)
@@ -189,7 +183,7 @@ class Standby:
             self._promoted = True
             self._wake.set()
         elif serving > self.incarnation and self._error is None:
-            self._error = Superseded("PERMISSION_DENIED", f"this standby was replaced by incarnation {serving}")
+            self._error = Superseded(RefusalCode.REPLACED, f"this standby was replaced by incarnation {serving}")
             self._wake.set()
         held = self._follower.held
         if held is None:

@@ -1,18 +1,29 @@
-"""One shard in its server: gradients are staged, commits applied in order, and versions sent to waiting streams.
+"""Runs one shard in its server, which stages gradients, applies commits in order, and sends versions to waiting
+streams.
 
 A `ShardRuntime` does this for an active server, with a `Replication` to its standby. A `Follower` is the other end: it
-receives the state (`Held`) in the standby.
+receives the state (`HeldState`) in the standby.
 """
 
 from __future__ import annotations
 
-from ._follower import Follower, Held
+from ._admission import Admission
+from ._credits import Credits, Turn
+from ._follower import Follower, HeldState
+from ._orders import Orders
+from ._published import is_over
 from ._replication import Replication
-from ._runtime import ShardRuntime
+from ._runtime import ShardEvents, ShardRuntime
 
 __all__ = [
+    "Admission",
+    "Credits",
     "Follower",
-    "Held",
+    "HeldState",
+    "Orders",
     "Replication",
+    "ShardEvents",
     "ShardRuntime",
+    "Turn",
+    "is_over",
 ]

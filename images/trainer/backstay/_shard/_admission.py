@@ -8,14 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from backstay_rpc.control_pb2 import Hello
+from backstay_rpc.refusals import RefusalCode
 
-from .._wire import Refusal
+from .._transport import Refusal
 
 __all__ = ["Admission"]
 
 
 class Admission:
-    """Accepts or refuses the streams of one shard's server."""
+    """Accepts or refuses the streams of one shard's server.
+
+    Attributes:
+        shard: the number of the shard.
+    """
 
     def __init__(self, shard: int, incarnation: int, digest: bytes) -> None:
         """
@@ -23,11 +28,11 @@ class Admission:
             incarnation: this server's incarnation.
             digest: the partition's digest.
         """
-        self._shard, self._incarnation, self._digest = shard, incarnation, digest
+        self.shard, self._incarnation, self._digest = shard, incarnation, digest
         self._newest: dict[str, int] = {}
 
     def fence(self, incarnations: Mapping[str, int]) -> None:
-        """The newest incarnations known, such as ``{"worker-3": 2}``: from now on older ones are refused."""
+        """Take the newest known incarnations, such as ``{"worker-3": 2}``, and refuse older ones from now on."""
         for name, incarnation in incarnations.items():
             self._newest[name] = max(incarnation, self._newest.get(name, 0))
 
@@ -36,38 +41,37 @@ class Admission:
         Raises:
             Refusal: the stream is for another server, or the partition differs.
         """
-        if hello.shard != self._shard:
-            raise Refusal("FAILED_PRECONDITION", f"this is shard {self._shard}, not shard {hello.shard}")
+        if hello.shard != self.shard:
+            raise Refusal(RefusalCode.MOVED, f"this is shard {self.shard}, not shard {hello.shard}")
         if hello.expected_incarnation not in (0, self._incarnation):
             raise Refusal(
-                "FAILED_PRECONDITION",
-                f"shard {self._shard} has incarnation {self._incarnation}, not incarnation "
-                f"{hello.expected_incarnation}",
+                RefusalCode.MOVED,
+                f"shard {self.shard} has incarnation {self._incarnation}, not incarnation {hello.expected_incarnation}",
             )
         if hello.partition_digest != self._digest:
             raise Refusal(
-                "INVALID_ARGUMENT",
+                RefusalCode.INVALID,
                 f"the digest of {_name(hello)} is {hello.partition_digest.hex()[:16] or 'missing'}, and that of shard "
-                f"{self._shard} is {self._digest.hex()[:16]}: parameters, optimizer, steps, seed, clip_norm and number "
+                f"{self.shard} is {self._digest.hex()[:16]}: parameters, optimizer, steps, seed, clip_norm and number "
                 "of shards must be the same in every pod",
             )
 
     def check_peer(self, hello: Hello) -> None:
         """
         Raises:
-            Refusal: the peer was replaced.
+            Refusal: the peer was replaced, or has not joined this server, which alone replaces older incarnations.
         """
-        newest = self._newest.get(_name(hello), 0)
+        newest = self._newest.get(_name(hello), -1)
         if hello.peer.incarnation < newest:
             raise Refusal(
-                "PERMISSION_DENIED",
+                RefusalCode.REPLACED,
                 f"{_name(hello)} of incarnation {hello.peer.incarnation} was replaced by incarnation {newest}",
             )
-
-    def admit(self, hello: Hello) -> None:
-        """Accept the peer, and refuse its predecessors from now on. Raises as `check_peer`."""
-        self.check_peer(hello)
-        self.fence({_name(hello): hello.peer.incarnation})
+        if hello.peer.incarnation > newest:
+            raise Refusal(
+                RefusalCode.MOVED,
+                f"{_name(hello)} of incarnation {hello.peer.incarnation} has not joined shard {self.shard}: join again",
+            )
 
 
 def _name(hello: Hello) -> str:

@@ -1,4 +1,4 @@
-"""Carries out a shard's orders: prepares, applies and publishes updates, and fills a standby."""
+"""Carries out a shard's orders, which prepare, apply and publish updates, and fill a standby."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from backstay_rpc.control_pb2 import (
     Applied,
@@ -20,19 +20,17 @@ from backstay_rpc.control_pb2 import (
     RejectReason,
     ReplicaState,
 )
+from backstay_rpc.refusals import RefusalCode
 
 from .. import _instrument
-from .._coordination import Coordination, UpdateMode, identity
-from .._wire import CheckpointHook, Engine, Refusal, Staging
+from .._coordination import Answering, Coordination, identity
+from .._transport import CheckpointHook, Engine, Refusal, Staging
 from ._operand import Hold, Operand, PreparedMean
 from ._partial_sums import PartialSums
 from ._published import Published, Publisher
 from ._replication import Replica
-from ._staging import Gradient, Gradients, describe
+from ._staging import Gradients, StagedGradient, describe
 from ._standbys import Standbys
-
-if TYPE_CHECKING:
-    from .._update import ShardWire
 
 __all__ = ["Applier", "Term", "TermOver"]
 
@@ -84,22 +82,20 @@ class Applier:
         gradients: Gradients,
         publisher: Publisher,
         standbys: Standbys,
-        mode: UpdateMode,
+        answering: Answering,
         coordination: Coordination,
         hook: CheckpointHook | None,
-        wire: ShardWire,
     ) -> None:
         """
         Args:
             lock: the shard's lock, which guards `gradients` and `publisher`; streams wait for its notifications.
             coordination: gets the reports.
             hook: see `CheckpointHook`; None: the job stores nothing.
-            wire: how the shard's blocks travel.
         """
         self._lock = lock
         self._gradients, self._publisher, self._standbys = gradients, publisher, standbys
-        self._mode, self._coordination, self._hook, self._wires = mode, coordination, hook, wire.parameters
-        self._earliest = wire.earliest_last
+        self._answering, self._coordination, self._hook = answering, coordination, hook
+        self._wires, self._earliest = gradients.wire.parameters, gradients.wire.earliest_last
         self._current: Term | None = None
         self._early: PartialSums | None = None
 
@@ -188,7 +184,7 @@ class Applier:
                 if len(held) != len(contributions) or not len(arrays) == len(rest) == len(contributions) - added:
                     return None
             infos = [gradient.info for gradient in held]
-            divisor = self._mode.divisor([contribution.weight for contribution in contributions])
+            divisor = self._answering.divisor([contribution.weight for contribution in contributions])
             if early is None:
                 prepared = self._standbys.prepare(term.engine, version, contributions, arrays, infos, divisor)
             else:
@@ -241,7 +237,7 @@ class Applier:
                 if commit.skip:
                     gradient.outcome = RejectReason.SKIPPED
             for gradient in self._gradients:
-                if gradient.complete and self._mode.used_up(gradient.id.version, version):
+                if gradient.complete and self._answering.used_up(gradient.id.version, version):
                     gradient.outcome = _LATE
                     freed.append(self._gradients.remove(gradient))
             # Streams of pushes that arrive too late see the new version now.
@@ -272,7 +268,7 @@ class Applier:
                     hold()
                 self._put(published, term.engine, b)
         except BaseException:
-            published.stop(Refusal("INTERNAL", f"failed to compute version {published.version}"))
+            published.stop(Refusal(RefusalCode.BROKEN, f"failed to compute version {published.version}"))
             raise
 
     def _put(self, published: Published, engine: Engine, b: int) -> None:
@@ -286,7 +282,7 @@ class Applier:
         if term is not self._current:
             raise TermOver
 
-    def _held(self, contributions: Sequence[Contribution]) -> list[Gradient]:
+    def _held(self, contributions: Sequence[Contribution]) -> list[StagedGradient]:
         """The contributions that this shard holds completely. The caller has the lock."""
         found = [self._gradients.find(contribution.id) for contribution in contributions]
         return [gradient for gradient in found if gradient is not None and gradient.complete]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from .._coordination import Rules, UpdateMode, held_by_shard
+from .._coordination import Counting, Rules, held_by_shard
 from .._update import BRANCHES
 
 __all__ = ["Credits", "Turn"]
@@ -42,9 +42,9 @@ class Credits:
     one is complete.
     """
 
-    def __init__(self, mode: UpdateMode, rules: Rules, lock: threading.Lock) -> None:
+    def __init__(self, counting: Counting, rules: Rules, lock: threading.Lock) -> None:
         """`lock` is the shard's lock."""
-        self._mode, self._rules, self._lock = mode, rules, lock
+        self._counting, self._rules, self._lock = counting, rules, lock
         self._waiting: list[Turn] = []
         self._taken = self._most = 0
         self._granted = 0  # of those taken: pushes that were woken and have no memory yet
@@ -63,14 +63,14 @@ class Credits:
 
     def limit(self, world: int) -> int:
         """The contributions that may be in memory at the same time; 0: any number, because there are few ranks."""
-        limit = held_by_shard(self._mode, self._rules, world)
+        limit = held_by_shard(self._counting, self._rules, world)
         return limit if world > limit else 0
 
     @property
     def bound(self) -> int:
         """The most contributions in memory, as long as no rank sends twice."""
         limit = self.limit(self._world)
-        ordered = self._mode.ordered(self._rules.backups, self._world)
+        ordered = self._counting.ordered(self._rules.backups, self._world)
         return limit + BRANCHES * ordered if limit else self._world
 
     def begin(self, world: int) -> None:
@@ -121,7 +121,7 @@ class Credits:
             return
         limit = self.limit(self._world)
         must = range(0)
-        if self._mode.ordered(self._rules.backups, self._world):
+        if self._counting.ordered(self._rules.backups, self._world):
             self._waiting.sort(key=lambda turn: turn.rank)
             first = next((rank for rank in range(self._world) if rank not in self._summed), 0)
             must = range(first - first % BRANCHES, first - first % BRANCHES + BRANCHES)

@@ -1,4 +1,5 @@
-"""The standby's side of replication: it holds the shard's state, and applies the same updates as the active server."""
+"""The standby's side of replication, which holds the shard's state and applies the same updates as the active
+server."""
 
 from __future__ import annotations
 
@@ -24,22 +25,22 @@ from backstay_rpc.control_pb2 import (
 
 from .. import _instrument
 from .._coordination import CoordinatorState, after
+from .._transport import BufferPool, Bytes, Cover, Refusal, Staging, kind_of
 from .._update import ShardEngine, ShardWire, array_specs
-from .._wire import BufferPool, Bytes, Cover, Refusal, Staging, kind_of
 from ..errors import PeerLost, Refused
 from ._operand import PreparedMean
 from ._replication import HELD
 
 if TYPE_CHECKING:
+    from .._transport import ClientStream
     from .._update import Partition, Rule
-    from .._wire import ClientStream
 
-__all__ = ["Follower", "Held"]
+__all__ = ["Follower", "HeldState"]
 
 
 @dataclass
-class Held:
-    """The state of a standby: the whole shard, as of the last commit that it received.
+class HeldState:
+    """The state of a standby, which is the whole shard as of the last commit that it received.
 
     Attributes:
         last: the commit that made `engine.version`, if one of this term did.
@@ -84,18 +85,18 @@ class Follower:
         self._pools: dict[ShardWire, BufferPool] = {}
         self._dtypes = {spec.key: spec.dtype for spec in array_specs(rule)}
         self._lock = threading.Lock()
-        self._held: Held | None = None
+        self._held: HeldState | None = None
         self._taken = False
         self._staging: Staging | None = None  # the memory of the prepared mean
         self._due: Commit | None = None  # held, and not applied yet
         self._kept: ClientStream | None = None  # open: see `take`
 
     @property
-    def held(self) -> Held | None:
+    def held(self) -> HeldState | None:
         """The state; None until a stream has filled it."""
         return self._held
 
-    def take(self) -> Held | None:
+    def take(self) -> HeldState | None:
         """Stop following, and return the state: this server is the active one now.
 
         The stream stays open: if the previous server is still alive, its standby must not look dead to it.
@@ -188,7 +189,7 @@ class Follower:
 
         engine = ShardEngine.restore(self._partition, self._shard, self._rule, read, state.version)
         coordinator = CoordinatorState.from_json(json.loads(state.coordinator)) if state.coordinator else None
-        held = Held(
+        held = HeldState(
             term=state.term,
             world=state.world,
             offset=state.offset,
@@ -209,13 +210,14 @@ class Follower:
     def _memory(self, mean: ReplicaMean) -> Staging:
         """Memory for the blocks of a mean gradient that travel."""
         steps = [contribution.id.key_step for contribution in mean.contributions]
-        some = self._wire.only(self._wire.fragments_of(steps))
+        some = self._wire.select(self._wire.selection(steps))
         if some not in self._pools:
             self._pools[some] = BufferPool(some.exact)
         return self._pools[some].take()
 
     def _receive_mean(self, stream: ClientStream, mean: ReplicaMean, staging: Staging | None) -> Callable[[], None]:
-        """`staging`: a mean in one frame has arrived. None: it has no bytes, or its chunks follow."""
+        """`staging` is a mean in one frame that has arrived, or None if it has no bytes or its chunks follow. None: it
+        has no bytes, or its chunks follow."""
         if staging is None:
             staging = self._memory(mean)
             if mean.whole:
@@ -284,7 +286,7 @@ class Follower:
             self._staging = None
             staging.give()
 
-    def _must_hold(self, what: str) -> Held:
+    def _must_hold(self, what: str) -> HeldState:
         if self._held is None:
             raise PeerLost(f"{what} arrived before any state")
         return self._held

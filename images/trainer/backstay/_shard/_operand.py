@@ -1,4 +1,4 @@
-"""The operand of an update: the gradients that a decision names, or their mean."""
+"""The operand of an update, which is the gradients that a decision names, or their mean."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from backstay_rpc.control_pb2 import Contribution, Frame, GradientInfo, ReplicaMean
 from backstay_rpc.control_pb2 import Replica as ReplicaFrame
 
-from .._wire import Engine, frames
+from .._transport import Engine, frames
 
 __all__ = ["WHOLE", "Gathered", "Hold", "Operand", "PreparedMean"]
 
@@ -134,7 +134,8 @@ class PreparedMean:
         return [None if block is None else np.asarray(block) for block in self._blocks]
 
     def frames(self) -> Iterator[tuple[Frame, Sequence[np.ndarray]]]:
-        """The frames for the stream to a standby: one for a small mean, else each block as soon as it is computed."""
+        """Yields the frames for the stream to a standby, which are one for a small mean, else each block when it is
+        computed."""
         mean = ReplicaMean(version=self.version, contributions=self.contributions, infos=self.infos)
         mean.whole = sum(block.nbytes for block in self._blocks if block is not None) <= frames.WHOLE_BYTES
         if mean.whole:
@@ -143,7 +144,7 @@ class PreparedMean:
             return
         yield Frame(replica=ReplicaFrame(mean=mean)), ()
         for index, block in enumerate(self._blocks):
-            if block is None:  # of another fragment
+            if block is None:  # not selected
                 continue
             data = np.asarray(block).view(np.uint8)
             for frame, (_, start, stop) in frames.first_chunks([data.nbytes]):

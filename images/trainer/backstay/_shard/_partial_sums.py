@@ -8,8 +8,8 @@ from typing import Any
 from backstay_rpc.control_pb2 import Contribution, Gather, GradientId
 
 from .._coordination import identity
+from .._transport import Engine
 from .._update import BRANCHES, Tree
-from .._wire import Engine
 
 __all__ = ["PartialSums"]
 

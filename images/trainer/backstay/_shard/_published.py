@@ -9,13 +9,23 @@ from typing import Any
 
 import numpy as np
 
-from backstay_rpc.control_pb2 import Done
+from backstay_rpc.control_pb2 import Commit, Done
 
-from .._coordination import UpdateMode
-from .._wire import Refusal
-from ._staging import Gradient
+from .._coordination import Answering
+from .._transport import Refusal
+from ._staging import StagedGradient
 
-__all__ = ["Published", "Publisher", "Waiter"]
+__all__ = ["Published", "Publisher", "Waiter", "is_over"]
+
+
+def is_over(done: Done | None, last: Commit | None, version: int) -> bool:
+    """Whether training has ended for a worker that receives this version. It may end before the last version.
+
+    Args:
+        done: the end of the job, if the coordinator has reported it.
+        last: the last commit that the shard has applied.
+    """
+    return done is not None or (last is not None and last.final and version > last.version)
 
 
 class Published:
@@ -71,7 +81,7 @@ class Waiter:
 
     __slots__ = ("gradient", "min_version", "published")
 
-    def __init__(self, gradient: Gradient | None, min_version: int) -> None:
+    def __init__(self, gradient: StagedGradient | None, min_version: int) -> None:
         self.gradient = gradient
         self.min_version = min_version
         self.published: Published | None = None
@@ -86,8 +96,8 @@ class Publisher:
         done: the end of the job, once it is decided.
     """
 
-    def __init__(self, mode: UpdateMode) -> None:
-        self._mode = mode
+    def __init__(self, answering: Answering) -> None:
+        self._answering = answering
         self._published: Published | None = None
         self._waiting: set[Waiter] = set()
         self.done: Done | None = None
@@ -108,7 +118,7 @@ class Publisher:
                 waiter.published = published
 
     @contextmanager
-    def waiting(self, gradient: Gradient | None, min_version: int) -> Iterator[Waiter]:
+    def waiting(self, gradient: StagedGradient | None, min_version: int) -> Iterator[Waiter]:
         """Register a stream that waits for the answer to a push, or (None) for a version of at least `min_version`."""
         waiter = Waiter(gradient, min_version)
         self._waiting.add(waiter)
@@ -132,4 +142,4 @@ class Publisher:
             return published.version >= waiter.min_version
         if gradient.applied is not None:
             return published.version >= gradient.applied
-        return self._mode.answered_by(gradient.outcome, gradient.id.version, published.version)
+        return self._answering.answered_by(gradient.outcome, gradient.id.version, published.version)

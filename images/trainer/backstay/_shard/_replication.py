@@ -26,11 +26,12 @@ from backstay_rpc.control_pb2 import (
     ReplicaState,
 )
 from backstay_rpc.control_pb2 import Replica as ReplicaFrame
+from backstay_rpc.refusals import RefusalCode
 
 from .. import _instrument
 from .._timeouts import Timeouts
+from .._transport import CHUNK_BYTES, Engine, Refusal, ServerStream, frames, kind_of
 from .._watchdog import at_most
-from .._wire import CHUNK_BYTES, Engine, Refusal, ServerStream, frames, kind_of
 from ..errors import PeerLost
 from ._operand import WHOLE, Hold, Operand, PreparedMean
 
@@ -84,10 +85,22 @@ class Replica:
                 due = number if self.in_sync else number - BACKLOG
                 if self.ended_at is not None or self._held >= due:
                     return self.ended_at is None
-                patience = self.patience()
-                if not self._moves(patience):
-                    _LOG.warning("the standby (incarnation %d) did not answer for %.1f s", self.incarnation, patience)
-                    self.end()
+                self._end_unless_it_moves(self.patience())
+
+    def _watch_filling(self) -> None:
+        """Disconnect a standby that stops while it is filled. No update may wait for it: the job may be slow."""
+        with self._changed:
+            while self.ended_at is None and not self.in_sync:
+                if self._held < self._put:
+                    self._end_unless_it_moves(self._times.held)
+                else:
+                    self._changed.wait()
+
+    def _end_unless_it_moves(self, patience: float) -> None:
+        """Wait for the next progress of the standby, and disconnect it after this time without any."""
+        if not self._moves(patience):
+            _LOG.warning("the standby (incarnation %d) did not answer for %.1f s", self.incarnation, patience)
+            self.end()
 
     def patience(self) -> float:
         """How long a standby may need for one message.
@@ -130,6 +143,7 @@ class Replica:
         """Send until it ends."""
         with self._changed:
             self._cut = stream.cut
+        threading.Thread(target=self._watch_filling, name=f"backstay-fill-{self.incarnation}", daemon=True).start()
         try:
             while True:
                 with self._changed:
@@ -187,7 +201,7 @@ class Replica:
             return False
         frame, body = answer
         if kind_of(frame) != "replica" or not frame.replica.held or body is not None:
-            raise Refusal("INVALID_ARGUMENT", "a standby answers with `held` and nothing else")
+            raise Refusal(RefusalCode.INVALID, "a standby answers with `held` and nothing else")
         return True
 
 
@@ -238,7 +252,7 @@ class Replication:
     def serve(self, hello: Hello, stream: ServerStream) -> None:
         """Serve a standby's stream until it ends."""
         if hello.partition_digest != self._digest or hello.expected_incarnation != self._incarnation:
-            stream.write(frames.refused(Refusal("FAILED_PRECONDITION", "expected another incarnation or partition")))
+            stream.write(frames.refused(Refusal(RefusalCode.MOVED, "expected another incarnation or partition")))
             return
         replica = Replica(hello.peer.incarnation, self._times)
         with self._lock:
@@ -246,7 +260,7 @@ class Replication:
                 return
             newest = max(other.incarnation for other in (self._joining, self._current, replica) if other is not None)
             if replica.incarnation < newest:
-                stream.write(frames.refused(Refusal("PERMISSION_DENIED", f"incarnation {newest} has replaced it")))
+                stream.write(frames.refused(Refusal(RefusalCode.REPLACED, f"incarnation {newest} has replaced it")))
                 return
             if self._joining is not None:
                 self._joining.end()

@@ -1,4 +1,4 @@
-"""One shard at runtime: connects data streams, the coordinator's messages and the engine.
+"""Connects data streams, the coordinator's messages and the engine of one shard.
 
 - `Admission` refuses streams for another server, or whose sender was replaced.
 - `Gradients` is the staging memory: which memory belongs to which gradient.
@@ -15,8 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -25,11 +28,14 @@ import numpy as np
 from backstay_rpc.control_pb2 import (
     Commit,
     Done,
+    Examine,
     Gather,
+    GradientId,
     GradientInfo,
     Hello,
     Lost,
     NormRequest,
+    Occupied,
     Part,
     Peer,
     Reject,
@@ -39,23 +45,24 @@ from backstay_rpc.control_pb2 import (
     ShardFailed,
     Staged,
 )
+from backstay_rpc.refusals import RefusalCode
 
 from .. import _instrument
-from .._coordination import MODES, Coordination, Message, Mode, Rules
-from .._timeouts import Timeouts
+from .._coordination import MODES, Answering, Coordination, Message, Rules
+from .._process import describe as describe_failure
+from .._transport import QUIET_CHECKS, Answer, CheckpointHook, Engine, Incoming, Refusal
 from .._update import ShardWire
-from .._wire import Answer, CheckpointHook, Engine, Incoming, LayoutLike, Refusal
 from ..errors import PeerLost, Superseded
 from ._admission import Admission
 from ._applying import Applier, Term, TermOver
 from ._credits import Credits
 from ._operand import Operand
 from ._orders import Orders
-from ._published import Publisher
-from ._staging import Gradient, Gradients, check_address, describe
+from ._published import Publisher, is_over
+from ._staging import GradientKey, Gradients, StagedGradient, check_address, describe, key_of
 from ._standbys import NoStandbys, Standbys
 
-__all__ = ["ShardRuntime"]
+__all__ = ["ShardEvents", "ShardRuntime"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -65,66 +72,72 @@ _LATE = RejectReason.LATE
 _NONE = RejectReason.REJECT_UNSPECIFIED
 
 
+@dataclass(frozen=True)
+class ShardEvents:
+    """The functions that a shard calls.
+
+    Attributes:
+        checkpoint: see `CheckpointHook`; None: the job stores nothing.
+        rollback: loads the state at which a term begins, and then calls `ShardRuntime.reset`; returns immediately.
+        done: called when the job has ended, after the streams have it.
+    """
+
+    checkpoint: CheckpointHook | None = None
+    rollback: Callable[[Rollback], None] = lambda rollback: None
+    done: Callable[[Done], None] = lambda done: None
+
+
 class ShardRuntime:
-    """One shard: a `ShardPort` for data streams, and a `ShardSink` for the coordinator. Thread-safe."""
+    """One shard as a `ShardPort` for data streams and a `ShardSink` for the coordinator. Thread-safe."""
 
     def __init__(
         self,
-        layout: LayoutLike,
-        digest: bytes,
+        wire: ShardWire,
+        admission: Admission,
         coordination: Coordination,
+        rules: Rules,
         *,
-        incarnation: int,
-        mode: Mode,
-        on_checkpoint: CheckpointHook | None = None,
-        on_rollback: Callable[[Rollback], None] = lambda rollback: None,
-        on_done: Callable[[Done], None] = lambda done: None,
+        events: ShardEvents | None = None,
         standbys: Standbys | None = None,
-        timeouts: Timeouts | None = None,
-        wire: ShardWire | None = None,
-        rules: Rules | None = None,
     ) -> None:
-        """Starts the apply thread. Streams are refused as `UNAVAILABLE` until `reset` gives an engine.
+        """Starts the apply thread. Streams are refused as `NOT_READY` until `reset` gives an engine.
 
         Args:
-            layout: this shard's layout.
-            digest: the partition's digest.
+            wire: how the shard's blocks are encoded on the wire.
+            admission: the streams that this server accepts, which must be new.
             coordination: gets the shard's reports; called while no lock is held.
-            incarnation: this server's incarnation.
-            mode: the job's update mode.
-            on_checkpoint: see `CheckpointHook`.
-            on_rollback: loads the state at which a term begins, and then calls `reset`; returns immediately.
-            on_done: called when the job has ended, after the streams have it.
+            rules: the job's rules.
+            events: the functions that the shard calls; None: none.
             standbys: this shard's; None when the job has none.
-            timeouts: None for the usual ones.
-            wire: how the shard's blocks are encoded on the wire; None: exactly.
-            rules: the job's rules; None: the defaults.
         """
-        self._times = timeouts or Timeouts()
+        self._times = rules.timeouts
         self._standbys = standbys or NoStandbys()
-        self._shard = layout.shard
-        self.wire = wire or ShardWire.exactly(layout.blocks)
+        self._shard, self._admission = admission.shard, admission
+        self.wire = wire
         self._coordination = coordination
-        self._mode = MODES[mode]
-        self._on_rollback, self._on_done = on_rollback, on_done
+        updates = MODES[rules.mode]
+        self._answering: Answering = updates
+        self._events = events or ShardEvents()
         self._world = 0
+        self._occupied_again = 0.0
+        # By rank: an absent gradient that was examined last, and how often in a row.
+        self._absent: dict[int, tuple[GradientKey, int]] = {}
+        self._examined: dict[int, float] = {}  # when a gradient of the rank was examined last
 
         lock = threading.Lock()
         self._changed = threading.Condition(lock)  # streams wait for it
         self._work = threading.Condition(lock)  # the apply thread waits for it
-        self._credits = Credits(self._mode, rules or Rules(mode=mode, shards=1, steps=0), lock)
+        self._credits = Credits(updates, rules, lock)
         self._gradients = Gradients(self.wire, self._credits)
-        self._admission = Admission(self._shard, incarnation, digest)
-        self._publisher = Publisher(self._mode)
+        self._publisher = Publisher(updates)
         self._applier = Applier(
             self._changed,
             self._gradients,
             self._publisher,
             self._standbys,
-            self._mode,
+            updates,
             coordination,
-            on_checkpoint,
-            self.wire,
+            self._events.checkpoint,
         )
         self._orders = Orders(self._applier)
         self._current: Term | None = None
@@ -169,8 +182,8 @@ class ShardRuntime:
             self._work.notify()
 
     def close(self, why: str = "the server is shutting down") -> None:
-        """Refuses all streams as `UNAVAILABLE`, finishes the update that is running, and ends the apply thread."""
-        self._stop(Refusal("UNAVAILABLE", why))
+        """Refuses all streams as `NOT_READY`, finishes the update that is running, and ends the apply thread."""
+        self._stop(Refusal(RefusalCode.NOT_READY, why))
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -180,7 +193,7 @@ class ShardRuntime:
 
     @property
     def term(self) -> int:
-        """0: none has begun."""
+        """Is 0 while none has begun."""
         current = self._current
         return 0 if current is None else current.number
 
@@ -199,7 +212,7 @@ class ShardRuntime:
     def failed(self) -> str | None:
         """Why the shard cannot continue, or None."""
         stopped = self._stopped
-        return stopped.message if stopped is not None and stopped.code == "INTERNAL" else None
+        return stopped.message if stopped is not None and stopped.code == RefusalCode.BROKEN else None
 
     @property
     def memory(self) -> Credits:
@@ -209,7 +222,7 @@ class ShardRuntime:
     # ---- ShardPort: called by streams ----
 
     def fence(self, incarnations: Mapping[str, int]) -> None:
-        """The newest incarnations known, such as ``{"worker-3": 2}``: from now on older ones are refused."""
+        """Take the newest known incarnations, such as ``{"worker-3": 2}``, and refuse older ones from now on."""
         with self._changed:
             self._admission.fence(incarnations)
 
@@ -218,7 +231,7 @@ class ShardRuntime:
             self._check_running()
             self._admission.check_server(hello)
             self._check_term(hello.term)
-            self._admission.admit(hello)
+            self._admission.check_peer(hello)
 
     def begin(self, hello: Hello, part: Part, alive: Callable[[], bool] | None = None) -> Incoming:
         with self._changed:
@@ -226,19 +239,36 @@ class ShardRuntime:
                 return self._begin(hello, part)
             rank = part.contribution.rank
             turn = self._credits.enter(rank, again=self._gradients.undecided(rank))
-            try:
-                while not turn.granted and self._wants(part):
-                    if not turn.woken.wait(self._times.peer_check) and not alive():
-                        raise PeerLost(f"{describe(part.contribution)} waited for memory: its sender disconnected")
-                return self._begin(hello, part)
-            finally:
+        try:
+            while True:
+                with self._changed:
+                    if turn.granted or not self._wants(part):
+                        return self._begin(hello, part)
+                    if turn.woken.wait(self._times.peer_check):
+                        continue
+                if not alive():
+                    raise PeerLost(f"{describe(part.contribution)} waited for memory: its sender disconnected")
+                self._report_occupied()
+        finally:
+            with self._changed:
                 self._credits.leave(turn)
+
+    def _report_occupied(self) -> None:
+        """Report what has the memory that pushes wait for, about once in each interval of their checks."""
+        now = time.monotonic()
+        with self._changed:
+            if now < self._occupied_again:
+                return
+            self._occupied_again = now + self._times.peer_check
+            ids = [each.id for each in self._gradients if each.complete and each.applied is None and not each.outcome]
+        if ids:
+            self._coordination.report(Occupied(ids=ids))
 
     def _wants(self, part: Part) -> bool:
         """Whether a contribution can still be used, or refused when it begins."""
         push = part.contribution
         over = self._stopped is not None or self._publisher.done is not None
-        return not over and push.term == self.term and not self._mode.used_up(push.version, self.version)
+        return not over and push.term == self.term and not self._answering.used_up(push.version, self.version)
 
     def _begin(self, hello: Hello, part: Part) -> Incoming:
         push = part.contribution
@@ -248,13 +278,13 @@ class ShardRuntime:
         peer = hello.peer
         if (peer.role, peer.index, peer.incarnation) != ("worker", push.rank, push.incarnation):
             raise Refusal(
-                "INVALID_ARGUMENT",
+                RefusalCode.INVALID,
                 f"{peer.role} {peer.index} of incarnation {peer.incarnation} pushes {describe(push)}: must be its own",
             )
         check_address(part, self._shard)
         if push.version > self.version:
             raise Refusal(
-                "FAILED_PRECONDITION",
+                RefusalCode.MOVED,
                 f"{describe(push)} is ahead of shard {self._shard}, which is at version {self.version}",
             )
         return self._gradients.begin(part)
@@ -263,7 +293,7 @@ class ShardRuntime:
         gradient = _gradient(incoming)
         return (
             gradient.outcome != _NONE
-            or self._mode.used_up(gradient.id.version, self.version)
+            or self._answering.used_up(gradient.id.version, self.version)
             or gradient.id.term != self.term
             or self._stopped is not None
             or self._publisher.done is not None
@@ -307,10 +337,7 @@ class ShardRuntime:
             last = self._current.last if self._current is not None else None
             newest = last if last is not None and published.version == last.version + 1 else None
             outcome, next_key_step = _outcome_of(gradient, peer, newest)
-            # Training may end before the version that workers expect.
-            done = self._publisher.done is not None or (
-                last is not None and last.final and published.version > last.version
-            )
+            done = is_over(self._publisher.done, last, published.version)
             return Answer(
                 term=self.term,
                 version=published.version,
@@ -321,10 +348,10 @@ class ShardRuntime:
                 outcome=outcome,
                 next_key_step=next_key_step,
                 ask=self._shard == 0 and self._credits.limit(published.world) > 0,
-                fragments=None
+                selection=None
                 if gradient is None
-                else self.wire.fragments_of(
-                    self._mode.exchanged(gradient.id.key_step, gradient.id.version, published.version)
+                else self.wire.selection(
+                    self._answering.exchanged(gradient.id.key_step, gradient.id.version, published.version)
                 ),
                 average=self._average() if done else None,
                 done=done,
@@ -353,17 +380,19 @@ class ShardRuntime:
             case Reject():
                 self._reject(message)
             case Rollback():
-                self._on_rollback(message)
+                self._events.rollback(message)
             case Done():
                 self._end(message)
-                self._on_done(message)
+                self._events.done(message)
+            case Examine():
+                self._examine(message.id)
 
     def _order(self, order: _Order, keep: Callable[[_Order], None]) -> None:
         """Keep an order, unless it is for an earlier version than this shard's."""
         with self._changed:
             if order.term > self.term:
                 why = f"a {order.DESCRIPTOR.name} is of term {order.term}: this shard is still in term {self.term}"
-                self._stop_locked(Refusal("INTERNAL", why))
+                self._stop_locked(Refusal(RefusalCode.BROKEN, why))
             if order.term == self.term and order.version >= self.version:
                 keep(order)
                 self._work.notify()
@@ -381,29 +410,63 @@ class ShardRuntime:
                 self._gradients.give(self._gradients.remove(gradient))
             self._changed.notify_all()
 
+    def _examine(self, gradient: GradientId) -> None:
+        """Check whether bytes of a gradient still arrive, for which shard 0 keeps memory that others wait for.
+
+        Messages that have waited while this process was stopped count once: no byte can arrive between two of them.
+        """
+        now = time.monotonic()
+        with self._changed:
+            if now < self._examined.get(gradient.rank, -math.inf) + self._times.peer_check / 2:
+                return
+            self._examined[gradient.rank] = now
+            found = self._gradients.find(gradient)
+            # Read once: the thread of the stream removes it when the push ends.
+            examine = None if found is None else found.examine
+            if found is not None:
+                self._absent.pop(gradient.rank, None)
+                if found.complete or examine is None:
+                    return
+            else:
+                before, checks = self._absent.get(gradient.rank, (None, 0))
+                checks = checks + 1 if before == key_of(gradient) else 1
+                self._absent[gradient.rank] = key_of(gradient), checks
+                if checks != QUIET_CHECKS:
+                    return
+        if found is None:
+            self._coordination.report(Lost(id=gradient))  # no stream has begun to send it here
+        elif examine is not None:
+            examine()
+
     def _end(self, done: Done) -> None:
         with self._changed:
             self._publisher.done = done
             self._credits.wake()
             if done.failed:
-                self._stop_locked(Refusal("ABORTED", f"{done.reason}: {done.failed}"))
+                self._stop_locked(Refusal(RefusalCode.JOB_FAILED, f"{done.reason}: {done.failed}"))
             self._changed.notify_all()
 
     # ---- The apply thread ----
 
     def _run(self) -> None:
+        reason = ""
         try:
             while (work := self._next()) is not None:
                 with contextlib.suppress(TermOver):
                     work()
                 del work  # it holds the engine
         except Superseded as error:
-            self._stop(Refusal("UNAVAILABLE", f"this server is shutting down: {error}"))
+            self._stop(Refusal(RefusalCode.NOT_READY, f"this server is shutting down: {error}"))
         except Exception as error:  # noqa: BLE001  # after any error the job must fail instead of waiting
             _LOG.debug("the apply thread of shard %d failed", self._shard, exc_info=True)
-            self._stop(Refusal("INTERNAL", f"cannot continue: {error}"))
+            found = describe_failure(error)
+            if found.at:  # the optimizer of the script raised it
+                reason, text = "ScriptFailed", f"{found.reason}: {found.message} ({found.at})"
+            else:
+                text = str(error)
+            self._stop(Refusal(RefusalCode.BROKEN, f"cannot continue: {text}"))
         if (why := self.failed) is not None:
-            self._coordination.report(ShardFailed(why=why))
+            self._coordination.report(ShardFailed(why=why, reason=reason))
 
     def _next(self) -> Callable[[], None] | None:
         """Wait for the next work item; None: the shard stops."""
@@ -426,12 +489,12 @@ class ShardRuntime:
         if self._stopped is not None:
             raise self._stopped
         if self._current is None:
-            raise Refusal("UNAVAILABLE", "this server has not started yet")
+            raise Refusal(RefusalCode.NOT_READY, "this server has not started yet")
 
     def _check_term(self, term: int) -> None:
         if term != self.term:
             raise Refusal(
-                "FAILED_PRECONDITION", f"shard {self._shard} is in term {self.term}, not in term {term}: join again"
+                RefusalCode.MOVED, f"shard {self._shard} is in term {self.term}, not in term {term}: join again"
             )
 
     def _stop(self, why: Refusal) -> None:
@@ -447,12 +510,12 @@ class ShardRuntime:
         self._changed.notify_all()
 
 
-def _gradient(incoming: Incoming) -> Gradient:
-    assert isinstance(incoming, Gradient)
+def _gradient(incoming: Incoming) -> StagedGradient:
+    assert isinstance(incoming, StagedGradient)
     return incoming
 
 
-def _outcome_of(gradient: Gradient | None, peer: Peer | None, newest: Commit | None) -> tuple[RejectReason, int]:
+def _outcome_of(gradient: StagedGradient | None, peer: Peer | None, newest: Commit | None) -> tuple[RejectReason, int]:
     """`Answer.outcome` and `Answer.next_key_step`.
 
     Args:

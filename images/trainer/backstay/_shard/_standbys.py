@@ -9,7 +9,7 @@ import numpy as np
 
 from backstay_rpc.control_pb2 import Commit, Contribution, GradientInfo, ReplicaState
 
-from .._wire import Engine
+from .._transport import Engine
 from ._operand import Gathered, Hold, Operand
 
 if TYPE_CHECKING:

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Final
 from .._lazy import lazily
 
 if TYPE_CHECKING:
-    from ._loop import InterruptedAt, Report, train_alone
+    from ._loop import InterruptedAt, StepReport, train_alone
     from ._reference import train_local
     from ._storage import AloneStorage
 
 __all__ = [
     "AloneStorage",
     "InterruptedAt",
-    "Report",
+    "StepReport",
     "train_alone",
     "train_local",
 ]
@@ -25,7 +25,7 @@ __all__ = [
 _HOMES: Final = {
     "AloneStorage": "._storage",
     "InterruptedAt": "._loop",
-    "Report": "._loop",
+    "StepReport": "._loop",
     "train_alone": "._loop",
     "train_local": "._reference",
 }

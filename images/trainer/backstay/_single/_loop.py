@@ -1,4 +1,4 @@
-"""`train` in one process: one compiled function a step, whose results the host reads later.
+"""Runs `train` in one process by one compiled function a step, whose results the host reads later.
 
 Parameters, model state and optimizer state stay on the devices, in donated buffers. The host is a few steps ahead of
 the devices. It reads the loss and the finite flag of a step after it has dispatched later steps (`Lead`).
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from .._process import Interrupts
     from ._storage import AloneStorage
 
-__all__ = ["InterruptedAt", "Lead", "Report", "train_alone"]
+__all__ = ["InterruptedAt", "Lead", "StepReport", "train_alone"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -64,14 +64,14 @@ class InterruptedAt(Exception):  # noqa: N818
         self.step, self.number = step, number
 
 
-class Report:
+class StepReport:
     """One step, which may still be in computation: what is read waits for it.
 
     Attributes:
         step: the number of updates including this one.
         examples: the number of examples in the batch.
-        model: parameters and state after the update, after every `model_every` steps, else None; valid until
-            `on_update` returns.
+        model: the arguments of `evaluate` after the update, parameters or their average, and state; after every
+            `model_every` steps, else None. Valid until `on_update` returns.
         ended: the accounts of the epochs that ended with the update.
     """
 
@@ -110,7 +110,7 @@ def train_alone(
     max_non_finite: int = 3,
     devices: Any = None,
     model_every: int = 0,
-    on_update: Callable[[Report], bool] | None = None,
+    on_update: Callable[[StepReport], bool] | None = None,
     storage: AloneStorage | None = None,
     interrupts: Interrupts | None = None,
 ) -> Result:
@@ -120,8 +120,8 @@ def train_alone(
         script: the arguments of `train`.
         max_non_finite: training fails after this many updates in a row with a gradient that is not finite.
         devices: the devices to use; default: all local devices.
-        model_every: number of updates between two reports with a `Report.model`, for which the host waits; 0: no report
-            has one.
+        model_every: number of updates between two reports with a `StepReport.model`, for which the host waits; 0: no
+            report has one.
         on_update: called for each update, in order; later than the update was dispatched. Training ends when it returns
             True for a report with a model.
         storage: stores checkpoints; training continues from the one that it found.
@@ -139,16 +139,16 @@ def train_alone(
         state, model = storage.state.copy(), storage.model(script)
     begin_alone(state, script.batches_of_update)
     tree = describe(model, has_state=script.has_state)
-    placement = Placement(devices)
+    placement = Placement(devices, deterministic=script.deterministic)
     wire = None if script.wire is None else script.wire.resolved(local=script.local is not None)
     rounding = None if wire is None or wire.exact else Rounding(tree, wire)
     carry = _first(model, tree, script, placement, rounding, storage)
     step = (_gradients if script.local is None else _local_steps)(script, tree, placement, rounding)
     fetching = _fetching(script, placement)
     judge, lead = _Judge(tree, max_non_finite, state.non_finite_run), Lead()
-    waiting: deque[Report] = deque()
+    waiting: deque[StepReport] = deque()
     history = History()
-    newest: Report | None = None
+    newest: StepReport | None = None
 
     def settle() -> bool:
         report = waiting.popleft()
@@ -173,7 +173,7 @@ def train_alone(
             carry, outcome, examples = step(carry, key, fetch)
             shown = bool(model_every) and (number + 1) % model_every == 0
             stored = storage is not None and number + 1 < end and storage.due(number + 1)
-            newest = Report(number + 1, examples, outcome, _model(carry, tree) if shown else None)
+            newest = StepReport(number + 1, examples, outcome, _evaluated(carry, tree) if shown else None)
             waiting.append(newest)
             stops = False
             while len(waiting) > (0 if shown or stored or leaves() or state.world != 1 else lead.steps):
@@ -199,7 +199,7 @@ def train_alone(
             raise InterruptedAt(state.version, interrupts.arrived)
     params, model_state = _model(carry, tree)
     average = average_of(carry["optimizer"], tree)
-    metrics = evaluated(script, params, model_state)
+    metrics = evaluated(script, *_evaluated(carry, tree))
     return Result(
         params=params,
         state=model_state,
@@ -247,6 +247,13 @@ def _model(carry: Mapping[str, Any], tree: TreeSpec) -> tuple[Any, Any]:
     return model if tree.has_state else (model, None)
 
 
+def _evaluated(carry: Mapping[str, Any], tree: TreeSpec) -> tuple[Any, Any]:
+    """Returns the arguments of `evaluate`: the parameters, or their average if there is one, and the state."""
+    params, state = _model(carry, tree)
+    average = average_of(carry["optimizer"], tree)
+    return params if average is None else average, state
+
+
 def _first(
     model: Any,
     tree: TreeSpec,
@@ -275,7 +282,7 @@ def _first(
 
 
 _Step = Callable[[Any, BatchKey, Callable[[BatchKey], Any]], tuple[Any, Mapping[str, Any], int]]
-"""``(carry, key, batch_of) -> (carry, outcome, examples)``: one update; `carry` is donated."""
+"""Makes one update as ``(carry, key, batch_of) -> (carry, outcome, examples)``, where `carry` is donated."""
 
 
 def _gradients(script: Script, tree: TreeSpec, placement: Placement, rounding: Rounding | None) -> _Step:
@@ -289,7 +296,7 @@ def _gradients(script: Script, tree: TreeSpec, placement: Placement, rounding: R
         made = objective(_received(carry, rounding), batch, at)
         return update(carry, (made.leaves, made.loss, made.metrics, made.finite), words, 0)
 
-    options = placement.options(deterministic=script.deterministic)
+    options = placement.options
     jitted = jax.jit(step, donate_argnums=0, out_shardings=placement.everywhere, compiler_options=options)
 
     def whole(carry: Any, key: BatchKey, batch_of: Callable[[BatchKey], Any]) -> tuple[Any, Mapping[str, Any], int]:
@@ -307,14 +314,13 @@ def _local_steps(script: Script, tree: TreeSpec, placement: Placement, rounding:
             script.loss,
             tree,
             script.local,
-            placement.devices,
-            script.deterministic,
+            placement,
             has_rng=script.has_rng,
             seed=script.seed,
         ),
         script.steps,
     )
-    options = placement.options(deterministic=script.deterministic)
+    options = placement.options
     turns = Turns(script.optimizer, tree, script.local.fragments)
     received = jax.jit(lambda carry: _received(carry, rounding), out_shardings=placement.everywhere)
     update = jax.jit(
@@ -455,13 +461,13 @@ class _Judge:
     """Ends training after too many gradients that are not finite, and warns of leaves that no gradient reaches."""
 
     def __init__(self, tree: TreeSpec, max_non_finite: int, in_a_row: int) -> None:
-        """`in_a_row`: how many of the newest updates before the first one had such a gradient."""
+        """`in_a_row` counts the newest updates before the first one that had such a gradient."""
         self._tree = tree
         self._most = max_non_finite
         self._in_a_row = in_a_row
         self._zero, self._untrained = ZeroLeaves(tree), Untrained()
 
-    def examine(self, report: Report) -> None:
+    def examine(self, report: StepReport) -> None:
         """
         Raises:
             JobFailed: ``NonFiniteGradients``.

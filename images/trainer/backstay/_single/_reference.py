@@ -1,4 +1,4 @@
-"""Training in one process: the plain optax loop.
+"""The plain optax loop of training in one process.
 
 It is what `train` does without a cluster, and with more than one rank it is the reference of promise T4. So it computes
 the optimizer over the whole tree, as any optax user would, and uses neither shards nor blocks.
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._compute import Gradient, GradientFn, LocalProgram, LocalTraining, initial
+from .._compute import Gradient, GradientFn, LocalProgram, LocalTraining, Placement, initial
 from .._data import BatchKey, draw
 from .._result import Result
 from .._roles import evaluation_of
@@ -45,7 +45,7 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Update:
+class ReferenceUpdate:
     """One update of the local loop.
 
     Attributes:
@@ -82,7 +82,7 @@ def train_local(
     max_non_finite: int = 3,
     deterministic: bool = False,
     devices: Any = None,
-    on_update: Callable[[Update], object] | None = None,
+    on_update: Callable[[ReferenceUpdate], object] | None = None,
     wire: Wire | None = None,
     local: LocalSteps | None = None,
 ) -> Result:
@@ -101,7 +101,7 @@ def train_local(
         clip_norm: upper bound of the mean gradient's global norm.
         world: the gradients and new states of ranks 0..world-1 are averaged, summed in that order.
         max_non_finite: training fails after this many updates in a row with a gradient that is not finite.
-        deterministic, devices: see `GradientFn`.
+        deterministic, devices: see `Placement`.
         on_update: called after each update; training ends when it returns True.
         wire: parameters and gradients are rounded as they would be between workers and servers; None: they are not.
             The parameters that are updated, and the result, keep full precision.
@@ -122,7 +122,9 @@ def train_local(
     )
     turns = Turns(optimizer, tree, 1 if local is None else local.fragments)
     options: dict[str, Any] = {"has_rng": has_rng, "seed": seed}
-    contributions_of = _contributors(loss, tree, local, turns, steps, world, devices, deterministic, **options)
+    contributions_of = _contributors(
+        loss, tree, local, turns, steps, world, placement=Placement(devices, deterministic=deterministic), **options
+    )
     update = _updater(optimizer, tree.parameters.unflatten, turns)
     count = len(tree.parameters.leaves)
     averaged = jax.jit(_average, static_argnums=(1, 2))
@@ -181,7 +183,12 @@ def train_local(
                 model_state = tree.state.unflatten(new_state)
         if on_update is not None:
             examples = sum(gradient.examples for gradient in gradients)
-            if on_update(Update(step + 1, newest.loss, newest.metrics, examples, not bad, params, model_state)) is True:
+            if (
+                on_update(
+                    ReferenceUpdate(step + 1, newest.loss, newest.metrics, examples, not bad, params, model_state)
+                )
+                is True
+            ):
                 steps = step + 1
                 break
     metrics: Mapping[str, float] = {}
@@ -204,13 +211,11 @@ def _contributors(
     turns: Turns,
     steps: int,
     world: int,
-    devices: Any,
-    deterministic: bool,
     **options: Any,
 ) -> list[Callable[[Any, BatchKey, Callable[[BatchKey], Any]], Gradient]]:
     """A function ``(model, key, batches) -> contribution`` for each rank."""
     if local is not None:
-        program = LocalProgram(loss, tree, local, devices, deterministic, **options)
+        program = LocalProgram(loss, tree, local, **options)
 
         def training(one: LocalTraining) -> Callable[..., Gradient]:
             def contribute(model: Any, key: BatchKey, batches: Callable[[BatchKey], Any]) -> Gradient:
@@ -219,7 +224,7 @@ def _contributors(
             return contribute
 
         return [training(LocalTraining(program, steps)) for _ in range(world)]
-    gradient_of = GradientFn(loss, tree, devices, deterministic, **options)
+    gradient_of = GradientFn(loss, tree, **options)
     return [lambda model, key, batches: gradient_of(model, batches(key), (key.step, key.rank))] * world
 
 

@@ -1,6 +1,6 @@
-"""Checkpoints of training in one process: the same files, owner and lease as those of a job (T6, T7).
+"""Stores the checkpoints of one process, with the same files, owner and lease as those of a job (T6, T7).
 
-A thread writes them beside the training. docs/decisions/0064 has the reasons.
+A thread writes them beside the training. docs/decisions/0075 has the reasons.
 """
 
 from __future__ import annotations
@@ -12,20 +12,48 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .._checkpoint import CheckpointStore, FolderLease, Holder, Reader, StoreTo, probe
+from .._checkpoint import (
+    CheckpointStore,
+    FolderLease,
+    Holder,
+    Identity,
+    ManifestStorage,
+    Reader,
+    StoreTo,
+    file_of,
+    log_continued,
+    patiently,
+    probe,
+)
 from .._coordination import MODES, CoordinatorState, Intervals, WriteManifest
-from .._roles import Identity, ManifestStorage, epochs_of, file_of, log_continued, patiently
+from .._roles import epochs_of
 from .._update import Entry, entries_of, model_from, optimizer_state_from
 from ..errors import BackstayError
 
 if TYPE_CHECKING:
-    from .._roles import Plan, Script
+    from .._roles import Script, ScriptPlan
 
 __all__ = ["AloneStorage"]
 
 _LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _OneProcess:
+    """The facts that manifests record of a run in one process, and the number of checkpoints to keep."""
+
+    keep: int
+    metrics: Callable[[], Mapping[str, float]]
+    world: int = 1
+
+    def evaluation(self) -> dict[str, float]:
+        return dict(self.metrics())
+
+    def examples(self) -> int | None:
+        return None
 
 
 class AloneStorage:
@@ -42,7 +70,7 @@ class AloneStorage:
     def __init__(
         self,
         script: Script,
-        plan: Plan,
+        plan: ScriptPlan,
         to: StoreTo,
         *,
         metrics: Callable[[], Mapping[str, float]] = dict,
@@ -76,6 +104,7 @@ class AloneStorage:
             best=patiently(self._store.rule_of_best),  # so that it is not deleted
         )
         self._lost: BackstayError | None = None
+        run = _OneProcess(to.keep, metrics)
         self._storage = ManifestStorage(
             self._store,
             FolderLease(
@@ -86,10 +115,9 @@ class AloneStorage:
             ),
             plan.partition,
             identity,
-            keep=lambda: to.keep,
-            world=lambda: 1,
-            metrics=lambda: dict(metrics()),
-            fixed_start=script.fixed_start,
+            run,
+            run,
+            script.fixed_start,
         )
         self._changed = threading.Condition()
         self._order: tuple[tuple[Entry, ...], CoordinatorState] | None = None  # until its manifest is stored

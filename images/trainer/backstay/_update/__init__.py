@@ -1,4 +1,4 @@
-"""An update, computed: trees of parameters, partition into shards and blocks, update rules, kernels, engine.
+"""Computes an update by trees of parameters, partition into shards and blocks, update rules, kernels and engine.
 
 The names that other rooms use, in the order in which a job uses them:
 
@@ -26,23 +26,26 @@ if TYPE_CHECKING:
     from ._array_specs import STATE, array_specs
     from ._average import AVERAGE, average_of, averaged
     from ._clip import clip_factor
-    from ._codecs import BlockWire, Encoded, Rounding, ShardWire, Wire, coded_leaves, seed_of, shard_wires
+    from ._codecs import CODECS, BlockWire, Encoded, Rounding, ShardWire, Wire, coded_leaves, seed_of, shard_wires
     from ._engine import ShardEngine
+    from ._engine._kernels import Mean, enable_x64, mean, state_mean
+    from ._engine._sums import BRANCHES, Tree
     from ._fragments import Turns, fragments_of
-    from ._kernels import Mean, enable_x64, mean, state_mean
     from ._local_steps import LocalSteps, default_outer, local_settings, outer_optimizer
     from ._objective import Objective, OwnGradients, all_finite
     from ._partition import Partition, Piece, partition, parts_of_leaves
     from ._rules import Rule, analyse, called
+    from ._selection import ALL, Selection
     from ._snapshot import Entry, Snapshot
-    from ._sums import BRANCHES, Tree
     from ._tree import MODEL_STATE, PARAMS, LeafSpec, TreeSpec, describe, leaf_names
     from ._untrained import UPDATES, Untrained, ZeroLeaves, warning
     from ._whole_state import entries_of, model_from, optimizer_state_from
 
 __all__ = [
+    "ALL",
     "AVERAGE",
     "BRANCHES",
+    "CODECS",
     "MODEL_STATE",
     "PARAMS",
     "STATE",
@@ -59,6 +62,7 @@ __all__ = [
     "Piece",
     "Rounding",
     "Rule",
+    "Selection",
     "ShardEngine",
     "ShardWire",
     "Snapshot",
@@ -96,8 +100,10 @@ __all__ = [
 ]
 
 _HOMES: Final = {
+    "ALL": "._selection",
     "AVERAGE": "._average",
-    "BRANCHES": "._sums",
+    "BRANCHES": "._engine._sums",
+    "CODECS": "._codecs",
     "MODEL_STATE": "._tree",
     "PARAMS": "._tree",
     "STATE": "._array_specs",
@@ -107,17 +113,18 @@ _HOMES: Final = {
     "Entry": "._snapshot",
     "LeafSpec": "._tree",
     "LocalSteps": "._local_steps",
-    "Mean": "._kernels",
+    "Mean": "._engine._kernels",
     "Objective": "._objective",
     "OwnGradients": "._objective",
     "Partition": "._partition",
     "Piece": "._partition",
     "Rounding": "._codecs",
     "Rule": "._rules",
+    "Selection": "._selection",
     "ShardEngine": "._engine",
     "ShardWire": "._codecs",
     "Snapshot": "._snapshot",
-    "Tree": "._sums",
+    "Tree": "._engine._sums",
     "TreeSpec": "._tree",
     "Turns": "._fragments",
     "Untrained": "._untrained",
@@ -133,12 +140,12 @@ _HOMES: Final = {
     "coded_leaves": "._codecs",
     "default_outer": "._local_steps",
     "describe": "._tree",
-    "enable_x64": "._kernels",
+    "enable_x64": "._engine._kernels",
     "entries_of": "._whole_state",
     "fragments_of": "._fragments",
     "leaf_names": "._tree",
     "local_settings": "._local_steps",
-    "mean": "._kernels",
+    "mean": "._engine._kernels",
     "model_from": "._whole_state",
     "optimizer_state_from": "._whole_state",
     "outer_optimizer": "._local_steps",
@@ -146,7 +153,7 @@ _HOMES: Final = {
     "parts_of_leaves": "._partition",
     "seed_of": "._codecs",
     "shard_wires": "._codecs",
-    "state_mean": "._kernels",
+    "state_mean": "._engine._kernels",
     "warning": "._untrained",
 }
 

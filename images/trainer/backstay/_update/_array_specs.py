@@ -1,4 +1,4 @@
-"""The arrays of a job's state: parameters, model state, optimizer state."""
+"""The arrays of a job's state, which are parameters, model state and optimizer state."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from ..errors import ConfigurationError
 from ._rules import analyse
+from ._selection import Selection
 from ._tree import TreeSpec
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ __all__ = ["Turns", "fragments_of", "layer_of"]
 
 
 def layer_of(path: str) -> str:
-    """The layer of a leaf: its path up to the first number, or without its last part.
+    """Returns the layer of a leaf, which is its path up to the first number, or without its last part.
 
     Such as ``blocks.3`` of ``blocks.3.qkv``, and ``dense`` of ``dense.kernel``.
     """
@@ -122,6 +123,6 @@ class Turns:
         kept = [a if part in (own, None) else b for part, a, b in zip(self._states, flat, before, strict=True)]
         return jax.tree_util.tree_unflatten(treedef, kept)
 
-    def received(self, step: int) -> frozenset[int] | None:
-        """The fragments that a worker received before contribution number `step`; None: all of the model."""
-        return frozenset({(step - 1) % self.count}) if step else None
+    def received(self, step: int) -> Selection | None:
+        """The parameters that a worker received before contribution number `step`; None: it requested the model."""
+        return Selection.of([step - 1], self.count) if step else None

@@ -1,4 +1,5 @@
-"""The contribution of one batch to an update: the gradient of ``loss``, and the new model state. To be traced."""
+"""Computes the contribution of one batch to an update, which is the gradient of ``loss`` and the new model state. To be
+traced."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ GRADIENTS = "gradients returned gradients"
 
 @dataclass(frozen=True)
 class OwnGradients:
-    """``train(gradients=...)``: a user's function in the place of ``loss``, which also computes the gradient.
+    """A user's function in the place of ``loss``, which also computes the gradient (``train(gradients=...)``).
 
     Attributes:
         function: gets what ``loss`` gets, and returns ``(result, gradients)``, as ``jax.value_and_grad`` makes it.
@@ -34,7 +35,7 @@ class OwnGradients:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LossOutcome:
     """One batch's contribution, traced.
 
     Attributes:
@@ -76,7 +77,7 @@ class Objective:
         self._has_rng = has_rng
         self._seed = seed
 
-    def __call__(self, leaves: Sequence[Any], batch: Any, at: Any) -> Outcome:
+    def __call__(self, leaves: Sequence[Any], batch: Any, at: Any) -> LossOutcome:
         """
         Args:
             leaves: the model's leaves, in the order of the tree.
@@ -104,7 +105,7 @@ class Objective:
         finite = all_finite(gradients)
         if state:
             finite = finite & _stays_finite(state, untrained)
-        return Outcome([*gradients, *state], loss, metrics, finite)
+        return LossOutcome([*gradients, *state], loss, metrics, finite)
 
     def _called(self, model: Any, batch: Any, key: Any) -> Any:
         arguments = [*(model if self._tree.has_state else [model]), batch, *([key] if self._has_rng else [])]
@@ -153,7 +154,7 @@ class Objective:
 
 
 def key_at(seed: int, step: Any, rank: Any) -> Any:
-    """The random key of a batch: of (seed, step, rank) alone. `step` and `rank` may be traced."""
+    """Returns the random key of a batch, which depends on (seed, step, rank) alone. `step` and `rank` may be traced."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), rank)
 
 
@@ -201,7 +202,9 @@ def _stays_finite(new: Sequence[Any], old: Sequence[Any]) -> Any:
 
 
 def all_finite(arrays: Sequence[Any]) -> Any:
-    """0 * x is 0 for finite x and else NaN; on a CPU this takes a fifth of the time of `isfinite`.
+    """Whether all elements are finite. 0 * x is 0 for finite x, and otherwise NaN.
+
+    On a CPU this takes a fifth of the time of `isfinite`.
 
     Arrays of one shape and dtype are added first, some at a time. A reduction of each would compile for longer than the
     loss itself.

@@ -75,8 +75,8 @@ class Block:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """The part of one shard: `blocks` in the order in which they are updated and sent; `groups` of the rule that it
-    holds whole (indices; a group of empty leaves has no block but may have optimizer state)."""
+    """The part of one shard, with `blocks` in the order in which they are updated and sent, and `groups` of the rule
+    that it holds whole (indices; a group of empty leaves has no block but may have optimizer state)."""
 
     shard: int
     blocks: tuple[Block, ...]
@@ -307,7 +307,8 @@ def _step(spec: LeafSpec, coded: bool) -> int:
 
 
 def _nearest_cut(position: int, spec: LeafSpec, step: int) -> int:
-    """The element at which to cut, nearest to byte `position`: a multiple of `step`, or the leaf's end."""
+    """Returns the element at which to cut, nearest to byte `position`, which is a multiple of `step` or the leaf's
+    end."""
     if position >= spec.nbytes:
         return spec.size
     if position <= 0:

@@ -13,7 +13,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Entry(NamedTuple):
-    """Elements ``start:stop`` of the flattened array `key`: `value` is 1-D, read-only, and never changes."""
+    """Elements ``start:stop`` of the flattened array `key`, whose `value` is 1-D, read-only, and never changes."""
 
     key: str
     start: int

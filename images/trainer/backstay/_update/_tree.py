@@ -53,7 +53,7 @@ class LeafSpec:
 
     @property
     def key(self) -> str:
-        """How checkpoints name the array: ``params/`` or ``state/``, and the path."""
+        """Returns the name of the array in checkpoints, which is ``params/`` or ``state/``, and the path."""
         return (PARAMS if self.trained else MODEL_STATE) + self.path
 
     @property

@@ -1,4 +1,4 @@
-"""Common parts of the adapters: the arguments for `train`, and trees of plain dicts."""
+"""Common parts of the adapters, which make the arguments for `train` and trees of plain dicts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Path = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Adapter(Mapping[str, Any]):
-    """A model as arguments of `train`: ``backstay.train(**adapter, batches=..., optimizer=..., steps=...)``.
+    """A model as arguments of `train`, for ``backstay.train(**adapter, batches=..., optimizer=..., steps=...)``.
 
     Attributes:
         init: PRNG key to parameters, or to ``(params, state)``: dicts of arrays, which a checkpoint restores by itself.
@@ -95,7 +95,8 @@ def pick(tree: Mapping[Any, Any], paths: Sequence[Path]) -> list[Any]:
 
 
 def keys_of(path: Sequence[Any]) -> Path:
-    """A key path of JAX as keys of nested dicts: names of attributes, numbers of items, keys of dicts."""
+    """Returns a key path of JAX as keys of nested dicts, which are names of attributes, numbers of items, or keys of
+    dicts."""
     keys = []
     for entry in path:
         key = getattr(entry, "name", None)

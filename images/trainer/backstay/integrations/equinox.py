@@ -1,4 +1,4 @@
-"""Equinox models: `adapt` makes the arguments of `backstay.train`. Needs ``pip install backstay[equinox]``."""
+"""Makes the arguments of `backstay.train` from Equinox models (`adapt`). Needs ``pip install backstay[equinox]``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def adapt(
     """
     check_function("loss", loss)
     check_function("evaluate", evaluate, optional=True)
-    model = _Model(make, trained)
+    model = _EquinoxModel(make, trained)
 
     def loss_of(params: Any, *rest: Any) -> Any:
         values = list(rest)
@@ -88,7 +88,7 @@ def adapt(
     )
 
 
-class _Model:
+class _EquinoxModel:
     """A model without its arrays, and where those are in trees of dicts.
 
     Attributes:

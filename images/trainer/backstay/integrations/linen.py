@@ -1,4 +1,4 @@
-"""Flax Linen models: `adapt` makes the arguments of `backstay.train`. Needs ``pip install backstay[flax]``."""
+"""Makes the arguments of `backstay.train` from Flax Linen models (`adapt`). Needs ``pip install backstay[flax]``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from flax.core import meta, unfreeze
 from ..errors import ConfigurationError
 from ._adapter import Adapter, check_function, scalar_and_metrics
 
-__all__ = ["Net", "adapt"]
+__all__ = ["LinenModule", "adapt"]
 
 _PARAMS = "params"
 
 
-class Net:
-    """A Linen module with its variables: call it as ``module.apply`` is called, without the variables.
+class LinenModule:
+    """A Linen module with its variables, called as ``module.apply`` is called, without the variables.
 
     Attributes:
         module: the module.
@@ -49,8 +49,8 @@ class Net:
 
 def adapt(
     module: nn.Module,
-    loss: Callable[[Net, Any], Any],
-    evaluate: Callable[[Net], Mapping[str, float]] | None = None,
+    loss: Callable[[LinenModule, Any], Any],
+    evaluate: Callable[[LinenModule], Mapping[str, float]] | None = None,
     *,
     example: Sequence[Any],
     options: Mapping[str, Any] | None = None,
@@ -64,7 +64,7 @@ def adapt(
     Args:
         module: the model.
         loss: ``loss(net, batch)`` returns a scalar, or ``(scalar, {name: scalar})``. ``net(x, train=True)`` calls the
-            module with its variables and keeps the new state; see `Net`.
+            module with its variables and keeps the new state; see `LinenModule`.
         evaluate: ``evaluate(net)`` returns ``{name: number}``; calls of `net` do not change the state.
         example: positional arguments for ``module.init``, of the shapes and dtypes that the module is called with.
         options: keyword arguments for ``module.init``.
@@ -104,12 +104,12 @@ def adapt(
         values = list(rest)
         key = values.pop() if names else None
         batch = values.pop()
-        net = Net(module, params, values[0] if values else {}, keys_of(key) if names else {}, mutable=True)
+        net = LinenModule(module, params, values[0] if values else {}, keys_of(key) if names else {}, mutable=True)
         scalar, metrics = scalar_and_metrics(loss(net, batch))
         return (scalar, net.state, metrics) if has_state else (scalar, metrics)
 
-    def rebuild(params: Any, state: Any = None) -> Net:
-        return Net(module, params, state or {}, {}, mutable=False)
+    def rebuild(params: Any, state: Any = None) -> LinenModule:
+        return LinenModule(module, params, state or {}, {}, mutable=False)
 
     def evaluation(params: Any, state: Any = None) -> Mapping[str, float]:
         assert evaluate is not None

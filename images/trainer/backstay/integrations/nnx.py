@@ -1,4 +1,4 @@
-"""Flax NNX models: `adapt` makes the arguments of `backstay.train`. Needs ``pip install backstay[flax]``."""
+"""Makes the arguments of `backstay.train` from Flax NNX models (`adapt`). Needs ``pip install backstay[flax]``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def adapt(
     check_function("evaluate", evaluate, optional=True)
     if not isinstance(make, nnx.Module):
         check_function("make", make)
-    model = _Model(make, trained)
+    model = _NnxModel(make, trained)
 
     def loss_of(params: Any, *rest: Any) -> Any:
         values = list(rest)
@@ -77,7 +77,7 @@ def adapt(
     )
 
 
-class _Model:
+class _NnxModel:
     """A model's graph without its values, and where those are in trees of dicts."""
 
     def __init__(self, make: Any, trained: Any) -> None:

@@ -1,4 +1,4 @@
-"""Test training scripts with whole jobs: real pods as processes, faults at chosen steps, no Kubernetes.
+"""Tests training scripts with whole jobs of real pods as processes, with faults at chosen steps, without Kubernetes.
 
     from backstay import testing
 
@@ -15,7 +15,8 @@ from ._pods import Job, Pod, Ports
 from ._processes import KILLED, TERMINATED, Forker, PodProcess
 from ._recording import Contribution, Death, JobResult, Rollback, Update
 from ._run import run
-from ._supervisor import Service, Supervisor
+from ._service import Service
+from ._supervisor import ProcessJob, Supervisor
 
 __all__ = [
     "KILLED",
@@ -28,6 +29,7 @@ __all__ = [
     "Pod",
     "PodProcess",
     "Ports",
+    "ProcessJob",
     "Rollback",
     "Service",
     "Supervisor",

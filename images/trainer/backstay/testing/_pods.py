@@ -47,6 +47,7 @@ class Pod:
         log: the file with its output and errors.
         termination: the file with its termination message.
         metrics: ``host:port`` of its metrics.
+        control: ``host:port`` of its control service.
         ports: the pod's ports.
     """
 
@@ -58,6 +59,7 @@ class Pod:
     log: Path
     termination: Path
     metrics: str
+    control: str
     ports: Ports
 
     def output(self) -> str:
@@ -169,8 +171,8 @@ class Job:
             **(environment or {}),
         }
         process = self.forker.start(self._argv, variables, log)
-        metrics = f"{self.address}:{ports.metrics}"
-        pod = Pod(name, role, index, incarnation, process, log, termination, metrics, ports)
+        metrics, control_service = f"{self.address}:{ports.metrics}", f"{self.address}:{ports.control}"
+        pod = Pod(name, role, index, incarnation, process, log, termination, metrics, control_service, ports)
         self.pods.append(pod)
         return pod
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from backstay_cli.preload import PREFIXES, imports_of, preload
+from backstay_client.embedded.preload import PREFIXES, imports_of, preload
 from backstay_cluster.kubelet.forkable import Program, Sensitive, unsafe_reason
 from backstay_cluster.kubelet.preload import Preload
 from backstay_cluster.kubelet.runtime import Process, ProcessRuntime

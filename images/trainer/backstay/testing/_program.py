@@ -1,4 +1,4 @@
-"""The program of each pod of a tested job: runs the training script, and records what the job's test reads.
+"""Runs the training script in each pod of a tested job, and records what the job's test reads.
 
 Its first argument, the target, is a script, or ``FILE::FUNCTION``.
 """

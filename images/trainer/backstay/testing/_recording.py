@@ -1,4 +1,4 @@
-"""The history of a tested job: records that its pods write as they train, and the values that a test reads."""
+"""Holds the history of a tested job, which its pods record as they train, and from which a test reads values."""
 
 from __future__ import annotations
 

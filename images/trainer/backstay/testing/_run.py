@@ -1,14 +1,11 @@
-"""`run`: a whole job of a training script, with faults, as one call."""
+"""Runs a whole job of a training script, with faults, as one call (`run`)."""
 
 from __future__ import annotations
 
 import atexit
 import functools
 import inspect
-import json
-import math
 import os
-import signal
 import tempfile
 import time
 import uuid
@@ -18,9 +15,9 @@ from typing import Any, Final, Literal
 
 from pydantic import ValidationError
 
-from backstay_cli.preload import imports_of
+from backstay_client.embedded.preload import imports_of
 from backstay_spec import contract
-from backstay_spec.runtime import RuntimeConfig, Trained
+from backstay_spec.runtime import RuntimeConfig
 
 from .._faults import ENV_FAULTS, parse
 from ..errors import ConfigurationError, JobFailed
@@ -52,15 +49,8 @@ class _Recorded(Job):
 
     @functools.cached_property
     def _uid(self) -> str:
-        """Another one in each job, as in a cluster: a job in the same folder is a new run."""
+        """Is another one in each job, because a job in the same folder is a new run, as in a cluster."""
         return uuid.uuid4().hex
-
-
-class _Ending(Exception):  # noqa: N818
-    """The job has failed."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        self.reason, self.message = reason, message
 
 
 def run(
@@ -86,9 +76,10 @@ def run(
 ) -> JobResult:
     """Run a training script as a job on this machine, and return what happened.
 
-    Each pod is a process, as in a cluster; there is no Kubernetes. Pods that die are replaced immediately, and standbys
-    are promoted. The processes are forked from one that has imported JAX, so a small job takes a few seconds. They
-    train on the CPU, unless `JAX_PLATFORMS` names another device.
+    Each pod is a process, as in a cluster; there is no Kubernetes. The planner of the operator decides which pods are
+    replaced and which standbys are promoted. Pods that die are replaced immediately. The processes are forked from one
+    that has imported JAX, so a small job takes a few seconds. They train on the CPU, unless `JAX_PLATFORMS` names
+    another device.
 
     Args:
         script: the training script, as a path; or a function at the top level of a file. Each pod runs it.
@@ -103,7 +94,8 @@ def run(
         grace: `spec.update.grace` in seconds; None: `Auto`.
         checkpoint_every: updates between two checkpoints; they are written into `folder`. None: none is written.
         faults: what fails at which step, in the language of `FAULT_INJECTION`, such as ``kill worker/1 @12``.
-        max_restarts: how often the pod of one slot is replaced before the job fails.
+        max_restarts: how often the pods of each slot are replaced, on average over the slots of a role, before the job
+            fails.
         silent: seconds without a heartbeat after which a pod counts as lost. Shorter than in a cluster, a pod that is
             only slow may count as lost.
         env: more variables of each pod.
@@ -152,166 +144,55 @@ def run(
         with _Recorded(argv, pods, forker, shards=servers, workers=workers, **config) as job:
             job.environment |= {**(env or {}), ENV_SILENT: str(silent)}
             job.environment |= {ENV_FAULTS: text} if text else {}
-            found = _Course(job, max_restarts, seconds).run()
+            found = _supervise(job, max_restarts, seconds)
     if check and not found.succeeded:
         raise JobFailed(found.reason, found.message)
     return found
 
 
-class _Course:
-    """One job from its first pod to its end."""
-
-    def __init__(self, job: Job, max_restarts: int, seconds: float) -> None:
-        self._job, self._max_restarts, self._seconds = job, max_restarts, seconds
-        self._supervisor = Supervisor(job)
-        self._running: dict[tuple[str, int, int], Pod] = {}  # by role, index and incarnation
-        self._newest: dict[tuple[str, int], int] = {}
-        self._deaths: list[Death] = []
-        self._deadline = time.monotonic() + seconds
-        self._trained = ""  # how training ended, for workers that start afterwards
-        self._trained_at = 0.0  # when workers that have not returned by then start again
-
-    def run(self) -> JobResult:
-        """Start the pods, replace those that die, and return when the job has ended."""
-        reason = message = ""
-        try:
-            self._train()
-        except _Ending as ending:
-            reason, message = ending.reason, ending.message
-        finally:
-            self._supervisor.close()
-        return self._result(reason, message)
-
-    def _train(self) -> None:
-        job = self._job
-        for shard in range(job.shards):
-            self._start(contract.ROLE_SERVER, shard)
-        if job.config["standbys"]:
-            for shard in range(job.shards):
-                self._start(contract.ROLE_SERVER, shard)
-            self._until(lambda: all(self._in_sync(shard) for shard in range(job.shards)))
-        for rank in range(job.workers):
-            self._start(contract.ROLE_WORKER, rank)
-        if job.config["evaluator"]:
-            self._start(contract.ROLE_EVALUATOR, 0)
-        self._until(lambda: (contract.ROLE_WORKER, 0) not in {(role, index) for role, index, _ in self._running})
-        limit = min(self._deadline, time.monotonic() + _LEFT)
-        while self._running and time.monotonic() < limit:
-            self._reap(replacing=False)
+def _supervise(job: Job, max_restarts: int, seconds: float) -> JobResult:
+    """Run a job to its end."""
+    supervisor = Supervisor(job, max_restarts)
+    try:
+        began = time.monotonic()
+        supervisor.until(lambda: supervisor.ended, seconds)
+        left = time.monotonic() + min(_LEFT, seconds - (time.monotonic() - began))
+        while supervisor.failure is None and supervisor.processes.running and time.monotonic() < left:
+            supervisor.step()
             time.sleep(_POLL)
+    finally:
+        supervisor.close()
+    reason, message = supervisor.failure or ("", "")
+    lost = supervisor.processes.lost
+    if reason and lost and "Traceback" not in message:
+        message = f"{message}\n{lost[-1][0].output()[-2000:]}"
+    return _result(job, lost, reason, message)
 
-    def _until(self, done: Callable[[], bool]) -> None:
-        while not done():
-            if time.monotonic() > self._deadline:
-                ends = "\n".join(f"==== {pod.name}\n{pod.output()[-2000:]}" for pod in self._job.pods)
-                raise TimeoutError(f"the job did not end within {self._seconds:.0f} s:\n{ends}")
-            self._reap(replacing=True)
-            self._end_stalled()
-            self._return_from_checkpoint()
-            time.sleep(_POLL)
 
-    def _start(self, role: str, index: int) -> None:
-        incarnation = self._newest[role, index] = self._newest.get((role, index), 0) + 1
-        if role == contract.ROLE_SERVER:
-            pod = self._supervisor.server(index, incarnation)
-        else:
-            trained = {contract.ENV_TRAINED: self._trained} if self._trained else {}
-            pod = self._job.start(role, index, incarnation, environment=trained)
-        self._running[role, index, incarnation] = pod
+def _result(job: Job, lost: Iterable[tuple[Pod, int]], reason: str, message: str) -> JobResult:
+    leaders = [pod for pod in job.pods if (pod.role, pod.index) == (contract.ROLE_SERVER, 0)]
+    leaders.sort(key=lambda pod: pod.incarnation)
+    events = (event for pod in leaders for event in read_events(job.folder / f"{pod.name}.{EVENTS}"))
+    updates, contributions, rollbacks = account(events)
+    results = {}
+    for pod in job.pods:
+        found = read_result(job.folder / f"{pod.name}.{RESULT}")
+        if found is not None:
+            results[pod.index] = found
+    return JobResult(
+        results=results,
+        updates=updates,
+        contributions=contributions,
+        rollbacks=rollbacks,
+        deaths=tuple(_death(pod, code) for pod, code in lost),
+        logs={pod.name: pod.output() for pod in job.pods},
+        reason=reason,
+        message=message,
+    )
 
-    def _in_sync(self, shard: int) -> int:
-        """The incarnation of the running standby that holds what its server does; 0: there is none."""
-        reply = self._supervisor.replies.get((shard, self._supervisor.active[shard]))
-        standby = 0 if reply is None else reply.standby
-        return standby if (contract.ROLE_SERVER, shard, standby) in self._running else 0
 
-    def _end_stalled(self) -> None:
-        """Kill the workers that shard 0 reports as stalled, as the operator does."""
-        reply = self._supervisor.replies.get((0, self._supervisor.active[0]))
-        for stalled in () if reply is None else reply.stalled:
-            pod = self._running.get((contract.ROLE_WORKER, stalled.rank, stalled.incarnation))
-            if pod is not None:
-                pod.process.send_signal(signal.SIGKILL)
-
-    def _return_from_checkpoint(self) -> None:
-        """Replace the worker of rank 0 if it started after the servers had ended: it returns from the checkpoint."""
-        if not self._trained or time.monotonic() < self._trained_at:
-            return
-        self._trained_at = math.inf  # once
-        key = contract.ROLE_WORKER, 0, self._newest[contract.ROLE_WORKER, 0]
-        if (pod := self._running.pop(key, None)) is not None:
-            pod.process.kill()
-            self._start(contract.ROLE_WORKER, 0)
-
-    def _reap(self, *, replacing: bool) -> None:
-        for (role, index, incarnation), pod in list(self._running.items()):
-            code = pod.process.poll()
-            if code is None:
-                continue
-            del self._running[role, index, incarnation]
-            if code == 0:
-                if role == contract.ROLE_WORKER and not (self._job.folder / f"{pod.name}.{RESULT}").exists():
-                    why = f"{_SHORT[role]}/{index}: the script ended before train returned\n{pod.output()[-2000:]}"
-                    raise _Ending("ExitedEarly", why)
-                ended = pod.final_message()
-                if role == contract.ROLE_SERVER and index == 0 and ended.get("checkpoint"):
-                    fields = {name: ended[name] for name in Trained.model_fields if name in ended}
-                    waits = 0.0 if ended.get("result") == "AlreadyComplete" else _LEFT
-                    self._trained, self._trained_at = json.dumps(fields), time.monotonic() + waits
-                continue
-            words = pod.final_message()
-            message = str(words.get("message", ""))
-            self._deaths.append(Death(f"{_SHORT[role]}/{index}", incarnation, code, message))
-            if not replacing:
-                continue
-            where = f"{_SHORT[role]}/{index}: {message}"
-            if words.get("result") in {"Failed", "Refused", "AfterTrainingFailed"}:
-                raise _Ending(str(words.get("reason") or words["result"]), where)
-            if "traceback" in words:
-                raise _Ending(str(words.get("reason", "ScriptFailed")), f"{where}\n{words['traceback']}")
-            deaths = sum(death.slot == f"{_SHORT[role]}/{index}" for death in self._deaths)
-            if deaths > self._max_restarts:
-                why = f"{where}: died {deaths} times, the last time with exit code {code}\n{pod.output()[-2000:]}"
-                raise _Ending("RestartsExhausted", why)
-            self._replace(role, index, incarnation)
-
-    def _replace(self, role: str, index: int, incarnation: int) -> None:
-        if role == contract.ROLE_SERVER and incarnation == self._supervisor.active[index]:
-            if standby := self._in_sync(index):
-                self._supervisor.promote(index, standby)
-            else:
-                # A standby that does not hold the state is of no use to the server that restores a checkpoint.
-                for (other, shard, number), pod in list(self._running.items()):
-                    if (other, shard) == (role, index):
-                        del self._running[other, shard, number]
-                        pod.process.send_signal(signal.SIGKILL)
-                self._supervisor.active[index] = self._newest[role, index] + 1
-                self._start(role, index)
-                if not self._job.config["standbys"]:
-                    return
-        self._start(role, index)
-
-    def _result(self, reason: str, message: str) -> JobResult:
-        job = self._job
-        leaders = [pod for pod in job.pods if (pod.role, pod.index) == (contract.ROLE_SERVER, 0)]
-        leaders.sort(key=lambda pod: pod.incarnation)
-        events = (event for pod in leaders for event in read_events(job.folder / f"{pod.name}.{EVENTS}"))
-        updates, contributions, rollbacks = account(events)
-        results = {}
-        for pod in job.pods:
-            found = read_result(job.folder / f"{pod.name}.{RESULT}")
-            if found is not None:
-                results[pod.index] = found
-        return JobResult(
-            results=results,
-            updates=updates,
-            contributions=contributions,
-            rollbacks=rollbacks,
-            deaths=tuple(self._deaths),
-            logs={pod.name: pod.output() for pod in job.pods},
-            reason=reason,
-            message=message,
-        )
+def _death(pod: Pod, code: int) -> Death:
+    return Death(f"{_SHORT[pod.role]}/{pod.index}", pod.incarnation, code, str(pod.final_message().get("message", "")))
 
 
 def _check(config: Mapping[str, Any]) -> None:

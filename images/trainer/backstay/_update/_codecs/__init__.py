@@ -1,4 +1,4 @@
-"""Codecs: how tensors are encoded on the wire, how much they lose by it, and what a server computes from them."""
+"""Encodes tensors on the wire by codecs, bounds what they lose, and decodes them on servers."""
 
 from ._codec import GROUP, Bound, Codec, CodecName, Encoded, body_of, encoded
 from ._integers import seed_of

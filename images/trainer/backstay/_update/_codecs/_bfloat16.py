@@ -1,4 +1,4 @@
-"""bfloat16: the upper half of a float32, rounded to nearest, ties to even."""
+"""Encodes float32 as bfloat16, which is its upper half, rounded to nearest, ties to even."""
 
 from __future__ import annotations
 

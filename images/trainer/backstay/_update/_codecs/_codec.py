@@ -46,7 +46,7 @@ class Bound:
 
 
 def exact_bound() -> Bound:
-    """The bound of an exact codec: no error."""
+    """The bound of an exact codec, which makes no error."""
     return Bound(0.0, "element", 1, 0.0)
 
 
@@ -99,7 +99,8 @@ class Codec(Hashable, Protocol):
 
 @dataclass(frozen=True)
 class Encoded:
-    """One block as it travels: a pytree of `sections` and `tail`. It stands where a 1-D array of `size` elements could.
+    """One block as it travels, as a pytree of `sections` and `tail`. It stands where a 1-D array of `size` elements
+    could.
 
     Attributes:
         sections: the codec's sections, 1-D arrays.

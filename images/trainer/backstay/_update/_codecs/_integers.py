@@ -1,4 +1,4 @@
-"""Int8 and Int4: integers with a scale for each few elements, rounded at random so that nothing is lost on average.
+"""Encodes floats as integers with a scale for each few elements, rounded at random so that the mean is exact.
 
 The integer of an element is ``element / scale + u`` rounded to nearest, with `u` uniform between -1/2 and 1/2: its
 expectation is ``element / scale``. `u` is a function of (seed, step, rank, group, lane), so a replacement that computes
@@ -33,7 +33,7 @@ def seed_of(*words: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
 
 
 def residual_dtype(dtype: Any) -> np.dtype[Any]:
-    """The dtype of residuals: float64 for float64, else float32.
+    """The dtype of residuals, which is float64 for float64, else float32.
 
     In a narrower dtype, the sum of a residual and a small element would be the residual, and the element would be lost.
 
@@ -74,7 +74,7 @@ class Integers:
 
     @property
     def top(self) -> int:
-        """The largest integer: 127 or 7."""
+        """The largest integer, which is 127 or 7."""
         return (1 << (self.bits - 1)) - 1
 
     def covers(self, dtype: np.dtype[Any]) -> bool:
@@ -179,7 +179,7 @@ def _uniform(words: Any, real: Any) -> Any:
 
 
 def _nearest(values: Any) -> Any:
-    """Integers, as int32 of which the lower 8 bits count: `values` are between -128 and 127.
+    """Returns integers as int32, of which the lower 8 bits count, for `values` between -128 and 127.
 
     Adding a number with a unit of 1 in its last place rounds as no conversion does: in one vector instruction.
     """

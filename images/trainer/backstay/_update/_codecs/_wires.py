@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,14 @@ import ml_dtypes
 import numpy as np
 
 from ...errors import ConfigurationError
+from .._selection import Selection
 from .._tree import TreeSpec
 from ._bfloat16 import BFloat16
 from ._codec import GROUP, Bound, Codec, CodecName, Encoded, body_of, encoded, exact_bound
 from ._integers import Integers, residual_dtype, seed_of, with_residual
+
+if TYPE_CHECKING:
+    from backstay_rpc.control_pb2 import Part
 
 __all__ = ["CODECS", "SMALL", "BlockWire", "Rounding", "ShardWire", "Wire", "bound_of", "coded_leaves", "shard_wires"]
 
@@ -30,7 +34,7 @@ CODECS: Final[Mapping[CodecName, Codec]] = {
 _PARAMETERS: Final = ("Exact", "BFloat16")
 
 SMALL: Final = 4096
-"""A leaf with fewer elements travels exactly: norms and biases are few bytes and matter much."""
+"""A leaf with fewer elements travels exactly, because norms and biases are few bytes and matter much."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -136,8 +140,8 @@ class BlockWire:
         size, dtype: the block's number of elements and dtype.
         codec: None where it travels as it is.
         numbers: uint32, the number of each group of the block; empty without a codec.
-        absent: whether the block does not travel, because it is of another fragment. It then has no bytes, and `views`
-            is None.
+        absent: whether the block does not travel, because it is not selected. It then has no bytes, and `views` is
+            None.
     """
 
     size: int
@@ -211,7 +215,7 @@ class BlockWire:
         return Encoded(sections, tail, self.codec, self.size, self.dtype), rest
 
     def no_residual(self) -> Array:
-        """The residual before the first contribution: zeros."""
+        """Returns the residual before the first contribution, which has zeros."""
         return np.zeros(self.size, residual_dtype(self.dtype))
 
     def receive(self, into: Array, offset: int, body: Array) -> str | None:
@@ -261,7 +265,7 @@ class ShardWire:
     exact: tuple[BlockWire, ...]
     fragments: tuple[int | None, ...] = ()
     count: int = 1
-    _only: dict[frozenset[int], ShardWire] = field(default_factory=dict, init=False, repr=False)
+    _selected: dict[Selection, ShardWire] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def exactly(cls, blocks: Sequence[Any], count: int = 1) -> ShardWire:
@@ -269,36 +273,36 @@ class ShardWire:
         exact = tuple(BlockWire(int(block.size), np.dtype(block.dtype)) for block in blocks)
         return cls(exact, exact, exact, tuple(block.fragment for block in blocks) if count > 1 else (), count)
 
-    def fragments_of(self, steps: Iterable[int]) -> frozenset[int]:
-        """The fragments that contributions of these numbers (`GradientId.key_step`) exchange."""
-        return frozenset(step % self.count for step in steps)
+    def selection(self, key_steps: Iterable[int]) -> Selection:
+        """Returns the selection that contributions with these numbers (`GradientId.key_step`) exchange."""
+        return Selection.of(key_steps, self.count)
 
-    def of(self, step: int) -> ShardWire:
-        """How the blocks travel that the contribution of this number exchanges."""
-        return self.only(self.fragments_of([step]))
+    def pushed(self, part: Part) -> ShardWire:
+        """Returns how the blocks of a part travel. No other function reads a selection from an address."""
+        return self.select(self.selection([part.contribution.key_step]))
 
-    def only(self, fragments: frozenset[int] | None) -> ShardWire:
-        """How blocks travel if only those of some fragments do; None: all. The same object each time, in all threads,
-        so it is a key for what belongs to it."""
-        if self.count == 1 or fragments is None or len(fragments) == self.count:
+    def select(self, selection: Selection) -> ShardWire:
+        """How blocks travel if only those of `selection` do. The same object each time, in all threads, so it is a key
+        for what belongs to it."""
+        if self.count == 1 or selection.whole:
             return self
-        found = self._only.get(fragments)
+        found = self._selected.get(selection)
         if found is not None:
             return found
 
         def some(wires: tuple[BlockWire, ...]) -> tuple[BlockWire, ...]:
             return tuple(
-                wire if own is None or own in fragments else BlockWire(wire.size, wire.dtype, absent=True)
+                wire if selection.has(own) else BlockWire(wire.size, wire.dtype, absent=True)
                 for wire, own in zip(wires, self.fragments, strict=True)
             )
 
         made = ShardWire(some(self.gradients), some(self.parameters), some(self.exact), self.fragments, self.count)
-        return self._only.setdefault(fragments, made)
+        return self._selected.setdefault(selection, made)
 
     @cached_property
     def earliest_last(self) -> int:
         """The first block that can complete an answer to a push, over all fragments; -1: an answer has no block."""
-        each = (self.of(step).parameters for step in range(self.count))
+        each = (self.select(self.selection([step])).parameters for step in range(self.count))
         return min(max((b for b, wire in enumerate(wires) if wire.nbytes), default=-1) for wires in each)
 
 
@@ -417,8 +421,8 @@ class Rounding:
         return rounded
 
     def no_residual(self, leaves: Sequence[Any]) -> list[Any]:
-        """The residual before the first contribution, with error feedback: zeros for each leaf that is encoded, and an
-        empty array for each other leaf. Without error feedback: nothing."""
+        """Returns the residual before the first contribution, which with error feedback has zeros for each encoded leaf
+        and an empty array for each other leaf. Without error feedback: nothing."""
         if not self._wire.error_feedback:
             return []
         encoded = _encoded_leaves(self._tree, self._wire.gradients, self._coded)

@@ -151,10 +151,15 @@ def factories(optimizer: Any) -> frozenset[str]:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, types.FunctionType) and value.__module__.startswith("optax."):
+        if isinstance(value, types.FunctionType) and _is_of_optax(value):
             names.add(value.__qualname__.partition(".")[0])
         stack.extend(_inside(value))
     return frozenset(names)
+
+
+def _is_of_optax(value: types.FunctionType | type) -> bool:
+    module = getattr(value, "__module__", None)  # None for a function of `exec`
+    return isinstance(module, str) and module.startswith("optax.")
 
 
 def _inside(value: Any) -> Iterable[Any]:
@@ -170,7 +175,7 @@ def _inside(value: Any) -> Iterable[Any]:
             return value
         case dict():
             return value.values()
-        case _ if type(value).__module__.startswith("optax."):
+        case _ if _is_of_optax(type(value)):
             return vars(value).values() if hasattr(value, "__dict__") else []
     return []
 

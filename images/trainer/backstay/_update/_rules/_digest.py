@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import hashlib
 import json
 import re
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._tree import TreeSpec
-from ._elementwise import Node
+from ._elementwise import ExpressionNode
 from ._flat import Atom, Flat, Literal, flatten
 from ._trace import StateSpec
 
@@ -55,7 +56,7 @@ def structure_digest(tree: TreeSpec, states: Sequence[StateSpec]) -> bytes:
     return _sha256(document)
 
 
-def program_digest(flats: Iterable[Flat], blocks: Iterable[Sequence[Node]], layout: Any) -> ProgramDigest:
+def program_digest(flats: Iterable[Flat], blocks: Iterable[Sequence[ExpressionNode]], layout: Any) -> ProgramDigest:
     """The digest of programs.
 
     Args:
@@ -100,7 +101,7 @@ class _Writer:
         ]
         return [inputs, equations, [name(atom) for atom in flat.outputs]]
 
-    def nodes(self, nodes: Sequence[Node]) -> Any:
+    def nodes(self, nodes: Sequence[ExpressionNode]) -> Any:
         return [
             [
                 node.op,
@@ -156,9 +157,11 @@ class _Writer:
         if dataclasses.is_dataclass(value):
             fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
             return ["dataclass", type(value).__qualname__, self.params(fields)]
+        if isinstance(value, functools.partial):
+            return ["partial", *map(self.value, (value.func, value.args, value.keywords))]
         if callable(value):
-            kind = value if hasattr(value, "__qualname__") else type(value)
-            return ["function", f"{kind.__module__}.{kind.__qualname__}"]
+            named = isinstance(getattr(value, "__qualname__", None), str)
+            return ["function", _full_name(value if named else type(value))]
         return ["object", type(value).__qualname__, _ADDRESS.sub("", str(value))]
 
 
@@ -169,4 +172,10 @@ def _dtype(dtype: Any) -> str:
     try:
         return str(np.dtype(dtype).name)
     except TypeError:
-        return f"{dtype.__module__}.{dtype.__qualname__}"
+        return _full_name(dtype)
+
+
+def _full_name(value: Any) -> str:
+    """The module and the name of a function or a class; empty parts where it has none, as some callables."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    return f"{module if isinstance(module, str) else ''}.{name if isinstance(name, str) else ''}"

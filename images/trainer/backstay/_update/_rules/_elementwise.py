@@ -47,7 +47,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Value:
-    """A variable of the trace: the number of its expression, and its true shape."""
+    """A variable of the trace, with the number of its expression and its true shape."""
 
     expression: int
     kind: Kind
@@ -67,8 +67,9 @@ class _Expression:
 
 
 @dataclass(frozen=True)
-class Node:
-    """One expression of a program, for its digest: `args` are positions of earlier nodes, with the shapes to take."""
+class ExpressionNode:
+    """One expression of a program for its digest, where `args` are positions of earlier nodes with the shapes to
+    take."""
 
     op: str
     primitive: str
@@ -133,13 +134,13 @@ class Expressions:
                 stack.extend(arg for arg, _ in expression.args)
         return tuple(sorted(found))
 
-    def nodes(self, outputs: Sequence[int]) -> list[Node]:
+    def nodes(self, outputs: Sequence[int]) -> list[ExpressionNode]:
         """The expressions under `outputs`, each after those that it reads; the last node lists the outputs.
 
         The order depends on the program alone, not on the numbers that the expressions have.
         """
         position: dict[int, int] = {}
-        found: list[Node] = []
+        found: list[ExpressionNode] = []
         stack = list(reversed(outputs))
         while stack:
             number = stack[-1]
@@ -153,8 +154,8 @@ class Expressions:
                 position[number] = len(found)
                 name = "" if expression.primitive is None else str(expression.primitive.name)
                 args = tuple((position[arg], shape) for arg, shape in expression.args)
-                found.append(Node(expression.op, name, expression.params, args, expression.payload))
-        found.append(Node("outputs", "", {}, tuple((position[number], None) for number in outputs), None))
+                found.append(ExpressionNode(expression.op, name, expression.params, args, expression.payload))
+        found.append(ExpressionNode("outputs", "", {}, tuple((position[number], None) for number in outputs), None))
         return found
 
     def scalars(self, wanted: Sequence[int], shared: Mapping[int, Any]) -> list[jax.Array]:
@@ -269,7 +270,7 @@ class Expressions:
     def _compute(
         self, wanted: int, env: dict[int, Any], shared: Mapping[int, Any], inputs: Sequence[Any], size: int | None
     ) -> Any:
-        """Depth first without recursion: chains are as long as an optimizer is."""
+        """Visits depth first without recursion, because chains are as long as an optimizer is."""
         stack = [wanted]
         while stack:
             number = stack[-1]

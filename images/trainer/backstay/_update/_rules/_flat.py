@@ -32,7 +32,7 @@ _CALLS = {
 
 @dataclass(frozen=True, eq=False)
 class Literal:
-    """A constant of the program: a scalar written in it, or an array that the traced function closed over."""
+    """A constant of the program, which is a scalar written in it, or an array that the traced function closed over."""
 
     value: Any  # np.ndarray, or a jax.Array for dtypes that NumPy does not have (PRNG keys)
 
@@ -61,7 +61,7 @@ class Equation:
 
 @dataclass(frozen=True, eq=False)
 class Flat:
-    """A program: variables `inputs`, then `equations` in order, then the atoms `outputs`.
+    """A program of variables `inputs`, then `equations` in order, then the atoms `outputs`.
 
     `avals` gives shape and dtype of every variable by its number.
     """

@@ -1,4 +1,4 @@
-"""An optimizer as shards compute it: which leaves are updated together, and the program for each."""
+"""Describes an optimizer as shards compute it, by the leaves that are updated together, and the program for each."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ElementwiseProgram:
     """The update of any stretch of elements.
 
     Attributes:
-        expressions: where `outputs` are from.
+        expressions: the expressions that `outputs` refer to.
         outputs: expressions of the new parameter, then of the new states.
         uniform: the scalars that `run` wants, computed once for a whole update by `Rule.advance`.
     """
@@ -99,7 +99,7 @@ class WholeProgram:
 
 @dataclass(frozen=True)
 class StateProgram:
-    """The update of the model state: any stretch of it becomes the weighted mean of the contributions.
+    """Updates the model state, any stretch of which becomes the weighted mean of the contributions.
 
     Integers and booleans have no mean: they become those of the lowest contributing rank.
     """
@@ -117,7 +117,7 @@ class Rule:
     Attributes:
         tree: the model: parameters, and model state if it has one.
         states: the leaves of the optimizer's state.
-        treedef: how they make the state.
+        treedef: the structure of the state, of which `states` are the leaves.
         groups: every leaf of the model in exactly one, ordered by their first leaf.
         shared: the state leaves that no gradient reaches; every shard keeps and advances a copy.
         programs: what updates groups; groups with the same program are updated in the same way.
@@ -161,7 +161,7 @@ class Rule:
 
     @property
     def program_digest(self) -> bytes:
-        """The SHA-256 of `program`: pods that train together have the same one."""
+        """The SHA-256 of `program`, which is the same in pods that train together."""
         return self.program.sha256
 
     def check(self, shards: int) -> None:
@@ -195,7 +195,7 @@ class Rule:
         """The given leaves of ``optimizer.init(params)``, the others not computed."""
         part, used = Slicer(self._init).select(wanted)
         leaves = jax.tree_util.tree_leaves(params)
-        # Not jitted: mostly zeros, and so nothing is compiled for each set of leaves.
+        # Not jitted, because most leaves are zeros, and each set of leaves would be compiled.
         return [jnp.asarray(value) for value in evaluate(part, [jnp.asarray(leaves[index]) for index in used])]
 
     def _refusal(self, group: Group, shards: int) -> str:

@@ -15,7 +15,7 @@ from ._flat import Atom, Flat, Literal
 
 
 def of_param(value: Any) -> Any:
-    """A hashable key of a primitive's parameter: equal keys mean equal parameters."""
+    """Returns a hashable key of a primitive's parameter, where equal keys mean equal parameters."""
     if value is None or isinstance(value, bool | int | str | bytes | enum.Enum):
         return (type(value), value)
     if isinstance(value, float | complex):

@@ -1,0 +1,13 @@
+"""Reads and writes arrays in other formats by name, for `start_from` and `backstay export`.
+
+- `_arrays`: files and folders of named arrays; `_orbax`: checkpoints of Orbax, imported only when they are used.
+- `_start`: initial parameters from another place; `_export`: a checkpoint as arrays of another format.
+"""
+
+from __future__ import annotations
+
+from ._arrays import fix
+from ._export import Exported, export
+from ._start import StartFrom, read_start
+
+__all__ = ["Exported", "StartFrom", "export", "fix", "read_start"]

@@ -1,0 +1,249 @@
+"""Reads named arrays from a checkpoint of Backstay, safetensors files, or an Orbax checkpoint.
+
+A place is a mapping. It reads an array when a caller looks its name up, and records the names that callers looked up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from json import JSONDecodeError
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import safetensors
+from numpy.typing import NDArray
+
+from ..._update import MODEL_STATE
+from ...errors import CheckpointError, StorageError
+from .._files import PosixFolder, open_folder
+from .._manifest import Origin
+from .._names import MANIFEST_SUFFIX
+from .._reader import Reader
+from .._store import CheckpointStore, Contents
+from ._orbax import is_orbax, read_orbax
+
+__all__ = ["Arrays", "MissingArray", "fix", "open_arrays"]
+
+_SAFETENSORS: Final = ".safetensors"
+_SAMPLE: Final = 64 << 10
+"""Bytes at the beginning and at the end of a file. Its fingerprint contains them, and so differs for another file of
+the same size."""
+
+
+class MissingArray(KeyError):  # noqa: N818
+    """There is no array of this name."""
+
+
+class Arrays(Mapping[str, NDArray[np.generic]]):
+    """Arrays by name.
+
+    Attributes:
+        where: the place of the arrays, for messages.
+        read_names: the names of the arrays that were read.
+    """
+
+    def __init__(self, where: str, readers: Mapping[str, Callable[[], NDArray[np.generic]]]) -> None:
+        self.where = where
+        self.read_names: set[str] = set()
+        self._readers = dict(readers)
+
+    def __getitem__(self, name: str) -> NDArray[np.generic]:
+        if name not in self._readers:
+            raise MissingArray(name)
+        array = self._readers[name]()
+        self.read_names.add(name)
+        return array
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._readers)
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._readers
+
+
+def fix(uri: str, skip: Callable[[Origin], bool] | None = None) -> str:
+    """A reference to the present content of `uri`. `open_arrays` refuses the reference when the content has changed.
+
+    Args:
+        uri: a manifest, a folder with manifests (its newest complete checkpoint), a safetensors file, a folder of them,
+            or an Orbax checkpoint.
+        skip: a condition on the origin of a manifest: in a folder with manifests, those for which it is true are
+            skipped. The manifests of all histories are considered then.
+
+    Raises:
+        CheckpointError: `uri` names none of these, or the file system of its scheme refuses it.
+        StorageError: `uri` cannot be read now.
+    """
+    try:
+        return _fixed(uri, skip)
+    except StorageError as error:
+        cause = error.__cause__
+        if isinstance(cause, NotADirectoryError):
+            raise CheckpointError(
+                f"{uri} is a file of another kind: must be a manifest (*{MANIFEST_SUFFIX}), a safetensors file "
+                f"(*{_SAFETENSORS}), or a folder"
+            ) from error
+        # A storage may answer a text that cannot be decoded, and another one later. The URI stays the same.
+        if not isinstance(cause, NotImplementedError | ValueError) or isinstance(cause, JSONDecodeError | UnicodeError):
+            raise
+        raise CheckpointError(
+            f"{error} ({type(cause).__name__}). It must be a path, or a URI whose scheme can list and read files"
+        ) from error
+
+
+def _fixed(uri: str, skip: Callable[[Origin], bool] | None) -> str:
+    if uri.endswith(MANIFEST_SUFFIX):
+        return uri
+    if _is_ours(uri):
+        store = CheckpointStore(uri)
+        if skip is None:
+            newest = store.newest()
+            if newest.manifest is not None:
+                return store.uri_of(newest.manifest)
+            damaged = "".join(f"\n  skipped {line}" for line in newest.skipped)
+            raise CheckpointError(f"there is no complete checkpoint in {uri}{damaged}")
+        for key in store.contents().manifests:
+            with contextlib.suppress(CheckpointError):
+                manifest = store.open(str(key))
+                if not skip(manifest.origin):
+                    return store.uri_of(manifest)
+        raise CheckpointError(f"there is no complete checkpoint of another job or seed in {uri}")
+    return f"{uri}#{_fingerprint(uri)}"
+
+
+@contextlib.contextmanager
+def open_arrays(fixed: str) -> Iterator[Arrays]:
+    """The arrays that a reference from `fix` names; they can be read until the context ends.
+
+    Names are the keys on the way to an array, joined by dots; those of a model state in a checkpoint of Backstay begin
+    with ``state/``. In safetensors files they are the names of the tensors.
+
+    Raises:
+        CheckpointError: the content does not exist any more, is damaged, or has changed.
+        StorageError: `uri` cannot be read now.
+    """
+    if fixed.endswith(MANIFEST_SUFFIX):
+        folder, _, name = fixed.rpartition("/")
+        store = CheckpointStore(folder or ".")
+        manifest = store.open(name, verify=False)  # the reader compares the checksums of what it reads
+        reader = Reader(store, manifest, cache=len(manifest.files))
+        readers = {leaf.path: partial(reader.parameter, index) for index, leaf in enumerate(manifest.leaves)}
+        of_state = enumerate(manifest.state_leaves)
+        yield Arrays(fixed, readers | {MODEL_STATE + leaf.path: partial(reader.state_leaf, i) for i, leaf in of_state})
+        return
+    uri, _, expected = fixed.rpartition("#")
+    if (found := _fingerprint(uri)) != expected:
+        raise CheckpointError(
+            f"the content of {uri} has changed (fingerprint {found}) since the job began with it ({expected}). It must "
+            "stay the same while the job runs, and be the same in every pod"
+        )
+    if is_orbax(uri):
+        yield Arrays(uri, {name: _constant(array) for name, array in read_orbax(uri).items()})
+        return
+    with contextlib.ExitStack() as opened:
+        yield Arrays(uri, _tensors(uri, opened))
+
+
+def _constant(array: NDArray[np.generic]) -> Callable[[], NDArray[np.generic]]:
+    return lambda: array
+
+
+def _is_ours(uri: str) -> bool:
+    if uri.endswith(_SAFETENSORS):
+        return False
+    contents = Contents.of(open_folder(uri).names())
+    return bool(contents.manifests or contents.format_1 or contents.unknown)
+
+
+def _tensors(uri: str, opened: contextlib.ExitStack) -> dict[str, Callable[[], NDArray[np.generic]]]:
+    """The tensors of one file, or of all files in a folder."""
+    readers: dict[str, Callable[[], NDArray[np.generic]]] = {}
+    homes: dict[str, str] = {}
+    for name, path in _files(uri, opened):
+        try:
+            file = opened.enter_context(safetensors.safe_open(path, framework="numpy"))
+        except (safetensors.SafetensorError, OSError) as error:
+            raise CheckpointError(f"{name} is not a safetensors file: {error}") from error
+        for tensor in file.keys():  # noqa: SIM118  # it is not a mapping
+            if tensor in homes:
+                raise CheckpointError(f"{uri}: the tensor {tensor!r} is in {homes[tensor]} and in {name}")
+            homes[tensor] = name
+            readers[tensor] = _tensor(file, name, tensor)
+    return readers
+
+
+def _tensor(file: Any, name: str, tensor: str) -> Callable[[], NDArray[np.generic]]:
+    def read() -> NDArray[np.generic]:
+        try:
+            array: NDArray[np.generic] = file.get_tensor(tensor)
+        except (safetensors.SafetensorError, TypeError, KeyError) as error:
+            dtype = file.get_slice(tensor).get_dtype()
+            raise CheckpointError(f"{name}: the tensor {tensor!r} of dtype {dtype} cannot be read: {error}") from error
+        return array
+
+    return read
+
+
+def _files(uri: str, opened: contextlib.ExitStack) -> Iterator[tuple[str, str]]:
+    """The safetensors files at `uri`, each with a local path. Remote ones are copied: the library maps files."""
+    parent, _, last = uri.rstrip("/").rpartition("/")
+    folder = open_folder(parent or "." if uri.endswith(_SAFETENSORS) else uri)
+    names = [last] if uri.endswith(_SAFETENSORS) else [name for name in folder.names() if name.endswith(_SAFETENSORS)]
+    if isinstance(folder, PosixFolder):
+        yield from ((str(folder.path / name), str(folder.path / name)) for name in names)
+        return
+    scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="backstay-")))
+    for name in names:
+        (scratch / name).write_bytes(folder.read(name))
+        yield f"{folder.uri}/{name}", str(scratch / name)
+
+
+def _fingerprint(uri: str) -> str:
+    """The fingerprint of the names, sizes, beginnings and ends of the files at `uri`, in hex.
+
+    Raises:
+        CheckpointError: `uri` has nothing that can be read as named arrays.
+        StorageError: `uri` cannot be read now.
+    """
+    import fsspec
+    from fsspec.implementations.local import LocalFileSystem
+
+    try:
+        files, path = fsspec.core.url_to_fs(uri if "://" in uri else str(Path(uri).expanduser().absolute()))
+    except (ImportError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{uri} cannot be opened: {error}") from error
+    digest = hashlib.sha256()
+    try:
+        files.invalidate_cache()
+        try:
+            found = files.find(path, detail=True)
+        except FileNotFoundError:
+            found = {}
+        if isinstance(files, LocalFileSystem):
+            # Reading a pipe would never end. A link to a folder cannot be read, and may be a loop.
+            found = {name: info for name, info in found.items() if Path(name).is_file()}
+        known = uri.endswith(_SAFETENSORS) or any(name.endswith(_SAFETENSORS) for name in found) or is_orbax(uri)
+        if not found or not known:
+            what = "there are no files" if not found else f"found {len(found)} files, such as {min(found)}"
+            raise CheckpointError(
+                f"{uri} is not a checkpoint of Backstay, a safetensors file, a folder of them or an Orbax checkpoint: "
+                f"{what}"
+            )
+        for name in sorted(found):
+            size = int(found[name]["size"])
+            digest.update(f"{name.removeprefix(path)}\0{size}\0".encode())
+            digest.update(files.cat_file(name, start=0, end=min(size, _SAMPLE)))
+            digest.update(files.cat_file(name, start=max(0, size - _SAMPLE), end=size))
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise StorageError(f"cannot read {uri}: {error}") from error
+    return digest.hexdigest()[:16]

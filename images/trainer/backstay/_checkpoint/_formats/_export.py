@@ -1,0 +1,172 @@
+"""Writes a checkpoint for other programs, as safetensors or as an Orbax checkpoint (`backstay.export`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, Final, Literal
+
+import numpy as np
+import safetensors
+from numpy.typing import NDArray
+
+from ..._update import MODEL_STATE
+from ...errors import CheckpointError, ConfigurationError
+from .._files import open_folder
+from .._manifest import Manifest
+from .._names import MANIFEST_SUFFIX
+from .._store import CheckpointStore
+from .._structure import rebuild
+from ._arrays import fix, open_arrays
+from ._orbax import write_orbax
+
+__all__ = ["Exported", "export"]
+
+_SUFFIX: Final = ".safetensors"
+_NAME: Final = "model"
+_OF_OTHERS: Final = frozenset(
+    [
+        *(".bin", ".ckpt", ".gguf", ".h5", ".hdf5", ".json", ".keras", ".msgpack", ".npy", ".npz", ".onnx"),
+        *(".pb", ".pickle", ".pkl", ".pt", ".pth", ".tar", ".tflite", ".zip"),
+    ]
+)
+"""A folder with such a name looks like a file, which other programs cannot read."""
+MAX_FILE_BYTES: Final = 5 * 10**9
+"""A folder has several files where one would be larger."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The result of `export`.
+
+    Attributes:
+        step: the checkpoint's step.
+        arrays: the number of arrays.
+        nbytes: the size of all arrays together, in bytes.
+    """
+
+    step: int
+    arrays: int
+    nbytes: int
+
+
+def export(checkpoint: str, out: str, format: Literal["safetensors", "orbax"] = "safetensors") -> Exported:  # noqa: A002
+    """Write the parameters, and the model state, of a checkpoint in a format that other programs read.
+
+    Args:
+        checkpoint: one checkpoint (its manifest), or a job's ``checkpoint.uri``: then the newest complete checkpoint is
+            exported.
+        out: a path or any fsspec URI, which does not exist yet. For ``safetensors`` it is a file if it ends in
+            ``.safetensors``, else a folder with ``model.safetensors``. Above 5 GB the folder has several files, and
+            ``model.safetensors.index.json``. For ``orbax`` it is a folder.
+        format: ``safetensors``: tensors have the names of the parameters, such as ``layers.0.kernel``. The names of
+            the model state begin with ``state/``. ``orbax``: the tree of parameters, or
+            ``{"params": ..., "state": ...}`` for a model with state. Nodes other than dicts, lists and tuples become
+            dicts.
+
+    Raises:
+        ConfigurationError: `format` is not one of these, or `out` has the suffix of another format.
+        CheckpointError: there is no complete checkpoint, or `out` exists or cannot be written.
+    """
+    if format not in ("safetensors", "orbax"):
+        raise ConfigurationError(f"format is {format!r}: must be safetensors or orbax")
+    if not str(out):
+        raise ConfigurationError("out is empty: must name a file or a folder that does not exist")
+    suffix = PurePath(str(out)).suffix.lower()
+    if suffix in _OF_OTHERS or (suffix == _SUFFIX and format == "orbax"):
+        valid = "a folder" if format == "orbax" else f"a folder, or a file called *{_SUFFIX}"
+        numpy = "; safetensors.numpy.load_file reads that file" if suffix in {".npy", ".npz"} else ""
+        raise ConfigurationError(f"out is {str(out)!r}: must be {valid}{numpy}")
+    fixed = fix(str(checkpoint))
+    if not fixed.endswith(MANIFEST_SUFFIX):
+        raise CheckpointError(f"{checkpoint} is not a checkpoint of Backstay, nor a folder with checkpoints")
+    folder, _, name = fixed.rpartition("/")
+    manifest = CheckpointStore(folder or ".").open(name, verify=False)
+    with open_arrays(fixed) as arrays:
+        named = dict(arrays)
+    if format == "orbax":
+        write_orbax(str(out), _tree(manifest, named))
+    else:
+        _write_safetensors(
+            str(out), named, {"format": "np", "step": str(manifest.version), "checkpoint": manifest.name}
+        )
+    return Exported(manifest.version, len(named), sum(array.nbytes for array in named.values()))
+
+
+def _tree(manifest: Manifest, named: Mapping[str, NDArray[np.generic]]) -> Any:
+    """The tree of a checkpoint, or nested dicts where it has nodes that only its script could make."""
+    params = _rebuilt(manifest.structure, {leaf.path: named[leaf.path] for leaf in manifest.leaves})
+    if manifest.state_structure is None:
+        return params
+    state = {leaf.path: named[MODEL_STATE + leaf.path] for leaf in manifest.state_leaves}
+    return {"params": params, "state": _rebuilt(manifest.state_structure, state)}
+
+
+def _rebuilt(structure: dict[str, Any], named: Mapping[str, NDArray[np.generic]]) -> Any:
+    try:
+        return rebuild(structure, list(named.values()))
+    except CheckpointError:
+        return _nested(named)
+
+
+def _nested(named: Mapping[str, NDArray[np.generic]]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, array in named.items():
+        *way, last = name.split(".")
+        node = tree
+        for key in way:
+            node = node.setdefault(key, {})
+        node[last] = array
+    return tree
+
+
+def _write_safetensors(out: str, named: Mapping[str, NDArray[np.generic]], metadata: Mapping[str, str]) -> None:
+    parent, _, last = out.rstrip("/").rpartition("/")
+    folder = open_folder((parent or ("/" if out.startswith("/") else ".")) if out.endswith(_SUFFIX) else out)
+    if not out.endswith(_SUFFIX) and folder.names():
+        raise CheckpointError(f"{out} is not empty, and is not replaced: name a folder that does not exist")
+    if out.endswith(_SUFFIX):
+        if folder.size(last) is not None:
+            raise CheckpointError(f"{out} exists, and is not replaced: name a file that does not exist")
+        files = [(last, dict(named))]
+    else:
+        parts = _parts(named)
+        names = [f"{_NAME}-{number:05d}-of-{len(parts):05d}{_SUFFIX}" for number in range(1, len(parts) + 1)]
+        files = list(zip(names if len(parts) > 1 else [_NAME + _SUFFIX], parts, strict=True))
+    for name, arrays in files:
+        folder.write(name, _filling(arrays, metadata))
+    if len(files) > 1:
+        homes = {tensor: name for name, arrays in files for tensor in arrays}
+        size = sum(array.nbytes for array in named.values())
+        index = json.dumps({"metadata": {"total_size": size}, "weight_map": homes}, indent=1)
+        folder.write(f"{_NAME}{_SUFFIX}.index.json", index.encode())
+
+
+def _parts(named: Mapping[str, NDArray[np.generic]]) -> list[dict[str, NDArray[np.generic]]]:
+    parts: list[dict[str, NDArray[np.generic]]] = [{}]
+    size = 0
+    for name, array in named.items():
+        if parts[-1] and size + array.nbytes > MAX_FILE_BYTES:
+            parts.append({})
+            size = 0
+        parts[-1][name] = array
+        size += array.nbytes
+    return parts
+
+
+def _filling(arrays: Mapping[str, NDArray[np.generic]], metadata: Mapping[str, str]) -> Any:
+    kept = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    specs = {
+        name: safetensors.TensorSpec(
+            dtype=array.dtype.name, shape=list(arrays[name].shape), data_ptr=array.ctypes.data, data_len=array.nbytes
+        )
+        for name, array in kept.items()
+    }
+
+    def fill(path: str) -> None:
+        assert kept.keys() == specs.keys()  # the specs point into these arrays
+        safetensors.serialize_file(specs, path, dict(metadata))
+
+    return fill

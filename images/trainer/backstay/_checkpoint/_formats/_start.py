@@ -1,0 +1,199 @@
+"""Reads initial parameters from elsewhere by name (`start_from`), and reports what did not fit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+from urllib.parse import unquote
+
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from ..._update import MODEL_STATE, LeafSpec
+from ...errors import CheckpointError, ConfigurationError
+from ._arrays import Arrays, MissingArray, open_arrays
+
+__all__ = ["Mapped", "StartFrom", "read_start"]
+
+_LOG = logging.getLogger(__name__)
+
+Mapped = str | Any | None
+_Array = NDArray[np.generic]
+_SHOWN: Final = 20
+_INEXACT: Final = (jnp.floating, jnp.complexfloating)
+_COLLECTION: Final = "params."
+_STATES: Final = (MODEL_STATE, "state.", "batch_stats.")
+"""Beginnings of the names of a model state, in the order of preference."""
+
+
+@dataclass(frozen=True)
+class StartFrom:
+    """The source of the initial parameters, for ``train(start_from=...)``.
+
+    Attributes:
+        uri: a path or any fsspec URI of one of these: a checkpoint of Backstay (a manifest); a folder with checkpoints
+            (its newest complete one); a safetensors file; a folder of safetensors files; an Orbax checkpoint; the
+            folder of a ``CheckpointManager`` (its newest step).
+        mapping: ``mapping(name, arrays)`` returns the value of the parameter `name` of `init`, such as
+            ``layers.0.kernel``. The names of a model state begin with ``state/``. `arrays` is a mapping of names to
+            NumPy arrays, and reads an array when the function looks it up. The function returns an array of the
+            parameter's shape, or the name of an array, or None for a parameter without a value.
+            Without `mapping`, arrays have the names of the parameters. A key ``params`` around all of them is ignored.
+            A key ``state`` or ``batch_stats`` beside ``params`` is the model state.
+        missing: the treatment of a parameter without a value: an ``error``, or the value that `init` returns
+            (``init``). A model state without any value begins as `init` returns it.
+        unexpected: the treatment of an array that no parameter uses: an ``error``, or ``ignore``.
+        shapes: the treatment of an array whose shape differs from that of its parameter, such as a head for another
+            number of classes: an ``error``, or the value that `init` returns (``init``). The log lists them.
+    """
+
+    uri: str
+    mapping: Callable[[str, Mapping[str, _Array]], Mapped] | None = None
+    missing: Literal["error", "init"] = "error"
+    unexpected: Literal["error", "ignore"] = "error"
+    shapes: Literal["error", "init"] = "error"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "uri", str(self.uri))
+        if not self.uri:
+            raise ConfigurationError("start_from has an empty uri: must name a checkpoint")
+        if self.mapping is not None and not callable(self.mapping):
+            raise ConfigurationError(
+                f"start_from: mapping is {type(self.mapping).__name__}: must be a function of a name and arrays"
+            )
+        treatments = (("missing", "init"), ("unexpected", "ignore"), ("shapes", "init"))
+        for name, valid in ((name, ("error", other)) for name, other in treatments):
+            if getattr(self, name) not in valid:
+                raise ConfigurationError(f"start_from: {name} is {getattr(self, name)!r}: must be {' or '.join(valid)}")
+
+
+@dataclass
+class _StartReport:
+    """The results for each parameter and each array."""
+
+    taken: int = 0
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    misfits: list[str] = field(default_factory=list)
+    resized: list[str] = field(default_factory=list)
+    converted: list[str] = field(default_factory=list)
+    stateless: list[str] = field(default_factory=list)
+
+    def text(self) -> str:
+        """The lists that are not empty, a line each."""
+        lists = {
+            "missing": self.missing,
+            "unexpected": self.unexpected,
+            "of another shape or kind": self.misfits,
+            "of another shape, which begin as init returns them": self.resized,
+            "converted": self.converted,
+            "of the model state, which begins as init returns it": self.stateless,
+        }
+        return "".join(f"\n  {name} ({len(found)}): {_some(found)}" for name, found in lists.items() if found)
+
+
+def read_start(start: StartFrom, fixed: str, leaves: Sequence[LeafSpec]) -> list[_Array | None]:
+    """The values of `leaves`, in their order; None for a leaf that begins as `init` returns it.
+
+    Args:
+        fixed: the reference that `fix` returned for ``start.uri``.
+
+    Raises:
+        CheckpointError: the arrays cannot be read, or do not fit. The message lists the names that were missing,
+            unexpected or of another shape.
+        Exception: any that the mapping raises, except the one for an array that does not exist.
+    """
+    report, values = _StartReport(), list[_Array | None]()
+    with open_arrays(fixed) as arrays:
+        begin = _collection(arrays, leaves) if start.mapping is None else ""
+        for leaf in leaves:
+            found = _find(arrays, begin, leaf) if start.mapping is None else _mapped(start.mapping, arrays, leaf)
+            if isinstance(found, str):
+                (report.missing if leaf.trained else report.stateless).append(found)
+                values.append(None)
+                continue
+            values.append(_fitted(found, leaf, report, start.shapes))
+        of_model = (begin, *_STATES) if any(not leaf.trained for leaf in leaves) else (begin,)
+        report.unexpected = sorted(
+            name for name in arrays if name not in arrays.read_names and name.startswith(of_model)
+        )
+        where = arrays.where
+    if len(report.stateless) < sum(not leaf.trained for leaf in leaves):
+        report.missing += report.stateless
+        report.stateless = []
+    report.taken = sum(value is not None for value in values)
+    refused = (
+        report.misfits
+        or (report.missing and start.missing == "error")
+        or (report.unexpected and start.unexpected == "error")
+    )
+    if refused:
+        raise CheckpointError(
+            f"start_from: {where} does not fit what init returns:{report.text()}\n"
+            "Use StartFrom(uri, mapping=...) to translate names and shapes. missing='init' keeps the initial values "
+            "of missing parameters, and shapes='init' those of parameters whose shape differs. unexpected='ignore' "
+            "leaves out arrays that have no parameter."
+        )
+    log = _LOG.warning if report.missing or report.unexpected or report.resized else _LOG.info
+    log("start_from: %d of %d parameters come from %s%s", report.taken, len(leaves), where, report.text())
+    return values
+
+
+def _collection(arrays: Arrays, leaves: Sequence[LeafSpec]) -> str:
+    """``params.`` where the names of the parameters begin with it, beside an optimizer's state for example."""
+    wanted = [leaf.path for leaf in leaves if leaf.trained]
+    if any(name in arrays for name in wanted) or not any(f"{_COLLECTION}{name}" in arrays for name in wanted):
+        return ""
+    return _COLLECTION
+
+
+def _find(arrays: Arrays, begin: str, leaf: LeafSpec) -> _Array | str:
+    """The array with a parameter's name; the name itself when there is no such array.
+
+    Other libraries write some characters of a name differently: those that are ``%XX`` here, and slashes for dots.
+    """
+    for before in (begin,) if leaf.trained else _STATES:
+        for name in (leaf.path, unquote(leaf.path), leaf.path.replace(".", "/")):
+            if before + name in arrays:
+                return arrays[before + name]
+    return leaf.name
+
+
+def _mapped(mapping: Callable[[str, Mapping[str, _Array]], Mapped], arrays: Arrays, leaf: LeafSpec) -> _Array | str:
+    try:
+        found = mapping(leaf.name, arrays)
+        if isinstance(found, str):
+            found = arrays[found]
+    except MissingArray as error:
+        return f"{leaf.name} (the mapping looked up {error.args[0]})"
+    return leaf.name if found is None else np.asarray(found)
+
+
+def _fitted(array: _Array, leaf: LeafSpec, report: _StartReport, shapes: str) -> _Array | None:
+    if tuple(array.shape) != tuple(leaf.shape):
+        found = report.resized if shapes == "init" else report.misfits
+        found.append(f"{leaf.name} is {list(array.shape)} in the file and {list(leaf.shape)} in init")
+        return None
+    if array.dtype == leaf.dtype:
+        return array
+    kinds = (*_INEXACT, jnp.integer, jnp.bool_)
+    kind = next((kind for kind in kinds if jnp.issubdtype(leaf.dtype, kind)), None)
+    if kind is None or not jnp.issubdtype(array.dtype, kind):
+        report.misfits.append(f"{leaf.name} is {array.dtype.name} in the file and {leaf.dtype.name} in init")
+        return None
+    with np.errstate(over="ignore"):
+        converted = array.astype(leaf.dtype)
+    lost = np.isfinite(array) & ~np.isfinite(converted) if kind in _INEXACT else converted != array
+    if lost.any():
+        report.misfits.append(f"{leaf.name} has values in {array.dtype.name} that {leaf.dtype.name} cannot hold")
+        return None
+    report.converted.append(f"{leaf.name} from {array.dtype.name} to {leaf.dtype.name}")
+    return converted
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,205 @@
+"""Runs one pod of a job, from the arguments of `train` to the termination message of the pod."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from backstay_rpc.refusals import RefusalCode
+from backstay_spec import contract
+from backstay_spec.names import ROLE_OF_LABEL
+
+from .. import _faults, _instrument
+from .._process import (
+    AFTER_TRAINING_FAILED,
+    SIGTERM_EXIT,
+    STOPPED_EARLY,
+    Environment,
+    Stop,
+    configure,
+    describe,
+    end_process,
+    hand_over,
+    keep_output,
+    printed,
+    show_role,
+    write_termination,
+)
+from .._report import PodMetrics, process_age
+from ..errors import BackstayError, CheckpointError, ConfigurationError, JobFailed, Refused, StorageError
+from ._lifecycles import PodRunner
+
+if TYPE_CHECKING:
+    from .._result import Result
+    from .._roles import Script, Worker
+    from .._update import Wire
+
+__all__ = ["fail", "run"]
+
+_LOG = logging.getLogger(__name__)
+_RETURNED: Final = threading.Event()
+
+
+def run(environment: Environment, script: Script, began: float, checkpoint: object) -> Result:
+    """Run the pod of this environment. Only workers return; the process of every other role ends.
+
+    Args:
+        began: when `train` was called, in seconds of `time.monotonic`.
+        checkpoint: the argument `checkpoint` of `train`, which is for a single process.
+
+    Raises:
+        Exception: `fail` reports it.
+    """
+    from .._roles import warn_of_several
+
+    configure(environment.config.log_format, environment.name, environment.job)
+    _explain_unused(environment, checkpoint)
+    if script.outer and environment.role == contract.ROLE_SERVER and environment.index == 0:
+        _LOG.info("outer optimizer: %s", script.outer)
+    if environment.most_steps is not None:
+        script = replace(script, steps=min(script.steps, environment.most_steps))
+    _faults.install(environment, os.environ)
+    keep_output()
+    if not environment.config.trace_megabytes:
+        _instrument.keep(0)
+    show_role(environment, standby=environment.standby)
+    if script.stop_when is not None and not environment.config.evaluator:
+        raise ConfigurationError(
+            "stop_when needs evaluations, but this job has no evaluator: set spec.evaluator, or use "
+            "backstay run --evaluator"
+        )
+    stop = Stop()
+    stop.install()
+    metrics = PodMetrics(environment.job, ROLE_OF_LABEL[environment.role], environment.index)
+    if environment.role != contract.ROLE_WORKER and environment.checkpoint_uri is not None:
+        from .._checkpoint import open_folder
+
+        # An unknown scheme ends the job before JAX is imported and anything is compiled.
+        open_folder(environment.checkpoint_uri)
+    _share_compilations()
+    plan = script.plan(environment.config.shards, _wire_of(environment))
+    if environment.role == contract.ROLE_SERVER and environment.config.shards == 1 and not environment.standby:
+        warn_of_several(plan)
+    now = time.monotonic()
+    _LOG.debug("planned after %.2f s", now - began)
+    _instrument.record("start", now - process_age(), now)
+    pod = PodRunner(environment, script, plan, stop, metrics)
+    if environment.role == contract.ROLE_EVALUATOR:
+        _evaluate(pod)
+    if environment.role == contract.ROLE_SERVER:
+        end_process(pod.serve())
+    return _work(pod)
+
+
+def _work(pod: PodRunner) -> Result:
+    from .._roles import Stopped
+
+    environment = pod.environment
+    worker: Worker | None = None
+    try:
+        if environment.trained is None:
+            worker = pod.worker()
+            result = pod.work(worker)
+        else:
+            result = pod.restore(environment.trained)
+    except Stopped:
+        write_termination(environment.termination_log, _last_message(worker))
+        sys.exit(SIGTERM_EXIT)
+    except Exception as error:  # noqa: BLE001  # the end of this process
+        fail(environment, error, {} if worker is None else worker.position)
+    ended = {"step": result.step, "checkpoint": result.checkpoint or "", "metrics": dict(result.metrics)}
+    ended |= _last_message(worker)
+    if result.step < pod.script.steps and "reason" not in ended:
+        ended["reason"] = STOPPED_EARLY
+    hand_over(environment.termination_log, ended, pod.stop)
+    _RETURNED.set()
+    return result
+
+
+def _evaluate(pod: PodRunner) -> NoReturn:
+    from .._roles import Stopped
+
+    try:
+        ended = pod.evaluate()
+    except Stopped:
+        end_process(SIGTERM_EXIT)
+    write_termination(pod.environment.termination_log, ended)
+    end_process(0)
+
+
+def _explain_unused(environment: Environment, checkpoint: object) -> None:
+    """In a job, only the TrainingJob selects the folder, because the operator mounts and watches it."""
+    if checkpoint is None or environment.role != contract.ROLE_SERVER or environment.index != 0:
+        return
+    if environment.checkpoint_uri is None:
+        _LOG.warning(
+            "this job stores no checkpoints: the argument checkpoint of train is for a single process. Set "
+            "spec.checkpoint of the TrainingJob, or use backstay run --checkpoint"
+        )
+    else:
+        _LOG.info(
+            "the argument checkpoint of train is for a single process: this job stores checkpoints in %s, as "
+            "spec.checkpoint says",
+            environment.checkpoint_uri,
+        )
+
+
+def _last_message(worker: Worker | None) -> dict[str, Any]:
+    return {} if worker is None else worker.last_message
+
+
+def _wire_of(environment: Environment) -> Wire:
+    from .._update import Wire
+
+    wire = environment.config.wire
+    return Wire(wire.gradients, wire.parameters, wire.error_feedback)
+
+
+def _share_compilations() -> None:
+    """Keep short compilations in the cache too, if the environment names one. A replacement starts with them.
+
+    https://docs.jax.dev/en/latest/persistent_compilation_cache.html
+    """
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        import jax
+
+        if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # type: ignore[no-untyped-call]
+        if "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES" not in os.environ:
+            jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)  # type: ignore[no-untyped-call]
+
+
+def fail(environment: Environment, error: Exception, position: Mapping[str, int] | None = None) -> NoReturn:
+    """End the pod: a traceback for an exception of the script, one line for an error that Backstay raised itself.
+
+    Args:
+        position: the version that a worker received last, for the termination message.
+    """
+    # The notes that JAX adds to an exception explain its traceback, which is in the log.
+    fields = {**describe(error).fields(), **(position or {})}
+    if isinstance(error, BackstayError) and not isinstance(error, ConfigurationError):
+        fields.pop("traceback")
+        print(f"backstay: {environment.name}: {error}", file=sys.stderr, flush=True)
+    else:
+        sys.stderr.write(printed(error))
+    if isinstance(error, JobFailed):
+        fields |= {"reason": error.reason, "message": error.message}
+    elif _RETURNED.is_set():
+        fields["result"] = AFTER_TRAINING_FAILED
+    elif environment.role == contract.ROLE_SERVER and isinstance(error, ConfigurationError | CheckpointError):
+        # Another start would end the same way, but a failing storage may work by then.
+        if not isinstance(error, StorageError):
+            fields["result"] = "Failed"
+    elif isinstance(error, ConfigurationError) or (isinstance(error, Refused) and error.code == RefusalCode.INVALID):
+        # A replacement would be refused too; whether that ends the job depends on whether the others train.
+        fields["result"] = "Refused"
+    write_termination(environment.termination_log, fields)
+    if environment.role == contract.ROLE_WORKER:
+        raise SystemExit(1) from None
+    end_process(1)

@@ -1,0 +1,53 @@
+"""The newest complete checkpoint, and the newest failure to store one."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from backstay_spec.job_report import CheckpointStatus, JobReport
+
+from .._metrics import PodMetrics
+
+__all__ = ["Checkpoints"]
+
+_LOG = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """The rows about checkpoints. Thread-safe."""
+
+    def __init__(self, metrics: PodMetrics) -> None:
+        self._metrics = metrics
+        self._lock = threading.Lock()
+        self._rows = JobReport()
+
+    def begin(self, uri: str, step: int, stored: float) -> None:
+        """The history continues this checkpoint; `stored` is its Unix time, and 0 if that is not known."""
+        with self._lock:
+            self._rows = JobReport(checkpoint=CheckpointStatus(step=step, uri=uri), checkpoint_stored=stored or None)
+        if stored:
+            self._metrics.checkpoint_timestamp.set(stored)
+
+    def stored(self, uri: str, step: int) -> None:
+        """A checkpoint is complete."""
+        self._metrics.checkpoints.inc()
+        _LOG.info("checkpoint of step %d: %s", step, uri)
+        self.begin(uri, step, time.time())
+
+    def failed(self, step: int, error: str) -> None:
+        """A checkpoint could not be stored."""
+        self._metrics.checkpoint_failures.inc()
+        _LOG.error("the checkpoint of step %d could not be stored: %s", step, error)
+        with self._lock:
+            self._rows = self._rows.model_copy(update={"checkpoint_error": error})
+
+    def newest(self) -> CheckpointStatus:
+        """The newest complete checkpoint; of step 0 and without a URI before the first."""
+        return self.report().checkpoint or CheckpointStatus(step=0)
+
+    def report(self) -> JobReport:
+        """The rows about checkpoints."""
+        with self._lock:
+            return self._rows

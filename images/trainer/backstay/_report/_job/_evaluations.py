@@ -1,0 +1,98 @@
+"""The newest evaluation, by an evaluator or by worker 0."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from typing import Any, Final
+
+from backstay_rpc.control_pb2 import EvaluatedRequest
+from backstay_spec.job_report import JobReport
+
+from .._metrics import PodMetrics
+
+__all__ = ["Evaluations"]
+
+_LOG = logging.getLogger(__name__)
+
+ATTEMPTS: Final = 2
+"""The number of pods that may end while they evaluate a step. A pod that is lost for another reason is one of them."""
+
+
+class Evaluations:
+    """The result of the newest evaluation. Thread-safe."""
+
+    def __init__(self, metrics: PodMetrics) -> None:
+        self._metrics = metrics
+        self._lock = threading.Lock()
+        self._newest: dict[str, float] = {}
+        self._step = 0  # of the newest result or error; 0: none
+        self._error = ""
+        self._begun: tuple[int, set[tuple[str, int]]] = 0, set()  # the step, and roles and incarnations of pods
+
+    def begins(self, request: EvaluatedRequest) -> str:
+        """Record that a pod begins an evaluation.
+
+        Returns:
+            Why it must not begin, because earlier pods have ended while they evaluated the same step; empty: it may.
+        """
+        peer = request.peer
+        with self._lock:
+            if self._begun[0] != request.step:
+                self._begun = request.step, set()
+            pods = self._begun[1]
+            pods.add((peer.role, peer.incarnation))
+            earlier = len(pods) - 1
+        if earlier < ATTEMPTS:
+            return ""
+        return (
+            f"{earlier} pods have ended while they evaluated this step. evaluate must return, and must not end its "
+            "process"
+        )
+
+    def evaluated(self, request: EvaluatedRequest) -> dict[str, float]:
+        """Record an evaluation; returns its metrics, which are empty if it failed."""
+        with self._lock:
+            self._begun[1].discard((request.peer.role, request.peer.incarnation))
+        if request.error:
+            _LOG.error("the evaluation of step %d failed: %s", request.step, request.error)
+            with self._lock:
+                self._error, self._step = request.error, request.step
+            return {}
+        found = dict(request.metrics)
+        with self._lock:
+            self._error = ""
+            self._newest, self._step = found, request.step
+        for name, value in found.items():
+            self._metrics.evaluation(name).set(value)
+        self._metrics.evaluation_step.set(request.step)
+        if lacking := [name for name, value in found.items() if not math.isfinite(value)]:
+            _LOG.warning("status.metrics leaves out %s, because the values are not finite", ", ".join(lacking))
+        shown = "  ".join(f"{name} {value:.6g}" for name, value in found.items())
+        _LOG.info("evaluation of step %d  %s", request.step, shown, extra={"fields": {"evaluation": found}})
+        return found
+
+    def newest(self) -> dict[str, float]:
+        """The metrics of the newest evaluation that did not fail."""
+        with self._lock:
+            return dict(self._newest)
+
+    def of(self, step: int) -> dict[str, float]:
+        """The result of the evaluation of this step; empty if it failed or is not the newest one."""
+        with self._lock:
+            found = self._step == step and not self._error
+            return dict(self._newest) if found else {}
+
+    def report(self) -> JobReport:
+        """The rows about evaluations."""
+        with self._lock:
+            return JobReport(
+                metrics=dict(self._newest), evaluated_step=self._step or None, evaluation_error=self._error
+            )
+
+    def last(self) -> dict[str, Any]:
+        """The newest evaluation for the termination message."""
+        with self._lock:
+            error = {"evaluationError": f"at step {self._step}: {self._error}"} if self._error else {}
+            return {"metrics": dict(self._newest), **error}

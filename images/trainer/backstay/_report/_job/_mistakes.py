@@ -1,0 +1,59 @@
+"""Finds mistakes of the script in contributions, such as leaves that no gradient reaches, and equal batches."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+
+from backstay_rpc.control_pb2 import GradientInfo
+from backstay_spec.job_report import JobReport
+
+from ..._coordination import SAME, SameLosses
+from ..._data import IMPURE
+from ..._update import Untrained, warning
+
+__all__ = ["Mistakes"]
+
+_LOG = logging.getLogger(__name__)
+
+
+class Mistakes:
+    """Names each mistake once in the log, and keeps it for the report. `examine` is called by one thread.
+
+    Args:
+        leaves: the names of the leaves of the parameters.
+    """
+
+    def __init__(self, leaves: Sequence[str]) -> None:
+        self._leaves, self._untrained, self._same_losses = tuple(leaves), Untrained(), SameLosses()
+        self._lock = threading.Lock()
+        self._untrained_leaves: list[str] = []
+        self._of_batches: set[str] = set()
+
+    def examine(self, infos: Sequence[GradientInfo]) -> None:
+        """Look at the contributions of an update that was not skipped."""
+        if self._same_losses.update([info.loss for info in infos]):
+            self._name("SameBatches", SAME)
+        if any(info.impure for info in infos):
+            self._name("ImpureBatches", IMPURE)
+        found = self._untrained.update([info.zero.leaves if info.HasField("zero") else None for info in infos])
+        if found:
+            names = [self._leaves[leaf] for leaf in found]
+            with self._lock:
+                self._untrained_leaves = names
+            _LOG.warning("%s", warning(names, len(self._leaves)))
+
+    def report(self) -> JobReport:
+        """The rows about mistakes."""
+        with self._lock:
+            return JobReport(
+                untrained_leaves=list(self._untrained_leaves), mistakes_of_batches=sorted(self._of_batches)
+            )
+
+    def _name(self, reason: str, text: str) -> None:
+        with self._lock:
+            if reason in self._of_batches:
+                return
+            self._of_batches.add(reason)
+        _LOG.warning("%s: %s", reason, text)

@@ -1,0 +1,178 @@
+"""`predict`, compiled for each padded number of examples before it answers a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ConfigurationError
+from ._signature import Signature, TensorSpec, most_request_bytes, tensors_of
+
+__all__ = ["ServedVersion", "ServingProgram", "padded_sizes"]
+
+
+def padded_sizes(batch: int | Sequence[int]) -> tuple[int, ...]:
+    """The numbers of examples for which `predict` is compiled, ascending.
+
+    Args:
+        batch: the largest one, to which the powers of 2 below it are added; or all of them.
+
+    Raises:
+        ConfigurationError: a number is not a positive integer.
+    """
+    if isinstance(batch, int) and not isinstance(batch, bool):
+        given = [batch, *(2**power for power in range(20) if 2**power < batch)]
+    else:
+        given = list(batch) if isinstance(batch, Sequence) else []
+    valid = all(isinstance(size, int) and not isinstance(size, bool) and 0 < size <= 1 << 20 for size in given)
+    if not given or not valid:
+        raise ConfigurationError(f"`batch` is {batch!r:.100}: must be a positive integer, or a list of them")
+    return tuple(sorted(set(given)))
+
+
+@dataclass(frozen=True)
+class ServedVersion:
+    """The values of one checkpoint, ready to answer requests.
+
+    Attributes:
+        step: the number of applied updates; clients receive it as the version of the model.
+        checkpoint: the name of its manifest.
+        params, state: what `predict` receives, on the device.
+    """
+
+    step: int
+    checkpoint: str
+    params: Any = field(repr=False)
+    state: Any = field(repr=False)
+
+    @property
+    def version(self) -> str:
+        """The version as text, as the protocol has it."""
+        return str(self.step)
+
+
+class ServingProgram:
+    """`predict` for batches of fixed sizes. All versions of a model have equal shapes, and share what was compiled.
+
+    Attributes:
+        signature: what `predict` receives.
+        sizes: the numbers of examples that it is compiled for, ascending.
+        outputs: the tensors that it returns.
+    """
+
+    def __init__(
+        self, predict: Callable[[Any, Any, Any], Any], signature: Signature, sizes: tuple[int, ...], first: Any
+    ) -> None:
+        """
+        Args:
+            first: the pair ``(params, state)`` of any version.
+
+        Raises:
+            ConfigurationError: `predict` raises, or returns something else than arrays with one row for each example.
+        """
+        self.signature, self.sizes = signature, sizes
+        self._shapes = jax.tree.map(_shape_of, first)
+        self._predict = predict
+        self.outputs = self._outputs(sizes[-1])
+        self._compiled = {size: self._compile(size) for size in sizes}
+
+    @property
+    def largest(self) -> int:
+        """The largest number of examples in one batch."""
+        return self.sizes[-1]
+
+    @property
+    def most_bytes(self) -> int:
+        """The size of the largest valid request, in bytes."""
+        return most_request_bytes(self.signature.tensors, self.largest)
+
+    def size_for(self, rows: int) -> int:
+        """The number of examples to which a batch of `rows` is padded."""
+        return next(size for size in self.sizes if size >= rows)
+
+    def run(self, version: ServedVersion, batch: Any, rows: int) -> list[NDArray[Any]]:
+        """The outputs for the first `rows` examples of a batch, which has one of `sizes`."""
+        size = len(jax.tree.leaves(batch)[0])
+        leaves = jax.device_get(self._compiled[size](version.params, version.state, batch))
+        return [
+            np.asarray(leaf)[:rows].astype(tensor.dtype, copy=False)
+            for leaf, tensor in zip(leaves, self.outputs, strict=True)
+        ]
+
+    def check(self, version: ServedVersion) -> None:
+        """Compute one batch of each size with a version, before it answers requests. Raises what `predict` raises."""
+        for size in self.sizes:
+            self.run(version, _zeros(self.signature.shapes(size)), size)
+
+    def check_rows(self, version: ServedVersion) -> None:
+        """Compare the answers to one example beside zeros and beside ones. In a batch, each example is on its own.
+
+        Raises:
+            ConfigurationError: the answers differ.
+        """
+        size = self.largest
+        if size == 1:
+            return
+        alone = _zeros(self.signature.shapes(size))
+        beside = jax.tree.map(_other_rows, alone)
+        for tensor, one, other in zip(
+            self.outputs, self.run(version, alone, 1), self.run(version, beside, 1), strict=True
+        ):
+            if one.tobytes() != other.tobytes():
+                raise ConfigurationError(
+                    f"`predict` returns another {tensor.name} for an example when the other examples of its batch "
+                    "change. Requests of different clients share batches: compute each example on its own (a batch "
+                    "normalization must use its stored statistics), or set batch=1"
+                )
+
+    def _outputs(self, size: int) -> tuple[TensorSpec, ...]:
+        params, state = self._shapes
+        try:
+            tree = jax.eval_shape(self._predict, params, state, self.signature.shapes(size))
+        except Exception as error:
+            raise ConfigurationError(
+                f"`predict` raised {type(error).__name__} when it was traced with {size} examples: {error}"
+            ) from error
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            name = jax.tree_util.keystr(path, simple=True, separator=".") or "output"
+            if leaf.ndim == 0 or leaf.shape[0] != size:
+                raise ConfigurationError(
+                    f"`predict` returns the shape {leaf.shape} at {name} for {size} examples: the first dimension must "
+                    f"be {size}"
+                )
+        rows = jax.tree.map(lambda leaf: _shape_of(leaf, 1), tree)
+        return tensors_of(rows, "output", "the result of `predict`")
+
+    def _compile(self, size: int) -> Any:
+        outputs = self._outputs(size)
+        if outputs != self.outputs:
+            raise ConfigurationError(
+                f"`predict` returns {', '.join(map(str, outputs))} for {size} examples, and "
+                f"{', '.join(map(str, self.outputs))} for {self.largest}: only the first dimension may differ"
+            )
+
+        def flat(params: Any, state: Any, batch: Any) -> list[Any]:
+            leaves: list[Any] = jax.tree.leaves(self._predict(params, state, batch))
+            return leaves
+
+        params, state = self._shapes
+        return jax.jit(flat).lower(params, state, self.signature.shapes(size)).compile()
+
+
+def _shape_of(leaf: Any, first: int = 0) -> Any:
+    return jax.ShapeDtypeStruct(leaf.shape[first:], leaf.dtype)  # type: ignore[no-untyped-call]
+
+
+def _zeros(shapes: Any) -> Any:
+    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+
+
+def _other_rows(leaf: NDArray[Any]) -> NDArray[Any]:
+    changed = leaf.copy()
+    changed[1:] = 1
+    return changed

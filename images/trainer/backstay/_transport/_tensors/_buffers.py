@@ -1,0 +1,274 @@
+"""Arranges JAX's arrays for the wire, where large leaves are sent from their own memory and small ones are packed.
+
+A large leaf is sent from, and received into, one contiguous piece of memory that JAX aliases. So no copy besides the
+socket's is made. Small leaves would cost more in calls than in bytes. So the jitted gradient packs them into one array
+for each dtype, the *area*, in which their blocks lie one after another. On the way back they are read inside the area.
+So neither the compiled program nor the number of frames grows with the number of leaves.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._update import Partition, Piece
+from .._streams._interfaces import Bytes
+from ._memory import ALIGNMENT, aligned_empty
+
+__all__ = ["DIRECT_BYTES", "Arrangement", "BufferSlot", "ParamBuffers"]
+
+DIRECT_BYTES: Final = 64 << 10
+"""A leaf with its own block of at least this many bytes is sent from its memory."""
+
+
+@dataclass(frozen=True)
+class _Area:
+    """The packed blocks of one dtype, one after another and aligned, with the place where each block starts."""
+
+    dtype: np.dtype[Any]
+    size: int
+    starts: dict[tuple[int, int], int]  # (shard, block) -> element
+
+
+class Arrangement:
+    """How the blocks of every shard lie in leaves and areas. A function of the partition alone."""
+
+    def __init__(self, partition: Partition) -> None:
+        self.partition = partition
+        leaves = partition.tree.leaves
+        blocks = [(s, b, block) for s, layout in enumerate(partition.shards) for b, block in enumerate(layout.blocks)]
+        self.direct = frozenset(
+            block.pieces[0].leaf for _, _, block in blocks if len(block.pieces) == 1 and block.nbytes >= DIRECT_BYTES
+        )
+        # A block lies in its leaf when it is part of one direct leaf only; else in the area of its dtype.
+        self._in_leaf: dict[tuple[int, int], Piece] = {}
+        sizes: dict[np.dtype[Any], int] = {}
+        starts: dict[np.dtype[Any], dict[tuple[int, int], int]] = {}
+        self._packed: list[tuple[np.dtype[Any], int, Piece]] = []  # area, element of it, piece
+        for s, b, block in blocks:
+            if len(block.pieces) == 1 and block.pieces[0].leaf in self.direct:
+                self._in_leaf[s, b] = block.pieces[0]
+                continue
+            dtype = np.dtype(block.dtype)
+            step = max(1, ALIGNMENT // dtype.itemsize)
+            start = sizes.get(dtype, 0)
+            starts.setdefault(dtype, {})[s, b] = start
+            sizes[dtype] = start + -(-block.size // step) * step
+            self._packed += [(dtype, start + piece.offset, piece) for piece in block.pieces]
+        self.areas = tuple(_Area(dtype, sizes[dtype], starts[dtype]) for dtype in sizes)
+        self._area_of = {area.dtype: index for index, area in enumerate(self.areas)}
+        self.small = tuple(leaf for leaf in range(len(leaves)) if leaf not in self.direct)
+        self._parts_of: dict[int, list[tuple[int, int, int]]] = {leaf: [] for leaf in self.small}  # area, start, stop
+        for dtype, start, piece in sorted(self._packed, key=lambda part: (part[2].leaf, part[2].start)):
+            if piece.leaf not in self.direct:
+                self._parts_of[piece.leaf].append((self._area_of[dtype], start, start + piece.size))
+        self._unpack_jit = jax.jit(self._unpack)
+
+    def pack(self, leaves: Sequence[Any]) -> list[Any]:
+        """The arrays to send, out of all leaves of a tree. To be traced, in the jitted function that computes them.
+
+        Args:
+            leaves: one array for each leaf of the tree, with the leaf's shape and dtype.
+
+        Returns:
+            The direct leaves as they are, by index; then a 1-D array for each of `areas`, zero between its blocks.
+        """
+        # A barrier: leaves are compiled as if nothing were packed, so that their bits do not depend on the partition.
+        packed = sorted({piece.leaf for _, _, piece in self._packed})
+        barrier: Any = jax.lax.optimization_barrier  # which JAX leaves untyped
+        apart = dict(zip(packed, barrier([leaves[leaf] for leaf in packed]), strict=True))
+        result = [leaves[leaf] for leaf in sorted(self.direct)]
+        for area in self.areas:
+            parts, at = [], 0
+            for dtype, start, piece in sorted(self._packed, key=lambda p: p[1]):
+                if dtype != area.dtype:
+                    continue
+                if start > at:
+                    parts.append(jnp.zeros(start - at, area.dtype))
+                flat = jnp.ravel(apart[piece.leaf])
+                parts.append(flat if piece.size == flat.size else jax.lax.slice(flat, (piece.start,), (piece.stop,)))
+                at = start + piece.size
+            if at < area.size:
+                parts.append(jnp.zeros(area.size - at, area.dtype))
+            result.append(jnp.concatenate(parts))
+        return result
+
+    def gradient_blocks(self, packed_leaves: Sequence[jax.Array]) -> list[Sequence[np.ndarray]]:
+        """The blocks of every shard, out of a gradient on the device. The copy of every leaf to the host begins here.
+
+        Args:
+            packed_leaves: the result of `pack` for the gradient.
+
+        Returns:
+            ``[s][b]``: 1-D views (on the CPU) of the memory of `packed_leaves`, which they keep alive. Reading a block
+            waits until it is computed and copied to the host.
+        """
+        for array in packed_leaves:
+            array.copy_to_host_async()
+        place = {leaf: index for index, leaf in enumerate(sorted(self.direct))}
+        result: list[Sequence[np.ndarray]] = []
+        for s, layout in enumerate(self.partition.shards):
+            spans = []
+            for b, block in enumerate(layout.blocks):
+                if (piece := self._in_leaf.get((s, b))) is not None:
+                    spans.append((place[piece.leaf], piece.start, piece.stop))
+                else:
+                    index = self._area_of[np.dtype(block.dtype)]
+                    start = self.areas[index].starts[s, b]
+                    spans.append((len(place) + index, start, start + block.size))
+            result.append(_HostBlocks(packed_leaves, spans))
+        return result
+
+    def receive_views(self, leaves: dict[int, np.ndarray], areas: Sequence[np.ndarray]) -> list[list[Bytes]]:
+        """The blocks of every shard, in bytes, in host memory of flat direct `leaves` and `areas`."""
+        result: list[list[Bytes]] = []
+        for s, layout in enumerate(self.partition.shards):
+            views: list[Bytes] = []
+            for b, block in enumerate(layout.blocks):
+                if (piece := self._in_leaf.get((s, b))) is not None:
+                    part = leaves[piece.leaf][piece.start : piece.stop]
+                else:
+                    index = self._area_of[np.dtype(block.dtype)]
+                    start = self.areas[index].starts[s, b]
+                    part = areas[index][start : start + block.size]
+                views.append(part.view(np.uint8))
+            result.append(views)
+        return result
+
+    def fill_edges(self, leaves: dict[int, np.ndarray], areas: Sequence[np.ndarray]) -> None:
+        """Copies the ends of direct leaves, which are sent in packed blocks, from the areas to their places."""
+        for dtype, start, piece in self._packed:
+            if piece.leaf in self.direct:
+                leaves[piece.leaf][piece.start : piece.stop] = areas[self._area_of[dtype]][start : start + piece.size]
+
+    def read(self, leaves: dict[int, np.ndarray], areas: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """All leaves of the tree, from flat direct `leaves` and `areas`: views, except the few small leaves that
+        are cut over blocks, which are copied."""
+        result: list[np.ndarray] = []
+        for leaf, spec in enumerate(self.partition.tree.leaves):
+            if leaf in self.direct:
+                flat = leaves[leaf]
+            else:
+                parts = [areas[area][start:stop] for area, start, stop in self._parts_of[leaf]]
+                flat = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, spec.dtype), *parts])
+            result.append(flat.reshape(spec.shape))
+        return result
+
+    def unpack(self, areas: Sequence[Any]) -> dict[int, jax.Array]:
+        """The small leaves, by index, out of areas on the device."""
+        return dict(zip(self.small, self._unpack_jit(tuple(areas)), strict=True)) if self.small else {}
+
+    def _unpack(self, areas: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+        result = []
+        for leaf in self.small:
+            spec = self.partition.tree.leaves[leaf]
+            parts = [jax.lax.slice(areas[area], (start,), (stop,)) for area, start, stop in self._parts_of[leaf]]
+            flat = jnp.concatenate(parts) if parts else jnp.zeros(0, spec.dtype)
+            result.append(flat.reshape(spec.shape))
+        return tuple(result)
+
+
+class _HostBlocks(Sequence[np.ndarray]):
+    """Blocks of arrays on the device; each is a view of the array's copy on the host, once it is read."""
+
+    def __init__(self, arrays: Sequence[jax.Array], spans: Sequence[tuple[int, int, int]]) -> None:
+        """`spans` name the array of each block, its first element and the one after its last."""
+        self._arrays, self._spans = arrays, spans
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    @overload
+    def __getitem__(self, index: int) -> np.ndarray: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[np.ndarray]: ...
+    def __getitem__(self, index: int | slice) -> np.ndarray | list[np.ndarray]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        array, start, stop = self._spans[index]
+        return np.asarray(self._arrays[array]).reshape(-1)[start:stop]
+
+
+class BufferSlot:
+    """Memory for one whole set of parameters, with `blocks` to receive into, then `host` or `params`."""
+
+    def __init__(self, arrangement: Arrangement) -> None:
+        self._arrangement = arrangement
+        tree = arrangement.partition.tree.leaves
+        self._leaves = {leaf: aligned_empty(tree[leaf].nbytes).view(tree[leaf].dtype) for leaf in arrangement.direct}
+        self._areas = [aligned_empty(area.size * area.dtype.itemsize).view(area.dtype) for area in arrangement.areas]
+        self.blocks: list[list[Bytes]] = arrangement.receive_views(self._leaves, self._areas)
+        self._lent: list[weakref.ref[np.ndarray]] = []
+
+    @property
+    def in_use(self) -> bool:
+        """Whether an array that was handed out, or an array of JAX that aliases one, still uses this memory."""
+        self._lent = [ref for ref in self._lent if ref() is not None]
+        return bool(self._lent)
+
+    def host(self) -> list[np.ndarray]:
+        """The leaves of the tree, in order, in this memory. A function that is jitted for one CPU uses aligned
+        arguments without a copy. A thousand of them cost a millisecond or two."""
+        leaves, areas = self._lend()
+        return self._arrangement.read(leaves, areas)
+
+    def params(self, device: Any = None) -> list[jax.Array]:
+        """The leaves of the tree, in order, on the device: large ones alias this memory where the device can. The small
+        ones are unpacked there by a function that takes long to compile if they are many.
+
+        Args:
+            device: a `jax.Device` or `jax.sharding.Sharding`; None is JAX's default.
+        """
+        arrangement = self._arrangement
+        tree = arrangement.partition.tree.leaves
+        leaves, areas = self._lend()
+        sources = [*(leaves[leaf].reshape(tree[leaf].shape) for leaf in sorted(leaves)), *areas]
+        placed = jax.device_put(sources, device, may_alias=True)
+        large = dict(zip(sorted(arrangement.direct), placed, strict=False))
+        small = arrangement.unpack(placed[len(large) :])
+        return [large[leaf] if leaf in large else small[leaf] for leaf in range(len(tree))]
+
+    def _lend(self) -> tuple[dict[int, np.ndarray], list[np.ndarray]]:
+        self._arrangement.fill_edges(self._leaves, self._areas)
+        leaves = {leaf: _owner(memory) for leaf, memory in self._leaves.items()}
+        areas = [_owner(area) for area in self._areas]
+        self._lent = [weakref.ref(owner) for owner in (*leaves.values(), *areas)]
+        return leaves, areas
+
+
+def _owner(memory: np.ndarray) -> np.ndarray:
+    """An array of the same memory that lives as long as any view of it, because JAX keeps one while it uses the memory.
+
+    A view of a view refers to the owner of the memory, and the views between them are freed. An array made from an
+    object of another type counts as an owner, so every loan has its own owner.
+    """
+    return np.frombuffer(memory.view(np.uint8).data, memory.dtype)
+
+
+class ParamBuffers:
+    """Slots, taken in turn; memory that any array still uses is never taken."""
+
+    def __init__(self, arrangement: Arrangement) -> None:
+        self._arrangement = arrangement
+        self._slots: list[BufferSlot] = []
+        self._lock = threading.Lock()
+
+    def take(self) -> BufferSlot:
+        """A slot whose memory is unused. Usually there are two: one that the computation reads, one to receive into.
+
+        The caller uses `host` or `params` of the slot before another slot is taken, or gives it up.
+        """
+        with self._lock:
+            for slot in self._slots:
+                if not slot.in_use:
+                    return slot
+            slot = BufferSlot(self._arrangement)
+            self._slots.append(slot)
+            return slot

@@ -1,0 +1,49 @@
+"""A `Selection` names a subset of the parameters on the wire, in memory and in answers. Nothing else does. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["ALL", "Selection"]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Names the blocks that travel in one exchange, for every shard (decision 0080).
+
+    Equal selections are one key: frames and memory that belong to a selection are found by it.
+
+    Attributes:
+        fragments: the fragments (`Block.fragment`) whose blocks travel; None: all blocks. A block without a fragment,
+            such as model state, belongs to every selection.
+    """
+
+    fragments: frozenset[int] | None = None
+
+    @classmethod
+    def of(cls, key_steps: Iterable[int], count: int) -> Selection:
+        """Returns what contributions exchange.
+
+        Args:
+            key_steps: the numbers of the contributions (`GradientId.key_step`).
+            count: the number of fragments of the model.
+        """
+        if count == 1:
+            return ALL
+        fragments = frozenset(step % count for step in key_steps)
+        return ALL if len(fragments) == count else cls(fragments)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all blocks travel."""
+        return self.fragments is None
+
+    def has(self, fragment: int | None) -> bool:
+        """Returns whether blocks and leaves of `fragment` travel."""
+        return fragment is None or self.fragments is None or fragment in self.fragments
+
+
+ALL: Final = Selection()
+"""Every block of every shard."""

@@ -1,0 +1,1 @@
+"""Selects a cluster, or a run on this machine, which may have ended."""

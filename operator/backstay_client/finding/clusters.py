@@ -1,0 +1,266 @@
+"""Selects the cluster for a command from a kubeconfig, or from a run on this machine, which may have ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import aiohttp
+import yaml
+
+from backstay_client.finding.known_runs import KnownRun, known_runs
+from backstay_client.finding.selection import select
+from backstay_client.finding.stored_run import StoredApi, jobs_in
+from backstay_client.jobfiles.jobfile import BadInput
+from backstay_client.kube import ApiCalls, ApiRequestError, JobApi
+from backstay_client.words import count, shortened
+
+__all__ = [
+    "ANSWER_SECONDS",
+    "FoundCluster",
+    "NoSuchJob",
+    "PodAccount",
+    "Where",
+    "account_of_pod",
+    "default_kubeconfig",
+    "named_kubeconfig",
+    "open_cluster",
+    "open_run",
+    "runs_of",
+]
+
+_DEFAULT = Path("~/.kube/config")
+_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+ANSWER_SECONDS = 5.0
+"""How long a command waits for the cluster of one of several runs."""
+
+
+@dataclass(frozen=True)
+class Where:
+    """The user's options about the cluster; None: not given."""
+
+    kubeconfig: Path | None = None
+    context: str | None = None
+    namespace: str | None = None
+    embedded: bool = True  # search for runs on this machine; a kubectl plugin does not
+    local: bool = False  # only runs on this machine
+
+
+@dataclass(frozen=True)
+class FoundCluster:
+    """An open connection, or a run that has ended.
+
+    Attributes:
+        api: the connection to the API server, or the stored jobs.
+        namespace: the namespace for the command.
+        name: the name of the cluster, to print.
+        folder: the folder of an embedded cluster, with the logs of all pods; None: it is another cluster.
+        note: a line to print on stderr, such as that several runs have the job; empty: none.
+        job: the name of the job that is meant; None: not given.
+        is_default: whether only the user's kubeconfig names the cluster, so that a run may be meant as well.
+    """
+
+    api: JobApi
+    namespace: str
+    name: str
+    folder: Path | None = None
+    note: str = ""
+    job: str | None = None
+    is_default: bool = False
+
+
+class NoSuchJob(BadInput):
+    """The cluster has no job of this name."""
+
+
+def named_kubeconfig(where: Where, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The kubeconfig that the options or KUBECONFIG name; None: they name none.
+
+    Raises:
+        BadInput: the file does not exist.
+    """
+    if where.kubeconfig is not None:
+        if not where.kubeconfig.is_file():
+            raise BadInput(f"--kubeconfig: there is no file {where.kubeconfig}")
+        return where.kubeconfig
+    named = [Path(name).expanduser() for name in environ.get("KUBECONFIG", "").split(os.pathsep) if name]
+    if not named or where.local:
+        return None
+    found = next((path for path in named if path.is_file()), None)
+    if found is None:
+        raise BadInput(f"KUBECONFIG names {named[0]}, which does not exist")
+    return found
+
+
+def default_kubeconfig(where: Where) -> Path | None:
+    """The user's kubeconfig; None: there is none, or only runs on this machine count."""
+    path = _DEFAULT.expanduser()
+    return path if path.is_file() and not where.local else None
+
+
+@dataclass(frozen=True)
+class PodAccount:
+    """The account of a pod that may use the API server of its cluster.
+
+    Attributes:
+        url: the URL of the API server.
+        folder: the folder with the token, the certificate and the namespace.
+    """
+
+    url: str
+    folder: Path
+
+    @property
+    def namespace(self) -> str:
+        """The namespace of the pod."""
+        return (self.folder / "namespace").read_text().strip() or "default"
+
+    def connect(self) -> ApiCalls:
+        """A connection with the token of now, which is valid for an hour.
+
+        Raises:
+            BadInput: the account cannot be used.
+        """
+        try:
+            tls = ssl.create_default_context(cafile=self.folder / "ca.crt") if self.url.startswith("https") else None
+            return ApiCalls(self.url, (self.folder / "token").read_text().strip(), ssl=tls)
+        except (OSError, ssl.SSLError) as error:
+            raise BadInput(f"the account of this pod in {self.folder} cannot be used: {error}") from None
+
+
+def account_of_pod(environ: Mapping[str, str] = os.environ, folder: Path = _ACCOUNT) -> PodAccount | None:
+    """The account of the pod that this process runs in; None: it does not, or the pod has none.
+
+    https://kubernetes.io/docs/tasks/run-application/access-api-from-pod/
+    """
+    host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT")
+    if not host or not port or not (folder / "token").is_file():
+        return None
+    return PodAccount(f"https://{f'[{host}]' if ':' in host else host}:{port}", folder)
+
+
+def runs_of(where: Where) -> list[KnownRun]:
+    """The runs on this machine that a command may use, the newest first."""
+    return known_runs(_here()) if where.embedded else []
+
+
+def _here() -> Path | None:
+    with contextlib.suppress(OSError):  # the current folder was deleted
+        return Path.cwd()
+    return None
+
+
+async def _jobs_of(run: KnownRun, namespace: str | None = None) -> list[str]:
+    """The names of a run's jobs. The cluster of `backstay up` gets new ones at any time."""
+    if run.job or not run.lives:
+        return jobs_in(run)
+    # A cluster that is being started must not fail a command about another run. A TimeoutError is an OSError.
+    with contextlib.suppress(BadInput, ApiRequestError, aiohttp.ClientError, OSError):
+        async with asyncio.timeout(ANSWER_SECONDS), open_run(run, namespace) as cluster:
+            return [job["metadata"]["name"] for job in await cluster.api.list_jobs(None)]
+    return jobs_in(run)
+
+
+@contextlib.asynccontextmanager
+async def open_cluster(where: Where, job: str | None = None) -> AsyncIterator[FoundCluster]:
+    """Connect to the cluster that `where` selects, or read the run that has ended.
+
+    Args:
+        job: the job's name, or the folder of its run; None: not given.
+
+    Raises:
+        BadInput: there is no kubeconfig, or it cannot be used; or several runs are meant.
+    """
+    path = named_kubeconfig(where)
+    is_default = False
+    if path is None:
+        runs, default = runs_of(where), default_kubeconfig(where)
+        in_pod = default is None and not where.local and account_of_pod() is not None
+        names = {run.folder: await _jobs_of(run) for run in runs} if job is not None else {}
+        selection = select(runs, names, job, _here() or Path(), has_default=default is not None or in_pod)
+        if selection is not None:
+            run = selection.run
+            async with open_run(run, where.namespace, selection.others) as cluster:
+                yield replace(cluster, job=(run.job or None) if selection.by_folder else job)
+            return
+        if default is None and (account := account_of_pod()) is not None:
+            async with account.connect() as api:
+                yield FoundCluster(api, where.namespace or account.namespace, "the cluster of this pod", job=job)
+            return
+        assert default is not None
+        path = default
+        is_default = True
+    try:
+        config = yaml.safe_load(path.read_text())
+        if not isinstance(config, dict):
+            raise TypeError("it is not a kubeconfig")
+        name = where.context or config.get("current-context") or ""
+        contexts = {entry["name"]: entry.get("context") or {} for entry in config.get("contexts") or []}
+    except (OSError, AttributeError, LookupError, TypeError, yaml.YAMLError) as error:
+        raise BadInput(f"the kubeconfig {path} cannot be read: {error}") from None
+    if name not in contexts:
+        valid = ", ".join(sorted(contexts)) or "none"
+        raise BadInput(f"the kubeconfig {path} has no context {name!r}: it has {valid}")
+    namespace = where.namespace or contexts[name].get("namespace") or "default"
+    is_embedded = path.name == "backstay.kubeconfig"
+    shown = f"the embedded cluster in {shortened(str(path.parent))}" if is_embedded else f"{name} ({path})"
+    async with await _connect(path, where.context, is_embedded=is_embedded) as api:
+        folder = path.parent if is_embedded else None
+        yield FoundCluster(api, namespace, shown, folder, job=job, is_default=is_default)
+
+
+@contextlib.asynccontextmanager
+async def open_run(run: KnownRun, namespace: str | None = None, others: int = 0) -> AsyncIterator[FoundCluster]:
+    """Connect to the cluster of a run, or read what it stored.
+
+    Args:
+        namespace: the namespace for the command; None: that of the run's job.
+        others: the number of other runs with a job of the same name.
+
+    Raises:
+        BadInput: the cluster of the run is being started.
+    """
+    place, namespace = shortened(str(run.folder)), namespace or run.namespace
+    note = f"{count(others + 1, 'run')} on this machine have this job; this one is in {place}" if others else ""
+    if not run.lives:
+        yield FoundCluster(StoredApi(run), namespace, f"the ended run in {place}", run.folder, note)
+        return
+    try:
+        api = ApiCalls.of_kubeconfig(run.kubeconfig)
+    except (OSError, LookupError, TypeError, yaml.YAMLError):
+        raise BadInput(f"the cluster of the run in {place} is being started or stopped: try again") from None
+    async with api:
+        yield FoundCluster(api, namespace, f"the embedded cluster in {place}", run.folder, note)
+
+
+async def _connect(path: Path, context: str | None, *, is_embedded: bool) -> ApiCalls:
+    if is_embedded and context is None:
+        return ApiCalls.of_kubeconfig(path)
+    # Imported here, because it takes half a second of a processor.
+    from kubernetes.aio import config as kubeconfig
+    from kubernetes.aio.client import Configuration
+
+    loaded = Configuration()
+    try:
+        await kubeconfig.load_kube_config(  # type: ignore[no-untyped-call]
+            config_file=str(path), context=context, client_configuration=loaded, persist_config=False
+        )
+        header = await loaded.get_api_key_with_prefix("BearerToken", alias="authorization")
+        tls = None
+        if loaded.host.startswith("https"):
+            authority = loaded.ssl_ca_cert or None
+            tls = ssl.create_default_context(cafile=authority)
+            if getattr(loaded, "ca_cert_data", None) and not authority:
+                tls.load_verify_locations(cadata=loaded.ca_cert_data)
+            if not loaded.verify_ssl:
+                tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
+            if loaded.cert_file:
+                tls.load_cert_chain(loaded.cert_file, loaded.key_file)
+    except (kubeconfig.ConfigException, OSError, ssl.SSLError) as error:
+        raise BadInput(f"the kubeconfig {path} cannot be used: {error}") from None
+    return ApiCalls(loaded.host, ssl=tls, authorization=header or "", proxy=loaded.proxy or "")

@@ -1,0 +1,1 @@
+"""TrainingJobs from files, and from scripts with options; their errors."""

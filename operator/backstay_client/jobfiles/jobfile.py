@@ -1,0 +1,383 @@
+"""Builds a TrainingJob that the embedded cluster can run, from a YAML file or from a script and options.
+
+Invalid input raises `BadInput`. The command prints its message and ends with exit status 2.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+
+from backstay_client.jobfiles import bounded_yaml
+from backstay_spec import contract
+from backstay_spec.types import GradientCodec, ParameterCodec, UpdateMode
+from backstay_spec.validation import SpecErrors, parse_job
+
+LOCAL_IMAGE = "backstay.dev/trainer:local"  # the embedded cluster runs every image with this machine's Python
+
+
+_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
+
+
+class BadInput(Exception):  # noqa: N818  # the input is invalid; nothing failed in this program
+    """The input cannot be run; the message has the error and the valid values."""
+
+
+def is_standard_input(path: Path) -> bool:
+    """Whether the file is what is piped into the command."""
+    return str(path) in {"-", "/dev/stdin"}
+
+
+def folder_of(path: Path) -> Path:
+    """Returns the folder that relative paths of a file start at, which is the current one for standard input."""
+    return Path.cwd() if is_standard_input(path) else path.resolve().parent
+
+
+def read_job(path: Path) -> dict[str, Any]:
+    """The TrainingJob in a YAML or JSON file, or in standard input for ``-``, validated.
+
+    A relative `checkpoint.uri` becomes absolute, starting at the file's folder.
+
+    Raises:
+        BadInput: the file cannot be read, is not YAML, does not hold exactly one TrainingJob, or holds an invalid one.
+    """
+    return validated(load_job(path), path)
+
+
+def validated(job: Any, path: Path) -> dict[str, Any]:
+    """`job`, read from `path`, validated and with an absolute `checkpoint.uri`.
+
+    Raises:
+        BadInput: the job is invalid.
+    """
+    absolute = with_absolute_checkpoint(job, folder_of(path))
+    check(absolute, str(path))
+    found: dict[str, Any] = absolute
+    return found
+
+
+def load_job(path: Path) -> Any:
+    """The one TrainingJob in a file, as it was written.
+
+    Raises:
+        BadInput: the file cannot be read, is not YAML, or does not hold exactly one TrainingJob.
+    """
+    refuse_other_files(path)
+    try:
+        text = sys.stdin.buffer.read().decode() if is_standard_input(path) else path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    except OSError as error:
+        raise BadInput(f"cannot read {path}: {error.strerror}") from None
+    try:
+        documents = [document for document in bounded_yaml.load_all(text) if document is not None]
+    except yaml.YAMLError as error:
+        raise BadInput(f"{path} is not YAML: {error}") from None
+    except ValueError as error:
+        raise BadInput(f"{path} holds an invalid value: {error}") from None
+    jobs = [
+        document for document in documents if not isinstance(document, dict) or document.get("kind") == contract.KIND
+    ]
+    if len(documents) == 1:
+        jobs = documents
+    if len(jobs) != 1:
+        raise BadInput(f"{path} holds {len(jobs)} TrainingJobs: must hold exactly one")
+    return jobs[0]
+
+
+def refuse_other_files(path: Path) -> None:
+    """Refuse a path that is not a TrainingJob and would only give confusing errors.
+
+    Raises:
+        BadInput: the path is that of a folder, a notebook or a script.
+    """
+    if path.is_dir():
+        raise BadInput(f"{path} is a folder: must be the path of a training script (.py) or a TrainingJob (.yaml)")
+    if path.suffix == ".ipynb":
+        raise BadInput(
+            f"{path} is a notebook: backstay runs Python scripts (.py) and TrainingJobs (.yaml). Convert the notebook "
+            f"with `jupyter nbconvert --to script {shlex.quote(str(path))}`, and run the script."
+        )
+    if path.suffix == ".py":
+        raise BadInput(f"{path} is a Python script: this command reads TrainingJobs (.yaml)")
+
+
+def with_absolute_checkpoint(job: Any, folder: Path) -> Any:
+    """`job`, and where its `checkpoint.uri` is a relative path, a copy with that path below `folder`."""
+    uri = relative_checkpoint(job)
+    if uri is None:
+        return job
+    job = copy.deepcopy(job)
+    job["spec"]["checkpoint"]["uri"] = str((folder / Path(uri).expanduser()).resolve())
+    return job
+
+
+def relative_checkpoint(job: Any) -> str | None:
+    """The `checkpoint.uri` of a job, validated or not, if it is a relative path, which a cluster refuses."""
+    for key in ("spec", "checkpoint", "uri"):
+        job = job.get(key) if isinstance(job, dict) else None
+    return job if isinstance(job, str) and job and not job.startswith("/") and _URI.match(job) is None else None
+
+
+def check(job: Any, where: str) -> None:
+    """Refuse an invalid TrainingJob with all its mistakes, one per line.
+
+    Raises:
+        BadInput: the job is invalid.
+    """
+    try:
+        parse_job(job)
+    except SpecErrors as errors:
+        lines = "".join(f"\n  {error}" for error in errors.errors)
+        count = f"{len(errors.errors)} mistakes" if len(errors.errors) > 1 else "a mistake"
+        raise BadInput(f"{where} has {count}:{lines}") from None
+
+
+@dataclass(frozen=True)
+class ScriptOptions:
+    """The options of `backstay run` for a script; None is the default of the TrainingJob, or of the field's comment.
+
+    Attributes:
+        servers: parameter servers (shards). Default: 1.
+        standbys: hot standbys of each shard, 0 or 1.
+        workers: all worker pods, including backups. Default: 2.
+        backups: a number of pods, or percents such as ``5%``.
+        mode: ``Sync`` or ``Async``, in any case, and so are the codecs and ``Auto``.
+        grace: a duration such as ``500ms``, or ``Auto``.
+        gradients: the codec of gradients: ``Exact``, ``BFloat16``, ``Int8`` or ``Int4``.
+        parameters: the codec of parameters: ``Exact`` or ``BFloat16``.
+        error_feedback: whether workers add rounding errors to their next contributions.
+        name: the job's name. Default: made of the script's name.
+        checkpoint: a folder or an fsspec URI.
+        every_steps: store a checkpoint after this many updates.
+        every_seconds: store a checkpoint after this many seconds; 0: not by time.
+        evaluator: whether a pod evaluates each checkpoint.
+        continue_from: ``SameJob`` or ``Any``: whose checkpoints in the folder the job may continue.
+    """
+
+    servers: int | None = None
+    standbys: int | None = None
+    workers: int | None = None
+    backups: str | None = None
+    mode: str | None = None
+    grace: str | None = None
+    gradients: str | None = None
+    parameters: str | None = None
+    error_feedback: bool | None = None
+    name: str | None = None
+    checkpoint: str | None = None
+    every_steps: int | None = None
+    every_seconds: int | None = None
+    evaluator: bool | None = None
+    continue_from: str | None = None
+
+    def given(self) -> list[str]:
+        """The options that were given, as the user writes them."""
+        return [_as_option(field.name) for field in fields(self) if getattr(self, field.name) is not None]
+
+
+def job_of_script(
+    script: Path, options: ScriptOptions = ScriptOptions(), arguments: Sequence[str] = ()
+) -> dict[str, Any]:
+    """A TrainingJob that runs `script` with the default settings, validated.
+
+    Raises:
+        BadInput: the script does not exist, or an option is invalid.
+    """
+    if not script.is_file():
+        raise BadInput(f"{script} does not exist or is not a file")
+    name = name_of_script(script)
+    return job_of_command(["python", script.name, *arguments], options, name=name, written=_as_option)
+
+
+def job_of_command(
+    command: Sequence[str],
+    options: ScriptOptions,
+    *,
+    name: str,
+    image: str = LOCAL_IMAGE,
+    written: Callable[[str], str] = str,
+) -> dict[str, Any]:
+    """A TrainingJob that runs a command with the default settings, validated.
+
+    Args:
+        command: the command of every role.
+        name: the job's name, if the options have none.
+        image: the image of every role.
+        written: returns an option's name as the user writes it, for errors.
+
+    Raises:
+        BadInput: an option is invalid.
+    """
+    if options.checkpoint is None:
+        for option in ("every_steps", "every_seconds", "evaluator", "continue_from"):
+            if getattr(options, option) is not None:
+                needed = f"{written(option)} needs {written('checkpoint')}"
+                raise BadInput(f"{needed}, the folder or URI of the checkpoints")
+    servers: dict[str, Any] = {"replicas": 1 if options.servers is None else options.servers}
+    if options.standbys is not None:
+        servers["standbys"] = options.standbys
+    update: dict[str, Any] = {"mode": _spelled(options.mode or "Sync", UpdateMode)}
+    backups = str(options.backups or "0")
+    if backups != "0":
+        update["backups"] = int(backups) if re.fullmatch(r"-?\d{1,9}", backups) else backups
+    if options.grace is not None:
+        update["grace"] = "Auto" if options.grace.lower() == "auto" else options.grace
+    spec: dict[str, Any] = {
+        "image": image,
+        "command": list(command),
+        "parameterServers": servers,
+        "workers": {"replicas": 2 if options.workers is None else options.workers},
+        "update": update,
+    }
+    wire: dict[str, Any] = {
+        "gradients": None if options.gradients is None else _spelled(options.gradients, GradientCodec),
+        "parameters": None if options.parameters is None else _spelled(options.parameters, ParameterCodec),
+        "errorFeedback": options.error_feedback,
+    }
+    if wire := {name: value for name, value in wire.items() if value is not None}:
+        spec["wire"] = wire
+    if options.evaluator:
+        spec["evaluator"] = {}
+    if (checkpoint := options.checkpoint) is not None:
+        uri = checkpoint if _URI.match(checkpoint) else str(Path(checkpoint).expanduser().resolve())
+        more = {
+            "everySteps": options.every_steps,
+            "everySeconds": options.every_seconds,
+            "continueFrom": options.continue_from,
+        }
+        spec["checkpoint"] = {"uri": uri, **{name: value for name, value in more.items() if value is not None}}
+    job = {
+        "apiVersion": contract.API_VERSION,
+        "kind": contract.KIND,
+        "metadata": {"name": options.name or name},
+        "spec": spec,
+    }
+    try:
+        parse_job(job)
+    except SpecErrors as errors:
+        raise BadInput("\nerror: ".join(_of_options(str(error), written) for error in errors.errors)) from None
+    return job
+
+
+_OPTIONS = {
+    "metadata.name": "name",
+    "spec.parameterServers.replicas": "servers",
+    "spec.parameterServers.standbys": "standbys",
+    "spec.workers.replicas": "workers",
+    "spec.update.backups": "backups",
+    "spec.update.mode": "mode",
+    "spec.update.grace": "grace",
+    "spec.wire.gradients": "gradients",
+    "spec.wire.parameters": "parameters",
+    "spec.wire.errorFeedback": "error_feedback",
+    "spec.checkpoint.uri": "checkpoint",
+    "spec.checkpoint.everySteps": "every_steps",
+    "spec.checkpoint.everySeconds": "every_seconds",
+    "spec.checkpoint.continueFrom": "continue_from",
+}
+_FIELD = re.compile("|".join(re.escape(path) + r"\b" for path in _OPTIONS))
+
+
+def _as_option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _of_options(error: str, written: Callable[[str], str]) -> str:
+    """An error that names the options in place of the fields that they set."""
+    return _FIELD.sub(lambda found: written(_OPTIONS[found.group()]), error).replace(": is ", " is ", 1)
+
+
+def _spelled(word: str, valid: Any) -> str:
+    """The valid value that differs from `word` in case only; `word` itself if there is none."""
+    return next((one for one in get_args(valid) if one.lower() == word.lower()), word)
+
+
+def variables_of(settings: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that ``--env`` sets by ``NAME=VALUE``, or by ``NAME`` with its value in `environ`.
+
+    Raises:
+        BadInput: a name is invalid, or has no value in `environ`.
+    """
+    found: dict[str, str] = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not name or not name.isascii() or not name.isprintable():
+            raise BadInput(f"--env {setting!r} has no valid name: must be NAME=VALUE, or NAME for the current value")
+        if name.startswith(contract.ENV_PREFIX):
+            raise BadInput(f"--env {name}: variables that begin with {contract.ENV_PREFIX} are set by the operator")
+        if not equals:
+            if name not in environ:
+                raise BadInput(f"--env {name}: the variable is not set here; set it, or write --env {name}=VALUE")
+            value = environ[name]
+        found[name] = value
+    return found
+
+
+def with_variables(job: dict[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
+    """A copy of `job` with these environment variables in every pod; they replace the job's own of the same name."""
+    if not variables:
+        return job
+    job = copy.deepcopy(job)
+    kept = [entry for entry in job["spec"].get("env") or [] if entry.get("name") not in variables]
+    job["spec"]["env"] = [*kept, *({"name": name, "value": value} for name, value in variables.items())]
+    return job
+
+
+def name_of_script(script: Path) -> str:
+    """A valid job name, made of the script's name; of its folder's name if the script is called train.py or main.py."""
+    return job_name(script.resolve().parent.name if script.stem in {"train", "main"} else script.stem)
+
+
+def job_name(text: str) -> str:
+    """A valid job name, made of a text."""
+    cleaned = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    cleaned = re.sub(r"^[^a-z]+", "", cleaned)[:40].strip("-")
+    return cleaned or "job"
+
+
+def localise(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Returns the same job for this machine, with a relative or missing `workingDir` taken from `folder`, which is also
+    the `code`."""
+    job = copy.deepcopy(job)
+    spec = job["spec"]
+    spec.pop("code", None)
+    # A Path joined with an absolute one is the absolute one.
+    spec["workingDir"] = str((folder / spec.get("workingDir", ".")).resolve())
+    job.setdefault("metadata", {}).setdefault("namespace", "default")
+    job.pop("status", None)
+    return job
+
+
+def localise_script(job: dict[str, Any], script: Path) -> dict[str, Any]:
+    """Returns the job of a script for this machine, which runs in the current folder as with ``python``."""
+    job = localise(job, Path.cwd())
+    job["spec"]["command"][1] = str(script)
+    return job
+
+
+def claims_of(job: dict[str, Any]) -> list[str]:
+    """Returns the PersistentVolumeClaims that a job's pods mount, which are made for it on this machine."""
+    found: list[str] = []
+
+    def walk(node: Any) -> None:
+        if isinstance(node, dict):
+            claim = node.get("persistentVolumeClaim")
+            if isinstance(claim, dict) and isinstance(claim.get("claimName"), str):
+                found.append(claim["claimName"])
+            for child in node.values():
+                walk(child)
+        elif isinstance(node, list):
+            for child in node:
+                walk(child)
+
+    walk(job["spec"])
+    return sorted(set(found))

@@ -1,0 +1,191 @@
+"""Shows the progress of a wait: a bar on a terminal, a card in a notebook, else a line for each event."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol, TextIO
+
+from backstay_client.show.curve import bar
+from backstay_client.show.html import job_card
+from backstay_client.show.lines import LineDisplay
+from backstay_client.view.explain import progress_of
+from backstay_client.view.follow import JobView
+from backstay_client.view.status import status_of
+from backstay_client.words import clock, number, on_one_line, printable
+
+__all__ = ["ProgressDisplay", "TextDisplay", "display_for", "notebook_display", "text_display_for"]
+
+_MOST_LOSSES = 1000
+
+
+class ProgressDisplay(Protocol):
+    """Shows a job while its state changes."""
+
+    def show(self, view: JobView, trouble: str = "") -> None:
+        """Show a state.
+
+        Args:
+            view: the newest state that is known.
+            trouble: why a newer one is not known; empty: it is the newest.
+        """
+
+    def close(self) -> None:
+        """Show nothing more."""
+
+
+class _Silent:
+    def show(self, view: JobView, trouble: str = "") -> None:
+        del view, trouble
+
+    def close(self) -> None:
+        return
+
+
+class _Lines:
+    def __init__(self, stream: TextIO) -> None:
+        self._display = LineDisplay(lambda line: print(line, file=stream, flush=True))
+        self._stream, self._trouble = stream, ""
+
+    def show(self, view: JobView, trouble: str = "") -> None:
+        self._display.show(view)
+        if trouble and trouble != self._trouble:
+            print(trouble, file=self._stream, flush=True)
+        self._trouble = trouble
+
+    def close(self) -> None:
+        return
+
+
+class _ProgressLine:
+    """One line that is written again in place."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._written = stream, False
+
+    def show(self, view: JobView, trouble: str = "") -> None:
+        width = max(40, shutil.get_terminal_size().columns) - 1
+        line = bar_line(view, trouble)[:width]
+        self._stream.write(f"\r{line:<{width}}")
+        self._stream.flush()
+        self._written = True
+
+    def close(self) -> None:
+        if self._written:
+            self._stream.write("\n")
+            self._stream.flush()
+
+
+def bar_line(view: JobView, trouble: str = "") -> str:
+    """A job on one line, with its progress and its newest numbers."""
+    status, parts = status_of(view), [printable(view.name)]
+    fraction = progress_of(view)
+    if fraction is None or (view.ended and view.phase != "Succeeded"):
+        parts.append(view.phase)
+    else:
+        parts.append(f"{bar(fraction, 20)} {100 * fraction:3.0f} %")
+    if status.step is not None:
+        parts.append(number(status.step) + (f"/{number(status.report.goal_steps)}" if status.report.goal_steps else ""))
+    if status.loss is not None:
+        parts.append(f"loss {number(status.loss)}")
+    if status.seconds_left is not None:
+        parts.append(f"{clock(status.seconds_left)} left")
+    if problem := trouble or status.waiting:
+        parts.append(on_one_line(problem))
+    return "  ".join(parts)
+
+
+class _Card:
+    """The output of a notebook's cell, which is replaced in place."""
+
+    def __init__(self, display: Callable[..., Any]) -> None:
+        self._display = display
+        self._handle: Any = None
+        self._losses: list[tuple[float, float]] = []
+
+    def show(self, view: JobView, trouble: str = "") -> None:
+        step, loss = view.report.step, view.report.loss
+        if step is not None and loss is not None and (not self._losses or self._losses[-1][0] < step):
+            self._losses.append((step, loss))
+            if len(self._losses) > _MOST_LOSSES:
+                self._losses = [*self._losses[:-1:2], self._losses[-1]]
+        status = status_of(view)
+        text = bar_line(view, trouble)
+        bundle = {"text/html": job_card(status, self._losses), "text/plain": text}
+        if self._handle is None:
+            self._handle = self._display(bundle, raw=True, display_id=True)
+        else:
+            self._handle.update(bundle, raw=True)
+
+    def close(self) -> None:
+        return
+
+
+def notebook_display() -> Callable[..., Any] | None:
+    """The function `display` of IPython in a notebook's kernel; None: this process is not one."""
+    shell = sys.modules.get("IPython")
+    running = None if shell is None else shell.get_ipython()
+    if running is None or not hasattr(running, "kernel"):
+        return None
+    from IPython.display import display  # type: ignore[import-not-found, unused-ignore]
+
+    found: Callable[..., Any] = display
+    return found
+
+
+def display_for(*, progress: bool, stream: TextIO | None = None) -> ProgressDisplay:
+    """The display that suits this process.
+
+    Args:
+        progress: whether to show anything.
+        stream: where a bar or lines are written; None: stderr.
+    """
+    if not progress:
+        return _Silent()
+    if (display := notebook_display()) is not None:
+        return _Card(display)
+    stream = sys.stderr if stream is None else stream
+    return _ProgressLine(stream) if stream.isatty() else _Lines(stream)
+
+
+class TextDisplay:
+    """Shows one text that changes: replaced in place in a notebook and on a terminal, else a line for each change."""
+
+    def __init__(self, stream: TextIO, display: Callable[..., Any] | None) -> None:
+        self._stream, self._display, self._is_terminal = stream, display, stream.isatty()
+        self._handle: Any = None
+        self._text = ""
+
+    def show(self, text: str, html: Callable[[], str]) -> None:
+        """Show a text.
+
+        Args:
+            html: makes the same for a notebook.
+        """
+        if text == self._text:
+            return
+        self._text = text
+        if self._display is not None:
+            bundle = {"text/html": html(), "text/plain": text}
+            if self._handle is None:
+                self._handle = self._display(bundle, raw=True, display_id=True)
+            else:
+                self._handle.update(bundle, raw=True)
+        elif self._is_terminal:
+            width = max(40, shutil.get_terminal_size().columns) - 1
+            self._stream.write(f"\r{text[:width]:<{width}}")
+            self._stream.flush()
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Show nothing more."""
+        if self._text and self._is_terminal and self._display is None:
+            self._stream.write("\n")
+            self._stream.flush()
+
+
+def text_display_for(*, progress: bool, stream: TextIO | None = None) -> TextDisplay | None:
+    """The display of a text that suits this process; None: nothing is shown."""
+    return TextDisplay(sys.stderr if stream is None else stream, notebook_display()) if progress else None

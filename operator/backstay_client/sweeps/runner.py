@@ -1,0 +1,256 @@
+"""Runs the trials of a sweep: starts jobs, reports their values to Optuna, stops those that are worse than others.
+
+Each decision is in the file before its effect is on the cluster, or can be repeated. The next process finds the job of
+a trial without an end by its labels. If there is none, it starts the trial again with the same arguments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import aiohttp
+
+from backstay_client.errors import ClusterUnreachable, JobDeleted, JobExists, SweepFailed
+from backstay_client.kube import ApiRequestError, is_transient
+from backstay_client.reading.curve import TrainingCurve
+from backstay_client.sweeps.store import SweepStore, TrialResult
+from backstay_client.view.status import JobStatus
+from backstay_client.words import duration, on_one_line
+from backstay_spec import contract
+
+__all__ = ["SweepRunner", "TrialJob", "TrialJobs"]
+
+_POLL_SECONDS = 1.0
+_REPORTS = 32
+"""About as many values of a trial are compared with those of others."""
+_FIRST_FAILURES = 3
+
+
+class TrialJob(Protocol):
+    """The job of a trial."""
+
+    name: str
+
+    async def status(self) -> JobStatus:
+        """The state of the job."""
+
+    async def curve(self) -> TrainingCurve:
+        """The values over the steps."""
+
+    async def delete(self, *, wait: bool = True) -> None:
+        """Delete the job."""
+
+
+@dataclass(frozen=True)
+class TrialJobs:
+    """The jobs on the cluster.
+
+    Attributes:
+        start: starts a job by its name, arguments and labels.
+        existing: returns the jobs with these labels by their names.
+    """
+
+    start: Callable[[str, Mapping[str, Any], Mapping[str, str]], Awaitable[TrialJob]]
+    existing: Callable[[Mapping[str, str]], Awaitable[Mapping[str, TrialJob]]]
+
+
+@dataclass
+class _Trial:
+    """A trial that runs.
+
+    Attributes:
+        trial: Optuna's trial.
+        reported: the last step that was reported.
+    """
+
+    trial: Any
+    job: TrialJob
+    reported: int
+    values: list[tuple[int, float]] = field(default_factory=list)
+
+
+class SweepRunner:
+    """Runs one sweep."""
+
+    def __init__(
+        self,
+        store: SweepStore,
+        jobs: TrialJobs,
+        *,
+        trials: int,
+        parallel: int,
+        prunes: bool,
+        patience: float,
+        poll_seconds: float = _POLL_SECONDS,
+    ) -> None:
+        """
+        Args:
+            trials: the number of trials, those of earlier processes included.
+            parallel: the most trials at the same time.
+            prunes: whether trials that are worse than others are stopped.
+            patience: seconds without an answer of the API server after which the sweep ends with an error.
+        """
+        self._store, self._jobs = store, jobs
+        self._trials, self._parallel, self._prunes = trials, parallel, prunes
+        self._patience, self._poll_seconds = patience, poll_seconds
+        self._active: dict[int, _Trial] = {}
+
+    async def run(self) -> AsyncGenerator[list[TrialResult]]:
+        """Run all trials.
+
+        Yields:
+            The trials so far, about once a second.
+
+        Raises:
+            SweepFailed: the first trials failed, or the objective does not exist. The other trials are stopped.
+            ClusterUnreachable: the API server does not answer.
+            JobExists: a job that is not of this sweep has the name of a trial.
+            ApiRequestError: the cluster refuses.
+        """
+        answered = time.monotonic()
+        resumed = False
+        while True:
+            try:
+                if not resumed:
+                    await self._resume()
+                    resumed = True
+                await self._start_new()
+                for running in list(self._active.values()):
+                    await self._follow(running)
+                answered = time.monotonic()
+            except SweepFailed:
+                await self._stop_all()
+                raise
+            except (ApiRequestError, aiohttp.ClientError, OSError) as error:
+                if not is_transient(error):
+                    raise
+                resumed = False  # a trial may have been chosen without a job
+                silent = time.monotonic() - answered
+                if silent >= self._patience:
+                    raise ClusterUnreachable(
+                        f"the API server has not answered for {duration(silent)}: {error or type(error).__name__}. The "
+                        f"trials of {self._store.plan.name} may still run: the same call continues the sweep"
+                    ) from error
+            yield self._store.results()
+            if resumed and not self._active and self._store.count() >= self._trials:
+                return
+            await asyncio.sleep(self._poll_seconds)
+
+    async def _resume(self) -> None:
+        """Follow the trials that an earlier process left, and delete the jobs of those that it has pruned."""
+        found = await self._jobs.existing({contract.LABEL_SWEEP_ID: self._store.id})
+        for result in self._store.results():
+            if result.state == "PRUNED" and result.job in found:
+                await found[result.job].delete(wait=False)
+        for trial in self._store.running():
+            if trial.number not in self._active:
+                await self._add(trial, found.get(self._store.job_of(trial.number)))
+
+    async def _start_new(self) -> None:
+        while len(self._active) < self._parallel and self._store.count() < self._trials:
+            await self._add(self._store.ask(), None)
+
+    async def _add(self, trial: Any, job: TrialJob | None) -> None:
+        if job is None:
+            labels = {
+                contract.LABEL_SWEEP: self._store.plan.name,
+                contract.LABEL_SWEEP_ID: self._store.id,
+                contract.LABEL_TRIAL: str(trial.number),
+            }
+            name = self._store.job_of(trial.number)
+            try:
+                job = await self._jobs.start(name, dict(trial.params), labels)
+            except JobExists:
+                self._store.fail(trial, "its job's name is in use")
+                raise JobExists(
+                    f"the TrainingJob {name} is not of this sweep, and has the name of its trial {trial.number}: give "
+                    "the sweep another name, or delete the job"
+                ) from None
+        self._active[trial.number] = _Trial(trial, job, self._store.reported(trial))
+
+    async def _follow(self, running: _Trial) -> None:
+        trial, job = running.trial, running.job
+        try:
+            status = await job.status()
+            curve = await job.curve()
+        except JobDeleted:
+            self._end(running)
+            self._store.fail(trial, "its job was deleted")
+            return
+        running.values = curve.values(self._store.plan.objective) or running.values
+        if not status.ended:
+            if self._report(running, status.report.goal_steps) and self._prunes:
+                self._end(running)
+                self._store.prune(trial)
+                await job.delete(wait=False)
+            return
+        self._report(running, status.report.goal_steps)
+        self._end(running)
+        self._conclude(running, status, curve)
+
+    def _report(self, running: _Trial, goal: int | None) -> bool:
+        """Report the new values, and return whether others were better at one of these steps.
+
+        Values are compared step by step, so all trials report the same steps: multiples of a power of two.
+        """
+        if not goal:
+            return False
+        every = 1 << max(0, (goal // _REPORTS).bit_length() - 1)
+        for step, value in running.values:
+            if step > running.reported and (step % every == 0 or step == goal):
+                running.trial.report(value, step)
+                running.reported = step
+                if running.trial.should_prune():
+                    return True
+        return False
+
+    async def _stop_all(self) -> None:
+        """Stop the trials that still run, because the sweep has failed."""
+        for running in list(self._active.values()):
+            self._end(running)
+            self._store.fail(running.trial, "the sweep failed")
+            with contextlib.suppress(ApiRequestError, aiohttp.ClientError, OSError):
+                await running.job.delete(wait=False)
+
+    def _end(self, running: _Trial) -> None:
+        del self._active[running.trial.number]
+
+    def _conclude(self, running: _Trial, status: JobStatus, curve: TrainingCurve) -> None:
+        """Report to Optuna how a trial ended.
+
+        Raises:
+            SweepFailed: the first trials failed, or the objective does not exist.
+        """
+        objective, trial = self._store.plan.objective, running.trial
+        if not status.succeeded:
+            self._store.fail(trial, f"{status.reason or status.phase}: {on_one_line(status.message)}")
+            self._refuse_first_failures()
+            return
+        found = {"loss": status.loss, **status.report.train_metrics, **status.metrics}
+        value, step = found.get(objective), status.step
+        if running.values and (value is None or objective not in status.metrics):
+            step, value = running.values[-1]
+        if value is None and objective not in found and objective not in curve.metrics:
+            names = sorted({"loss", *found, *curve.metrics, *(n for e in curve.evaluations.values() for n in e)})
+            why = f"the objective {objective!r} does not exist: must be one of {', '.join(names)}"
+            self._store.fail(trial, why)
+            raise SweepFailed(why)
+        if value is None or math.isnan(value):
+            self._store.fail(trial, f"its last {objective} is not a number")
+            self._refuse_first_failures()
+        else:
+            self._store.complete(trial, value, step)
+
+    def _refuse_first_failures(self) -> None:
+        ended = [one for one in self._store.results() if one.state != "RUNNING"]
+        if len(ended) == _FIRST_FAILURES and all(one.state == "FAIL" for one in ended):
+            raise SweepFailed(
+                f"the first {_FIRST_FAILURES} trials of {self._store.plan.name} have failed. The last one: "
+                f"{ended[-1].job}: {ended[-1].why}"
+            )

@@ -1,0 +1,72 @@
+"""The space of a sweep, from short forms or from Optuna's distributions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from backstay_client.jobfiles.jobfile import BadInput
+from backstay_client.show.frames import needed
+
+__all__ = ["as_text", "distributions_of", "example_of", "optuna"]
+
+_VALID = (
+    "must be a list of choices, (low, high), (low, high, 'log'), or a distribution of Optuna such as "
+    "optuna.distributions.FloatDistribution"
+)
+
+
+def optuna() -> Any:
+    """The module `optuna`.
+
+    Raises:
+        MissingPackage: Optuna is not installed.
+    """
+    return needed("optuna", "a sweep", "'backstay[sweeps]'")
+
+
+def distributions_of(space: Mapping[str, Any]) -> dict[str, Any]:
+    """Optuna's distribution of each argument.
+
+    Args:
+        space: a list of choices; ``(low, high)`` for all numbers between, whole ones if both are whole;
+            ``(low, high, "log")`` for the same on a logarithmic scale; or a distribution. For each argument by its
+            name.
+
+    Raises:
+        BadInput: the space is invalid.
+    """
+    if not isinstance(space, Mapping) or not space:
+        raise BadInput("space: is empty: must be a mapping from arguments to what they may be")
+    return {name: _distribution(name, values) for name, values in space.items()}
+
+
+def _distribution(name: str, values: Any) -> Any:
+    kinds = optuna().distributions
+    try:
+        if isinstance(values, kinds.BaseDistribution):
+            return values
+        if isinstance(values, list):
+            return kinds.CategoricalDistribution(values)
+        if isinstance(values, tuple) and len(values) in {2, 3} and values[2:] in {(), ("log",)}:
+            low, high, log = values[0], values[1], len(values) == 3
+            if isinstance(low, bool) or isinstance(high, bool):
+                raise ValueError("a boolean is not a number")
+            if isinstance(low, int) and isinstance(high, int):
+                return kinds.IntDistribution(low, high, log=log)
+            return kinds.FloatDistribution(float(low), float(high), log=log)
+    except (ValueError, TypeError) as error:
+        raise BadInput(f"space[{name!r}]: is {values!r}: {error}: {_VALID}") from None
+    raise BadInput(f"space[{name!r}]: is {values!r}: {_VALID}")
+
+
+def example_of(distributions: Mapping[str, Any]) -> dict[str, Any]:
+    """One value of each argument, to check before the first trial that the function takes them."""
+    return {name: one.choices[0] if hasattr(one, "choices") else one.low for name, one in distributions.items()}
+
+
+def as_text(distributions: Mapping[str, Any]) -> str:
+    """The space as JSON, by which a sweep recognises its own."""
+    to_json = optuna().distributions.distribution_to_json
+    return json.dumps({name: json.loads(to_json(one)) for name, one in sorted(distributions.items())})

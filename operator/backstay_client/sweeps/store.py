@@ -1,0 +1,211 @@
+"""The trials of a sweep in a file, which one process at a time changes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Self
+
+from backstay_client.errors import SweepInUse
+from backstay_client.jobfiles.jobfile import BadInput
+from backstay_client.sweeps.space import as_text, optuna
+
+__all__ = ["SweepPlan", "SweepStore", "TrialResult"]
+
+_ID, _PLAN, _STEP, _WHY = "backstay:id", "backstay:plan", "backstay:step", "backstay:why"
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """The search of a sweep. A file has one plan for each name.
+
+    Attributes:
+        name: the sweep's name, with which the names of its jobs begin.
+        distributions: Optuna's distribution of each argument.
+        objective: ``loss``, a metric that `loss` returns, or one that `evaluate` returns.
+        direction: ``minimize`` or ``maximize``.
+    """
+
+    name: str
+    distributions: Mapping[str, Any]
+    objective: str
+    direction: str
+
+    def as_attributes(self) -> dict[str, str]:
+        """The plan as texts."""
+        return {"objective": self.objective, "direction": self.direction, "space": as_text(self.distributions)}
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """One trial.
+
+    Attributes:
+        number: its number, from 0.
+        state: ``RUNNING``, ``COMPLETE``, ``PRUNED`` or ``FAIL``.
+        params: the arguments that were chosen.
+        value: the newest value of the objective; None: there is none.
+        job: the name of its TrainingJob.
+        step: the step of `value`.
+        why: why it failed; empty: it did not.
+    """
+
+    number: int
+    state: str
+    params: Mapping[str, Any]
+    value: float | None
+    job: str
+    step: int | None = None
+    why: str = ""
+
+
+class SweepStore:
+    """An Optuna study in a SQLite file, locked for this process. A context manager.
+
+    Attributes:
+        plan: the plan.
+        id: the id of the sweep, which its jobs have as a label.
+        study: the Optuna study.
+    """
+
+    def __init__(self, plan: SweepPlan, path: Path, *, sampler: Any = None, pruner: Any = None) -> None:
+        """
+        Args:
+            path: the file, which is made if it does not exist.
+            sampler: Optuna's sampler; None: its default.
+            pruner: Optuna's pruner; None: its default, the median rule.
+
+        Raises:
+            SweepInUse: another process runs the sweep.
+            BadInput: the file has a sweep of this name with another plan, or cannot be used.
+        """
+        self.plan = plan
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(path.with_name(f"{path.name}.{plan.name}.lock"), plan.name)
+        except OSError as error:
+            raise BadInput(f"storage: {path} cannot be written: {error.strerror or error}") from None
+        try:
+            self._open(path, sampler, pruner)
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def _open(self, path: Path, sampler: Any, pruner: Any) -> None:
+        library = optuna()
+        try:
+            self._storage = library.storages.RDBStorage(f"sqlite:///{path.resolve()}")
+            self.study = library.create_study(
+                storage=self._storage,
+                study_name=self.plan.name,
+                direction=self.plan.direction,
+                sampler=sampler,
+                pruner=pruner,
+                load_if_exists=True,
+            )
+        except ValueError as error:
+            raise BadInput(f"direction: {error}") from None
+        except Exception as error:
+            if type(error).__module__.startswith(("sqlalchemy", "sqlite3", "optuna", "alembic")):
+                raise BadInput(f"storage: {path} is not a file of Optuna in SQLite: {error}") from None
+            raise
+        wanted, found = self.plan.as_attributes(), self.study.user_attrs.get(_PLAN)
+        if found is None:
+            self.study.set_user_attr(_ID, secrets.token_hex(4))
+            self.study.set_user_attr(_PLAN, wanted)
+        elif found != wanted:
+            changed = next(key for key in wanted if found.get(key) != wanted[key])
+            raise BadInput(
+                f"{changed}: the sweep {self.plan.name} in {path} has {found.get(changed)}, and not {wanted[changed]}: "
+                "give this one another name, or the same values to continue it"
+            )
+        self.id: str = self.study.user_attrs[_ID]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the file free for other processes. The study can still be read."""
+        self._lock.close()
+
+    def job_of(self, number: int) -> str:
+        """The name of the job of a trial."""
+        return f"{self.plan.name}-{number}"
+
+    def running(self) -> list[Any]:
+        """The trials without an end, of this process or of one that died, as Optuna's live trials."""
+        library = optuna()
+        states = (library.trial.TrialState.RUNNING,)
+        found = self.study.get_trials(deepcopy=False, states=states)
+        return [library.trial.Trial(self.study, trial._trial_id) for trial in found]
+
+    def count(self) -> int:
+        """The number of trials that have begun. Optuna also has those that a user put into its queue."""
+        return len(self.results())
+
+    def ask(self) -> Any:
+        """A new trial, whose arguments are chosen by the results so far."""
+        return self.study.ask(dict(self.plan.distributions))
+
+    def reported(self, trial: Any) -> int:
+        """The last step for which the trial has a value; 0: none."""
+        known = self.study._storage.get_trial(trial._trial_id).intermediate_values
+        return max(known, default=0)
+
+    def complete(self, trial: Any, value: float, step: int | None) -> None:
+        """The trial has ended with this value."""
+        if step is not None:
+            trial.set_user_attr(_STEP, step)
+        self.study.tell(trial.number, value)
+
+    def prune(self, trial: Any) -> None:
+        """The trial was stopped, because others were better."""
+        self.study.tell(trial.number, state=optuna().trial.TrialState.PRUNED)
+
+    def fail(self, trial: Any, why: str) -> None:
+        """The trial has failed."""
+        trial.set_user_attr(_WHY, why)
+        self.study.tell(trial.number, state=optuna().trial.TrialState.FAIL)
+
+    def results(self) -> list[TrialResult]:
+        """All trials that have begun, in order of their numbers."""
+        found = self.study.get_trials(deepcopy=False)
+        return [self._result(trial) for trial in found if trial.state.name != "WAITING"]
+
+    def _result(self, trial: Any) -> TrialResult:
+        step, value = trial.user_attrs.get(_STEP), trial.value
+        if trial.state.name != "COMPLETE" and trial.intermediate_values:
+            step = max(trial.intermediate_values)
+            value = trial.intermediate_values[step]
+        job, why = self.job_of(trial.number), trial.user_attrs.get(_WHY, "")
+        return TrialResult(trial.number, trial.state.name, dict(trial.params), value, job, step, why)
+
+
+def _locked(path: Path, name: str) -> IO[str]:
+    """A file that is locked while it is open, and so until the process ends, even by SIGKILL.
+
+    Raises:
+        SweepInUse: another process, or this one, has locked it.
+    """
+    file = path.open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        owner = file.read(100).strip() or "another process"
+        file.close()
+        raise SweepInUse(
+            f"the sweep {name} is run by {owner}, with the lock {path}: stop that one, or give this one another name"
+        ) from None
+    file.seek(0)
+    file.truncate()
+    file.write(f"process {os.getpid()} of {os.uname().nodename}")
+    file.flush()
+    return file

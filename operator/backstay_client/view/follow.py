@@ -1,0 +1,373 @@
+"""The state of a job, from the API and from the page `/status` of shard 0's server.
+
+Progress alone changes the job's status at most every 10 s (O8); the page is as new as the last update.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from pydantic import ValidationError
+
+from backstay_client.kube import JobApi
+from backstay_client.words import number, size
+from backstay_spec import contract
+from backstay_spec.job_report import NO_RATES, JobReport
+
+STOPPED = "Stopped"
+"""The phase of a job, and of a pod, whose run on this machine ended first. Only these commands have it."""
+TERMINAL = {"Succeeded", "Failed", STOPPED}
+LONG_WAIT = 20.0
+"""Seconds without an update after which the command shows the reason."""
+ROLES = {
+    "ParameterServer": contract.ROLE_SERVER,
+    "Worker": contract.ROLE_WORKER,
+    "Evaluator": contract.ROLE_EVALUATOR,
+}
+
+
+@dataclass(frozen=True)
+class RoleView:
+    """The pods of one role."""
+
+    desired: int = 0
+    ready: int = 0
+    restarts: int = 0
+    disruptions: int = 0
+
+
+@dataclass(frozen=True)
+class PodActivity:
+    """The current activity of a pod, from its newest heartbeat.
+
+    Attributes:
+        point: the part of the step, such as ``compute``; empty: none.
+        step: the step that it belongs to; None: none.
+        seconds: seconds since the activity began.
+        activity: a value of `Activity` in control.proto.
+        heartbeat: seconds since the heartbeat.
+    """
+
+    point: str
+    step: int | None
+    seconds: float
+    activity: str = ""
+    heartbeat: float = 0.0
+
+
+@dataclass(frozen=True)
+class ShownEntry:
+    """One entry of the job's history.
+
+    Attributes:
+        at: Unix time; None: not known.
+        slot: the slot whose pod died, such as ``worker-3``; empty for anything else.
+        recovered: Unix time at which the slot took part in training again; None: it has not, or it is not known.
+        incarnation: the incarnation of the pod that died; None: not known.
+    """
+
+    at: float | None
+    type: str
+    reason: str
+    message: str
+    slot: str = ""
+    recovered: float | None = None
+    incarnation: int | None = None
+
+
+@dataclass(frozen=True)
+class JobView:
+    """A job at one moment."""
+
+    name: str
+    namespace: str
+    phase: str = "Pending"
+    message: str = ""
+    report: JobReport = field(default_factory=JobReport)  # the newest numbers of training
+    checkpoint: str | None = None
+    roles: dict[str, RoleView] = field(default_factory=dict)
+    standbys: int = 0  # of all shards; `roles` counts them as parameter servers
+    events: tuple[tuple[str, str, str], ...] = ()  # (type, reason, message), oldest first
+    pods: tuple[dict[str, Any], ...] = ()
+    stage: str = ""  # the part that is being started, before the job exists
+    seen: bool = False  # the operator has written a status
+    concluded: bool = False  # it has the termination message of shard 0's server
+    trouble: str = ""  # a problem that does not stop training
+    goodput: float | None = None
+    worker_seconds: Mapping[str, float] = field(default_factory=dict)  # by part, see backstay_spec.goodput
+    started: float | None = None  # Unix time
+    completed: float | None = None
+    checkpoint_step: int | None = None
+    checkpoint_time: float | None = None  # Unix time at which it was stored, or first seen
+    history: tuple[ShownEntry, ...] = ()  # oldest first
+    doings: Mapping[str, PodActivity] = field(default_factory=dict)  # by the name of the pod
+    blame: tuple[Mapping[str, Any], ...] = ()  # the ranks that updates waited for, the longest first
+    waits: Mapping[str, Any] = field(default_factory=dict)  # what the next update waits for
+    live: bool = False  # shard 0's server answered: the numbers are current
+    folder: str = ""  # of its run on this machine; empty: it is a job of another cluster
+    job: Mapping[str, Any] = field(default_factory=dict)  # the TrainingJob
+
+    @property
+    def ended(self) -> bool:
+        """Whether the job's phase is final."""
+        return self.phase in TERMINAL
+
+    @property
+    def restarts(self) -> int:
+        """Pods replaced after crashes, all roles."""
+        return sum(role.restarts for role in self.roles.values())
+
+    @property
+    def disruptions(self) -> int:
+        """Pods replaced after disruptions, all roles."""
+        return sum(role.disruptions for role in self.roles.values())
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds until the last update, at the rate of the newest ones; None: not known."""
+        step, goal, rate = self.report.step, self.report.goal_steps, self.report.updates_per_second
+        if self.ended or not rate or goal is None or step is None:
+            return None
+        return max(0, goal - step) / rate
+
+
+async def look(api: JobApi, namespace: str, name: str, before: JobView | None = None) -> JobView:
+    """The current state of the job; parts that can no longer be read are copied from `before`."""
+    job = await api.get_job(namespace, name)
+    pods = await api.pods_of(namespace, name)
+    events = await api.events_of(namespace, job["metadata"]["uid"])
+    view = view_of(job, pods, events, before)
+    if view.ended:
+        return view
+    return await _with_live_numbers(api, view)
+
+
+def view_of(
+    job: dict[str, Any], pods: list[dict[str, Any]], events: list[dict[str, Any]], before: JobView | None = None
+) -> JobView:
+    """The state of the job, only from the given objects."""
+    status = job.get("status") or {}
+    roles = {
+        role: RoleView(*(int(values.get(key, 0)) for key in ("desired", "ready", "restarts", "disruptions")))
+        for role, values in (status.get("roles") or {}).items()
+    }
+    ending = _termination_of_shard_0(pods)
+    servers = (job.get("spec") or {}).get("parameterServers") or {}
+    view = JobView(
+        name=job["metadata"]["name"],
+        namespace=job["metadata"]["namespace"],
+        phase=status.get("phase") or "Pending",
+        message=_message_of(status),
+        report=_report(status, ending),
+        checkpoint=ending.get("checkpoint") or (status.get("checkpoint") or {}).get("uri"),
+        roles=roles,
+        standbys=int(servers.get("replicas", 1)) * int(servers.get("standbys", 0)),
+        seen=bool(status),
+        concluded="loss" in ending,
+        trouble=_trouble_of(status),
+        events=tuple((event.get("type", ""), event.get("reason", ""), event.get("message", "")) for event in events),
+        pods=tuple(pods),
+        goodput=status.get("goodput"),
+        worker_seconds=status.get("workerSeconds") or {},
+        started=unix_time(status.get("startTime")),
+        completed=unix_time(status.get("completionTime")),
+        checkpoint_step=(status.get("checkpoint") or {}).get("step"),
+        checkpoint_time=unix_time((status.get("checkpoint") or {}).get("time")),
+        history=_history(status, events),
+        blame=tuple(status.get("waitedFor") or ()),
+        job=job,
+    )
+    if before is None:
+        return view
+    # Pods of a job that ended may be gone; their logs still have to be named.
+    return replace(view, report=_merged(view, before.report), pods=view.pods or before.pods)
+
+
+def _report(status: dict[str, Any], ending: dict[str, Any]) -> JobReport:
+    """The rows in the job's status, and those in the termination message of shard 0's server, which are newer."""
+    newer = {name: value for name, value in ending.items() if name != "checkpoint"}
+    if newer.get("metrics"):
+        newer["evaluatedStep"] = newer.get("step")
+        newer.setdefault("evaluationError", "")
+    return _valid(newer).over(_valid(status))
+
+
+def _valid(rows: dict[str, Any]) -> JobReport:
+    """The report in `rows`, without values of another type, because a script may have written the message."""
+    try:
+        return JobReport.model_validate(rows)
+    except ValidationError as error:
+        wrong = {str(one["loc"][0]) for one in error.errors()}
+        return JobReport.model_validate({name: value for name, value in rows.items() if name not in wrong})
+
+
+def _merged(view: JobView, before: JobReport) -> JobReport:
+    """Returns the newest rows, where `view` is from the API, and `before` may be from the page, which is newer."""
+    seen = view.report
+    update: dict[str, Any] = {}
+    if not (view.ended and seen.step is not None):
+        update["step"] = max((value for value in (seen.step, before.step) if value is not None), default=None)
+    if (seen.evaluated_step or -1) < (before.evaluated_step or -1):
+        update |= {"metrics": before.metrics, "evaluated_step": before.evaluated_step}
+    if before.train_metrics:
+        update["train_metrics"] = before.train_metrics
+    if before.traffic and not view.concluded:
+        update["traffic"] = before.traffic
+    # The termination message is the newest source, then the metrics that were seen last, then the status.
+    if view.ended and not view.concluded:
+        update["loss"] = before.loss
+    return seen.over(before).model_copy(update=update)
+
+
+def unix_time(text: Any) -> float | None:
+    """A time of the API as Unix time; None: there is none."""
+    if not isinstance(text, str):
+        return None
+    with contextlib.suppress(ValueError):
+        found = datetime.fromisoformat(text)
+        return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+    return None
+
+
+def _history(status: dict[str, Any], events: list[dict[str, Any]]) -> tuple[ShownEntry, ...]:
+    """The entries of the status, which stay when the API server has deleted its events. An older operator has none."""
+    if entries := status.get("history"):
+        return tuple(
+            ShownEntry(
+                unix_time(e.get("time")),
+                e.get("type", ""),
+                e["reason"],
+                e.get("message", ""),
+                e.get("slot") or "",
+                unix_time(e.get("recovered")),
+                e.get("incarnation"),
+            )
+            for e in entries
+        )
+    return tuple(
+        ShownEntry(
+            unix_time(event.get("firstTimestamp")),
+            event.get("type", ""),
+            event.get("reason", ""),
+            event.get("message", ""),
+        )
+        for event in events
+        if event.get("reason") != "Evaluated"
+    )
+
+
+def _message_of(status: dict[str, Any]) -> str:
+    """The reason and message of the condition behind the phase."""
+    conditions = {condition["type"]: condition for condition in status.get("conditions") or []}
+    condition = conditions.get(status.get("phase", ""))
+    if condition is None or condition["status"] != "True":
+        return ""
+    return f"{condition['reason']}: {condition.get('message', '')}".rstrip(": ")
+
+
+def _trouble_of(status: dict[str, Any]) -> str:
+    """The reason why checkpoints cannot be stored, if any: a job may wait for its last one for ten minutes."""
+    for condition in status.get("conditions") or []:
+        if (condition["type"], condition.get("reason")) == ("Checkpointing", "WriteFailed"):
+            return f"checkpoints cannot be stored: {condition.get('message', '')}"
+    return ""
+
+
+def _termination_of_shard_0(pods: list[dict[str, Any]]) -> dict[str, Any]:
+    for pod in pods:
+        labels = pod["metadata"].get("labels", {})
+        if (labels.get(contract.LABEL_ROLE), labels.get(contract.LABEL_INDEX)) != (contract.ROLE_SERVER, "0"):
+            continue
+        for container in pod.get("status", {}).get("containerStatuses", []):
+            message = container.get("state", {}).get("terminated", {}).get("message", "")
+            with contextlib.suppress(ValueError):
+                found = json.loads(message)
+                if isinstance(found, dict) and "result" in found:
+                    return found
+    return {}
+
+
+async def _with_live_numbers(api: JobApi, view: JobView) -> JobView:
+    """`view` with the current numbers from the page `/status` of shard 0's server, if the server answers."""
+    for pod in view.pods:
+        if is_slot(pod, contract.ROLE_SERVER, "0") and pod.get("status", {}).get("phase") == "Running":
+            page = await api.pod_page(pod, "/status", timeout=0.5 if view.seen else 2.0)
+            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+                found = json.loads(page or "{}")
+                if found:
+                    return with_page(view, found)
+    return view
+
+
+def is_slot(pod: dict[str, Any], role: str, index: str) -> bool:
+    """Whether a pod fills that slot, or did."""
+    labels = pod["metadata"].get("labels", {})
+    return (labels.get(contract.LABEL_ROLE), labels.get(contract.LABEL_INDEX)) == (role, index)
+
+
+def with_page(view: JobView, page: dict[str, Any]) -> JobView:
+    """`view` with the numbers of the page `/status`; a standby and a server that is loading have none."""
+    if "goalSteps" not in page:
+        return view
+    doings = {
+        str(pod["pod"]): PodActivity(
+            str(pod.get("doing") or ""),
+            pod.get("step"),
+            float(pod.get("seconds") or 0.0),
+            str(pod.get("activity") or ""),
+            float(pod.get("heartbeatSeconds") or 0.0),
+        )
+        for pod in page.get("pods") or []
+    }
+    view = replace(view, doings=doings, live=True)
+    view = replace(view, blame=tuple(page.get("blame") or view.blame), waits=page.get("waits") or {})
+    report, known = JobReport.model_validate(page), view.report
+    if not report.step:
+        return replace(view, report=JobReport(goal_steps=report.goal_steps).over(known))
+    stored = report.checkpoint
+    if stored is not None and stored.uri:
+        at = report.checkpoint_stored or view.checkpoint_time
+        view = replace(view, checkpoint=stored.uri, checkpoint_step=stored.step, checkpoint_time=at)
+    # The rates are means of 30 s. Without updates, they and the remaining time are no longer correct.
+    stands = float(view.waits.get("seconds") or 0.0) >= LONG_WAIT
+    merged = report.over(known).model_copy(update=NO_RATES if stands else {})
+    if not (report.evaluated_step and report.metrics):
+        merged = merged.model_copy(update={"metrics": known.metrics, "evaluated_step": known.evaluated_step})
+    return replace(view, report=merged)
+
+
+def ready_of(view: JobView, role: RoleView) -> str:
+    """How many pods are ready; at the end all pods leave, which is not a problem."""
+    return str(role.desired) if view.ended else f"{role.ready}/{role.desired}"
+
+
+def carried(view: JobView) -> str:
+    """The traffic in words, such as ``traffic 1.2 MB per update and worker (Exact: 3.8 MB)``; empty if not known."""
+    used, exact = view.report.traffic.get("carried"), view.report.traffic.get("exact")
+    if not used:
+        return ""
+    more = f" (Exact: {size(exact)})" if exact and abs(exact - used) > _SAME * used else ""
+    return f"traffic {size(used)} per update and worker{more}"
+
+
+def spent(view: JobView) -> str:
+    """The goodput in words, such as ``goodput 81 % of 90 worker seconds: wait 12 %``; empty without seconds."""
+    total = sum(view.worker_seconds.values())
+    if view.goodput is None or total <= 0:
+        return ""
+    shares = {part: seconds / total for part, seconds in view.worker_seconds.items() if part != "applied"}
+    named = {part: share for part, share in shares.items() if share >= _LEAST_SHARE}
+    if (other := sum(shares.values()) - sum(named.values())) >= _LEAST_SHARE:
+        named["other"] = other
+    parts = [f"{part} {100 * share:.0f} %" for part, share in sorted(named.items(), key=lambda one: -one[1])]
+    of = f"goodput {100 * view.goodput:.0f} % of {number(round(total), 3)} worker seconds"
+    return f"{of}: {', '.join(parts)}" if parts else of
+
+
+_LEAST_SHARE = 0.005
+_SAME = 0.01

@@ -1,0 +1,69 @@
+"""States in one line why a job waits, mostly in its start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from backstay_client.view.follow import LONG_WAIT, JobView
+from backstay_client.view.pods import obstacle as obstacle_of
+from backstay_client.words import count, duration, on_one_line
+from backstay_spec import contract
+
+# Seconds after the last update after which the end of the job is described.
+_ENDING = 3.0
+_NAMES = {contract.ROLE_SERVER: "server", contract.ROLE_WORKER: "worker", contract.ROLE_EVALUATOR: "evaluator"}
+
+
+def waiting_for(view: JobView) -> str:
+    """The condition for the next update; empty while updates are applied."""
+    if view.stage:
+        return view.stage
+    if view.ended or view.phase == "Suspended":
+        return ""
+    pods = [pod for pod in view.pods if pod.get("status", {}).get("phase") in {None, "Pending", "Running"}]
+    for pod in pods:
+        if obstacle := obstacle_of(pod):
+            return f"waiting: {_name(pod)}: {obstacle}"
+    if view.trouble:
+        return on_one_line(view.trouble)
+    if view.report.step:
+        return ""
+    desired = sum(role.desired for role in view.roles.values())
+    if not pods:
+        return "creating pods" if not view.restarts else "waiting: pods that died early are replaced"
+    running = [pod for pod in pods if pod.get("status", {}).get("phase") == "Running"]
+    if view.restarts and len(running) < desired:
+        return f"{len(running)} of {count(desired, 'pod')} run, the others start again"
+    if len(running) < len(pods) or len(pods) < desired:
+        return f"starting pods: {len(running)} of {max(desired, len(pods))} run"
+    ready = [pod for pod in running if _is_ready(pod)]
+    servers = [pod for pod in running if _role(pod) == contract.ROLE_SERVER]
+    ready_servers = [pod for pod in ready if _role(pod) == contract.ROLE_SERVER]
+    if not ready:
+        return f"starting Python and JAX in {count(len(running), 'pod')}"
+    if len(ready_servers) < len(servers):
+        return f"preparing the parameters: {len(ready_servers)} of {count(len(servers), 'server')} ready"
+    return f"compiling the first step: {len(ready)} of {count(len(running), 'pod')} ready"
+
+
+def no_update(view: JobView) -> str:
+    """The rank or server that the next update waits for, after a long wait; after the last one, the end of the job."""
+    if view.waits.get("over"):
+        shown = not view.ended and float(view.waits.get("seconds") or 0.0) >= _ENDING
+        return str(view.waits.get("text", "")) if shown else ""
+    seconds = float(view.waits.get("seconds") or 0.0)
+    return f"no update for {duration(seconds)}: {view.waits.get('text', '')}" if seconds >= LONG_WAIT else ""
+
+
+def _role(pod: dict[str, Any]) -> str:
+    return str(pod["metadata"].get("labels", {}).get(contract.LABEL_ROLE, ""))
+
+
+def _name(pod: dict[str, Any]) -> str:
+    index = pod["metadata"].get("labels", {}).get(contract.LABEL_INDEX, "")
+    return f"{_NAMES.get(_role(pod), 'pod')} {index}"
+
+
+def _is_ready(pod: dict[str, Any]) -> bool:
+    conditions = pod.get("status", {}).get("conditions") or []
+    return any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions)

@@ -1,0 +1,1 @@
+"""Tests of the node, and of the cluster as a whole."""

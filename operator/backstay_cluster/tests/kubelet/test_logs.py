@@ -1,0 +1,112 @@
+"""Log files have any bytes, are capped, and are read from the end, since a time, with times, and while they grow."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backstay_cluster.kubelet.logs import LogOptions, LogSink, previous_of, rotated_of
+from backstay_cluster.kubelet.server import log_options
+
+
+class Writer:
+    """A sink, and a clock that ticks a second for each piece that arrives."""
+
+    def __init__(self, path, **options) -> None:
+        ticks = itertools.count(1000)
+        self.sink = LogSink(path, clock=lambda: float(next(ticks)), **options)
+
+    async def write(self, data: bytes) -> None:
+        """Write one piece and let it arrive."""
+        before = self.sink._end
+        os.write(self.sink.write_fd, data)
+        async with asyncio.timeout(30):
+            while self.sink._end < before + len(data):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+    async def read(self, **options) -> bytes:
+        return b"".join([piece async for piece in self.sink.read(LogOptions(**options))])
+
+
+@pytest.fixture
+async def writer(tmp_path):
+    made = Writer(tmp_path / "ns" / "pod" / "c.log")
+    yield made
+    made.sink.close()
+
+
+async def test_tail_since_limit_and_timestamps(writer):
+    for piece in (b"one\n", b"two\nthr", b"ee\n\xff\0\r\n"):
+        await writer.write(piece)
+    assert await writer.read() == b"one\ntwo\nthree\n\xff\0\r\n"
+    assert await writer.read(tail_lines=2) == b"three\n\xff\0\r\n"
+    assert await writer.read(tail_lines=0) == b""
+    assert await writer.read(tail_lines=99) == await writer.read()
+    assert await writer.read(since=1001) == b"two\nthree\n\xff\0\r\n"
+    assert await writer.read(since=2000) == b""
+    assert await writer.read(limit_bytes=5) == b"one\nt"
+    stamps = [line.split(b" ")[0] for line in (await writer.read(timestamps=True)).splitlines(keepends=True)[:3]]
+    assert stamps == [b"1970-01-01T00:16:4%d.000000000Z" % second for second in (0, 1, 1)]
+
+
+async def test_following_ends_with_the_container(writer):
+    await writer.write(b"one\n")
+    task = asyncio.create_task(writer.read(follow=True, tail_lines=0))
+    await asyncio.sleep(0)
+    await writer.write(b"two\n")
+    os.write(writer.sink.write_fd, b"last")
+    writer.sink.close()
+    assert await task == b"two\nlast"
+    assert writer.sink.path.read_bytes() == b"one\ntwo\nlast"
+
+
+async def test_a_log_over_its_cap_is_kept_once_and_read_over_the_seam(tmp_path):
+    writer = Writer(tmp_path / "c.log", max_bytes=10)
+    try:
+        for number in range(9):
+            await writer.write(b"line %d\n" % number)
+        assert writer.sink.path.read_bytes() == b"line 8\n"
+        assert rotated_of(writer.sink.path).read_bytes() == b"line 6\nline 7\n"
+        assert await writer.read() == b"line 6\nline 7\nline 8\n"
+        assert await writer.read(tail_lines=2) == b"line 7\nline 8\n"
+    finally:
+        writer.sink.close()
+
+
+async def test_the_log_of_the_run_before_is_kept(tmp_path):
+    for text in (b"first", b"second"):
+        writer = Writer(tmp_path / "c.log")
+        await writer.write(text)
+        writer.sink.close()
+    assert (tmp_path / "c.log").read_bytes() == b"second"
+    assert previous_of(tmp_path / "c.log").read_bytes() == b"first"
+
+
+@given(st.lists(st.binary(max_size=20), max_size=8), st.integers(0, 6))
+def test_tail_is_the_last_lines_of_any_bytes(tmp_path_factory, pieces, count):
+    async def whole() -> bytes:
+        writer = Writer(tmp_path_factory.mktemp("log") / "c.log")
+        for piece in pieces:
+            await writer.write(piece)
+        data = await writer.read(tail_lines=count)
+        writer.sink.close()
+        return data
+
+    with asyncio.Runner() as runner:
+        data = runner.run(whole())
+    lines = b"".join(pieces).split(b"\n")
+    lines = [line + b"\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
+    assert data == b"".join(lines[len(lines) - count :] if count < len(lines) else lines)
+
+
+def test_options_of_a_query():
+    options = log_options({"follow": "true", "tailLines": "3", "sinceSeconds": "10", "timestamps": "1"}, 100.0)
+    assert options == LogOptions(follow=True, tail_lines=3, since=90.0, timestamps=True)
+    assert log_options({"sinceTime": "1970-01-01T00:01:00Z"}, 0.0).since == 60.0
+    with pytest.raises(ValueError, match="tailLines is -1: must be 0 or more"):
+        log_options({"tailLines": "-1"}, 0.0)

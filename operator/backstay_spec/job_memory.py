@@ -1,0 +1,101 @@
+"""The memory of one job that a supervisor keeps between two plans, beside the job's objects.
+
+It may be lost: a supervisor that starts again reads a few objects again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from backstay_spec import names
+from backstay_spec.causes import Blocked
+from backstay_spec.observed import Contact, Manifest, Observed, Progress, RefusedCreate, Spent, Updates
+
+__all__ = ["JobMemory"]
+
+
+@dataclass
+class JobMemory:
+    """The memory of one job by its uid, so that a job that was created again under an old name starts with an empty
+    memory.
+
+    Attributes:
+        uid: the job's uid.
+        secret_at, secret_deleted, witnessed, progress, contact, updates, gated, missing, refused, status_written: see
+            `backstay_spec.observed.Observed`.
+    """
+
+    uid: str
+    secret_at: datetime | None = None
+    secret_deleted: bool = False
+    witnessed: set[str] = field(default_factory=set)
+    progress: Progress | None = None
+    contact: Contact | None = None
+    updates: Updates | None = None
+    gated: dict[str, datetime] = field(default_factory=dict)
+    missing: set[str] = field(default_factory=set)
+    refused: dict[str, RefusedCreate] = field(default_factory=dict)
+    status_written: datetime | None = None
+
+    def observed(
+        self,
+        pods: Iterable[Manifest],
+        services: Iterable[Manifest],
+        network_policies: Iterable[Manifest],
+        now: datetime,
+        spent: Spent | None = None,
+    ) -> Observed:
+        """Returns the input of the next plan, with these objects of the job and the content of this memory."""
+        pods = tuple(pods)
+        seen = {pod["metadata"]["name"] for pod in pods}
+        self.missing -= seen
+        self.witnessed |= seen
+        uids = {pod["metadata"]["uid"] for pod in pods}
+        gated = {pod["metadata"]["uid"]: now for pod in pods if _is_gated(pod)}
+        self.gated = {uid: at for uid, at in {**self.gated, **gated}.items() if uid in uids}
+        return Observed(
+            pods=pods,
+            services=tuple(services),
+            network_policies=tuple(network_policies),
+            secret_ensured=self.secret_at is not None,
+            secret_at=self.secret_at,
+            secret_deleted=self.secret_deleted,
+            progress=self.progress,
+            contact=self.contact,
+            updates=self.updates,
+            spent=spent,
+            gated=dict(self.gated),
+            witnessed=frozenset(self.witnessed),
+            missing=frozenset(self.missing),
+            refused=dict(self.refused),
+            status_written=self.status_written,
+        )
+
+    def refuse(self, name: str, reason: str, message: str, now: datetime) -> None:
+        """Record that the create of an object was refused."""
+        self.refused[name] = RefusedCreate(reason, message, now).after(self.refused.get(name))
+
+    def reported(self, step: int, at: datetime, coordinator: int) -> None:
+        """Record that the coordinator of this incarnation reported a step."""
+        before = self.updates
+        self.updates = (
+            Updates(step, at, coordinator=coordinator) if before is None else before.after(step, at, coordinator)
+        )
+
+    def prune(self, job: str, incarnations: dict[str, int], active: dict[str, int]) -> None:
+        """Drop entries about pods that are neither the newest of their slot nor serve it."""
+        current = set()
+        for key, incarnation in (*incarnations.items(), *active.items()):
+            role, _, index = key.rpartition("-")
+            if role in names.ROLE_OF_LABEL and index.isdigit():
+                current.add(names.pod_name(job, self.uid, names.Slot(role, int(index)), incarnation))
+        self.missing &= current
+        self.witnessed &= current
+
+
+def _is_gated(pod: Manifest) -> bool:
+    """Whether the pod has scheduling gates, which another controller removes."""
+    conditions = (pod.get("status") or {}).get("conditions") or ()
+    return any(c.get("type") == "PodScheduled" and c.get("reason") == Blocked.GATED for c in conditions)

@@ -1,0 +1,345 @@
+"""Defines the report about a job by one row for each fact that shard 0's server measures, from the server to the
+reader.
+
+A row declares the fact's name, type, unit and text. Shard 0's server makes a `JobReport` and sends it as one field of
+its answer to the operator (O8) and on its page `/status`. The operator stores the rows of `ReportedStatus` in the job's
+status, exports those with a metric, and the commands read the same rows. So a new fact has two places: where it is
+measured, and its row here (docs/decisions/0077).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Final, Self, TypeAlias
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
+
+from backstay_spec.status_model import StatusModel, Time
+
+__all__ = [
+    "INTERRUPTED",
+    "MOST",
+    "MOST_BYTES",
+    "NO_RATES",
+    "STATUS_ROWS",
+    "CheckpointStatus",
+    "JobReport",
+    "ReportRow",
+    "ReportedStatus",
+    "TermStart",
+    "WaitedForStatus",
+    "exported_rows",
+    "readable",
+]
+
+MOST_BYTES: Final = 512 << 10
+"""The longest encoded report that is read. One with 1,000 metrics has 0.1 MB, and 1,000 long names of leaves too."""
+
+MOST: Final = (1 << 63) - 1
+"""The largest number that the API server stores."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportRow:
+    """The declaration of a fact, beside its name, type and text.
+
+    Attributes:
+        unit: the unit of the value; empty: it has none.
+        digits: significant digits in the status; None: all.
+        is_rate: whether the value is a rate, which counts only while updates are applied.
+        interrupted: the value in the status while a job that should train applies no updates; of rates only.
+        with_event: whether the planner stores the value, together with an event that it sends once.
+        metric: the text of the operator's metric `backstay_job_<name>`; empty: there is none.
+        counts: whether that metric is a counter.
+    """
+
+    unit: str = ""
+    digits: int | None = None
+    is_rate: bool = False
+    interrupted: float | None = None
+    with_event: bool = False
+    metric: str = ""
+    counts: bool = False
+
+
+def _counted(value: int) -> int:
+    if not 0 <= value <= MOST:
+        raise ValueError(f"{value} is not in 0 .. 2^63-1")
+    return value
+
+
+Count: TypeAlias = Annotated[int, AfterValidator(_counted)]
+"""A number of things that the API server can store as int64."""
+
+
+def _numbers(value: Any) -> Any:
+    """JSON has no NaN, so pages and termination messages have null for it."""
+    if not isinstance(value, Mapping):
+        return value
+    return {name: math.nan if number is None else number for name, number in value.items()}
+
+
+Numbers: TypeAlias = Annotated[dict[str, float], BeforeValidator(_numbers)]
+"""Numbers by name."""
+
+
+class CheckpointStatus(StatusModel):
+    """The newest complete checkpoint."""
+
+    step: Count
+    """The version that it holds."""
+
+    uri: str = ""
+    """The URI of its manifest, which `backstay.load` reads."""
+
+    time: Time | None = None
+    """When the operator first observed it."""
+
+
+class WaitedForStatus(StatusModel):
+    """A rank that updates waited for after all others that they needed."""
+
+    rank: Count
+    """The rank."""
+
+    shard: Count | None = None
+    """The server that received its contributions much later than the others."""
+
+    part: str
+    """The slow part of the rank's step, which is `data` (waiting for a batch), `compute`, `send` or `receive`."""
+
+    seconds: Annotated[float, ReportRow(unit="s", digits=3)]
+    """The sum over the updates of the last 5 minutes."""
+
+    updates: Count
+    """How many updates waited."""
+
+
+@dataclass(frozen=True, slots=True)
+class TermStart:
+    """Where the coordinator's term began.
+
+    Attributes:
+        term: the term.
+        step: its first version.
+        checkpoint: the URI of that version's checkpoint; empty: the initial parameters.
+        redone: updates of the previous term after `step`, as far as this coordinator applied them itself.
+        changes: settings that differ from those of the run that stored the checkpoint, as text.
+        taken_over: leases of the checkpoint folder that were not renewed, so that this run took the folder over.
+    """
+
+    term: Count
+    step: Count
+    checkpoint: str = ""
+    redone: Count = 0
+    changes: tuple[str, ...] = ()
+    taken_over: tuple[str, ...] = ()
+
+
+class ReportedStatus(StatusModel):
+    """The rows of the report that the job's status has, too. An absent value is not known, or there is none."""
+
+    step: Annotated[Count | None, ReportRow(unit="updates", metric="Updates applied.")] = None
+    """Updates applied."""
+
+    goal_steps: Annotated[Count | None, ReportRow(unit="updates", metric="Updates that training ends with.")] = None
+    """The number of updates at which training ends: `steps` of `backstay.train`."""
+
+    local_steps: Annotated[Count | None, ReportRow(unit="steps")] = None
+    """Optimizer steps that each worker makes between two updates (`backstay.LocalSteps`); absent: none."""
+
+    examples_per_second: Annotated[
+        float | None,
+        ReportRow(
+            unit="1/s",
+            digits=4,
+            is_rate=True,
+            interrupted=0.0,
+            metric="Examples in applied contributions a second; 0 while the job does not train.",
+        ),
+    ] = None
+    """Examples trained on per second, over all workers, recently."""
+
+    updates_per_second: Annotated[
+        float | None,
+        ReportRow(
+            unit="1/s",
+            digits=4,
+            is_rate=True,
+            metric="Updates applied a second, the mean of the last 30 seconds; 0 while the job does not train.",
+        ),
+    ] = None
+    """Updates applied per second, recently."""
+
+    loss: Annotated[float | None, ReportRow(digits=6, metric="The newest loss.")] = None
+    """Loss of the newest update; absent when it is not finite."""
+
+    metrics: Numbers = Field(default_factory=dict)
+    """The newest result of `evaluate`; finite values only."""
+
+    evaluated_step: Annotated[Count | None, ReportRow(unit="updates", with_event=True)] = None
+    """The step that was evaluated last."""
+
+    untrained_leaves: Annotated[list[str], FailFast(), ReportRow(with_event=True)] = Field(default_factory=list)
+    """Parameters whose gradient was zero in the first updates of every worker; at most 20."""
+
+    mistakes_of_batches: Annotated[list[str], FailFast(), ReportRow(with_event=True)] = Field(default_factory=list)
+    """Mistakes of `batches` that were found: `SameBatches`, `ImpureBatches`. Their events describe them."""
+
+    train_metrics: Annotated[Numbers, ReportRow(digits=6)] = Field(default_factory=dict)
+    """The metrics that `loss` returned, mean of the newest update; finite values only."""
+
+    traffic: Annotated[Numbers, ReportRow(unit="bytes", digits=3)] = Field(default_factory=dict)
+    """The bytes of tensors that a worker sends and receives for an update, mean over workers and updates. `carried` are
+    those of the job, and `exact` those without codecs."""
+
+    term: Count | None = None
+    """The current term, which grows with each rollback and each start from a checkpoint."""
+
+    world: Annotated[Count | None, ReportRow(unit="ranks")] = None
+    """The number of ranks that the coordinator uses now."""
+
+    checkpoint: CheckpointStatus | None = None
+    """The newest complete checkpoint."""
+
+    waited_for: Annotated[list[WaitedForStatus], FailFast()] = Field(default_factory=list)
+    """The ranks that the updates of the last minutes waited for, the longest first; at most three. Async: the ranks
+    that took longer than the median of all ranks for their contributions."""
+
+
+class JobReport(ReportedStatus):
+    """The state of training, as shard 0's server measured it."""
+
+    model_config = ConfigDict(ser_json_inf_nan="constants")  # a diverged loss is news
+
+    checkpoint_stored: Annotated[float | None, ReportRow(unit="s")] = None
+    """Unix time at which `checkpoint` was stored."""
+
+    checkpoint_error: str = ""
+    """The reason why the newest attempt at a checkpoint failed; empty when it did not."""
+
+    evaluation_error: str = ""
+    """The reason why the newest evaluation returned no metrics; empty when it did."""
+
+    waits_for: str = ""
+    """The ranks or the server that the next update waits for, after a long wait; empty before that."""
+
+    ending: str = ""
+    """The event that the end of the job waits for after the last update; empty: there will be updates."""
+
+    term_start: TermStart | None = None
+    """Where the current term began."""
+
+    steps_redone: Annotated[
+        Count | None,
+        ReportRow(
+            unit="updates",
+            metric="Updates that were lost with a server and applied again, in the job's whole history.",
+            counts=True,
+        ),
+    ] = None
+    """Updates that rollbacks have discarded so far."""
+
+    @classmethod
+    def sum(cls, parts: Iterable[Self]) -> Self:
+        """The report with the rows that each part has set; a later part replaces an earlier one."""
+        return cls().model_copy(
+            update={name: getattr(part, name) for part in parts for name in sorted(part.model_fields_set)}
+        )
+
+    def encoded(self) -> bytes:
+        """The report as JSON, for `decoded`."""
+        return self.model_dump_json(exclude_defaults=True).encode()
+
+    @classmethod
+    def decoded(cls, data: bytes) -> Self:
+        """The report of a server. Rows of a newer version are ignored.
+
+        Raises:
+            ValueError: the bytes are not a report, or more than `MOST_BYTES`. The text is short: to format each of
+                100,000 wrong values would hold up the operator for seconds.
+        """
+        if len(data) > MOST_BYTES:
+            raise ValueError(f"a report has {len(data)} bytes, and at most {MOST_BYTES} are read")
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as error:
+            raise ValueError(f"{error.error_count()} values are invalid, or the bytes are not JSON") from None
+
+    def over(self, older: JobReport) -> JobReport:
+        """The report with the rows that are known here, and with those of `older` for the others.
+
+        A rate of 0 is not known. An empty text is known if it was set: an error that is over has an empty text.
+        """
+        known = {
+            name: value
+            for name, value in self
+            if value not in (None, [], {})
+            and (value != "" or name in self.model_fields_set)
+            and not (value == 0 and name in NO_RATES)
+        }
+        return older.model_copy(update=known)
+
+    def stored(self) -> dict[str, Any]:
+        """The values to store in the status by name, as far as they are known and need no event; a list is always
+        known."""
+        found = {}
+        for name, row in STATUS_ROWS.items():
+            value = getattr(self, name)
+            if not row.with_event and value is not None and value != {}:
+                found[name] = _shown(value, row)
+        return found
+
+
+@cache
+def _rows(model: type[StatusModel]) -> Mapping[str, ReportRow]:
+    return {
+        name: next((mark for mark in field.metadata if isinstance(mark, ReportRow)), ReportRow())
+        for name, field in model.model_fields.items()
+    }
+
+
+STATUS_ROWS: Final[Mapping[str, ReportRow]] = _rows(ReportedStatus)
+"""The rows of the status by name."""
+
+NO_RATES: Final[Mapping[str, None]] = {name: None for name, row in STATUS_ROWS.items() if row.is_rate}
+"""The rates in the status of a job that does not train and should not."""
+
+INTERRUPTED: Final[Mapping[str, float | None]] = {
+    name: row.interrupted for name, row in STATUS_ROWS.items() if row.is_rate
+}
+"""The rates in the status of a job that applies no updates, but should."""
+
+
+def exported_rows() -> Mapping[str, ReportRow]:
+    """The rows that the operator exports as a metric, by name."""
+    return {name: row for name, row in _rows(JobReport).items() if row.metric}
+
+
+def readable(value: float, digits: int | None) -> float | None:
+    """The value with that many significant digits, for `kubectl get`; None for NaN and the infinities, which JSON does
+    not have."""
+    if not math.isfinite(value):
+        return None
+    return value if digits is None else float(f"{value:.{digits}g}")
+
+
+def _shown(value: Any, row: ReportRow) -> Any:
+    """The value as the status has it: finite, with the digits of its row."""
+    match value:
+        case float():
+            return readable(value, row.digits)
+        case dict():
+            shown = {key: _shown(inner, row) for key, inner in value.items()}
+            return {key: inner for key, inner in shown.items() if inner is not None}
+        case list():
+            return [shown for shown in (_shown(inner, row) for inner in value) if shown is not None]
+        case StatusModel():
+            fields = {name: _shown(getattr(value, name), inner) for name, inner in _rows(type(value)).items()}
+            lost = any(shown is None and getattr(value, name) is not None for name, shown in fields.items())
+            return None if lost else value.model_copy(update=fields)
+        case _:
+            return value

@@ -1,0 +1,439 @@
+"""A sweep is in its file: nothing is lost, counted twice or left running when its process dies (T3, T8)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import aiohttp
+import optuna
+import pytest
+
+from backstay_client import (
+    BadInput,
+    Client,
+    ClusterUnreachable,
+    JobDeleted,
+    JobExists,
+    JobStatus,
+    SweepFailed,
+    SweepInUse,
+    SweepResult,
+    TrainingCurve,
+)
+from backstay_client.asynchronous.sweep_options import prepared_sweep
+from backstay_client.finding.clusters import FoundCluster
+from backstay_client.finding.known_runs import KnownRun, ProcessMark
+from backstay_client.finding.stored_run import StoredApi
+from backstay_client.sweeps.runner import SweepRunner, TrialJobs
+from backstay_client.sweeps.space import as_text, distributions_of
+from backstay_client.sweeps.store import SweepPlan, SweepStore
+from backstay_client.view.follow import JobView
+from backstay_spec import contract
+from backstay_spec.job_report import JobReport
+
+pytestmark = pytest.mark.timeout(300)
+
+GOAL = 64
+
+
+class FakeJob:
+    """A job whose loss at each step is its argument `rate`, and which makes 16 steps each time that it is read."""
+
+    def __init__(self, name: str, params: Mapping[str, Any], labels: Mapping[str, str]) -> None:
+        self.name, self.params, self.labels = name, params, labels
+        self.step = 0
+        self.deleted = False
+        self.ends = "Succeeded"
+
+    async def status(self) -> JobStatus:
+        if self.deleted:
+            raise JobDeleted(self.name)
+        self.step = min(GOAL, self.step + 16)
+        phase = self.ends if self.step == GOAL else "Running"
+        loss = self.params["rate"]
+        view = JobView(self.name, "default", phase=phase)
+        status = JobStatus(self.name, "default", phase, "Why", "because", self.step, loss, view=view)
+        return replace(status, metrics={"accuracy": 1 - loss}, report=JobReport(step=self.step, goal_steps=GOAL))
+
+    async def curve(self) -> TrainingCurve:
+        steps = tuple(range(1, self.step + 1))
+        return TrainingCurve(steps, (self.params["rate"],) * len(steps))
+
+    async def delete(self, *, wait: bool = True) -> None:
+        del wait
+        self.deleted = True
+
+
+class FakeCluster:
+    """The jobs on a cluster, which outlive the process of a sweep.
+
+    Attributes:
+        started: the names of all jobs that were started, in order.
+        unreachable: how many calls fail.
+        failing: the calls that fail then.
+    """
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, FakeJob] = {}
+        self.started: list[str] = []
+        self.unreachable = 0
+        self.most = 0
+        self.failing = {"start", "existing"}
+
+    async def start(self, name: str, params: Mapping[str, Any], labels: Mapping[str, str]) -> FakeJob:
+        self._fail("start")
+        if name in self.jobs and not self.jobs[name].deleted:
+            raise JobExists(name)
+        self.started.append(name)
+        self.jobs[name] = FakeJob(name, params, labels)
+        self.most = max(self.most, sum(not job.deleted and job.step < GOAL for job in self.jobs.values()))
+        return self.jobs[name]
+
+    async def existing(self, labels: Mapping[str, str]) -> dict[str, FakeJob]:
+        self._fail("existing")
+        wanted = set(labels.items())
+        return {name: job for name, job in self.jobs.items() if not job.deleted and wanted <= set(job.labels.items())}
+
+    def _fail(self, call: str) -> None:
+        if self.unreachable and call in self.failing:
+            self.unreachable -= 1
+            raise aiohttp.ServerDisconnectedError
+
+    def runner(self, store: SweepStore, **options: Any) -> SweepRunner:
+        settings = {"trials": 6, "parallel": 2, "prunes": False, "patience": 60.0, "poll_seconds": 0.0, **options}
+        return SweepRunner(store, TrialJobs(self.start, self.existing), **settings)
+
+
+def plan(**changes: Any) -> SweepPlan:
+    settings = {"name": "digits", "objective": "loss", "direction": "minimize", "space": {"rate": (0.0, 1.0)}}
+    settings |= changes
+    return SweepPlan(
+        settings["name"], distributions_of(settings["space"]), settings["objective"], settings["direction"]
+    )
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Iterator[Path]:
+    """The file of a sweep in memory, because each commit of SQLite waits for the disk."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as folder:
+        yield Path(folder) / "sweeps" / "digits.db"
+
+
+@pytest.fixture
+def cluster() -> FakeCluster:
+    return FakeCluster()
+
+
+async def finish(runner: SweepRunner) -> list[Any]:
+    return [trials async for trials in runner.run()][-1]
+
+
+async def test_each_trial_is_a_labelled_job_and_at_most_the_given_number_run(path: Path, cluster: FakeCluster) -> None:
+    with SweepStore(plan(), path) as store:
+        trials = await finish(cluster.runner(store))
+        result = SweepResult.of(store.plan, trials, store.study)
+    assert [(one.state, one.step) for one in trials] == [("COMPLETE", GOAL)] * 6
+    assert cluster.started == [f"digits-{number}" for number in range(6)]
+    assert cluster.most == 2
+    assert cluster.jobs["digits-3"].labels == {
+        contract.LABEL_SWEEP: "digits",
+        contract.LABEL_SWEEP_ID: store.id,
+        contract.LABEL_TRIAL: "3",
+    }
+    assert result.best.value == min(one.value for one in trials)
+    frame = result.frame()
+    assert list(frame["rate"]) == [one.params["rate"] for one in trials]
+    assert frame.index.name == "trial"
+    assert "6 complete; best loss" in repr(result)
+    assert result._repr_html_().count("<svg") == 1
+    result.plot("rate").save(path.with_suffix(".svg"))
+    assert path.with_suffix(".svg").read_text().startswith("<svg")
+    with pytest.raises(BadInput, match="'width' has no numbers to plot: must be one of rate"):
+        result.plot("width")
+
+
+@pytest.mark.parametrize("states", range(1, 9))
+async def test_a_process_that_died_at_any_moment_is_continued_without_a_second_job(
+    path: Path, cluster: FakeCluster, states: int
+) -> None:
+    """T3: the second process follows the jobs that still run, and counts the trials of the first."""
+    with SweepStore(plan(), path) as store:
+        running = cluster.runner(store).run()
+        for _ in range(states):
+            with contextlib.suppress(StopAsyncIteration):
+                await anext(running)
+        # A killed process makes no further call. Closing the generator makes none either.
+        await running.aclose()
+    with SweepStore(plan(), path) as store:
+        trials = await finish(cluster.runner(store))
+    assert [one.state for one in trials] == ["COMPLETE"] * 6
+    assert cluster.started == [f"digits-{number}" for number in range(6)], "each job was started once"
+
+
+async def test_a_trial_whose_job_was_not_started_or_is_gone_starts_again_with_the_same_arguments(
+    path: Path, cluster: FakeCluster
+) -> None:
+    """The first process died between its choice and the creation. The cluster of another trial is gone."""
+    with SweepStore(plan(), path) as store:
+        chosen = [store.ask().params for _ in range(2)]
+        labels = {contract.LABEL_SWEEP_ID: store.id}
+        await (await cluster.start(store.job_of(1), chosen[1], labels)).delete()
+    with SweepStore(plan(), path) as store:
+        trials = await finish(cluster.runner(store, trials=2))
+    assert [one.params for one in trials] == chosen
+    assert [one.state for one in trials] == ["COMPLETE"] * 2
+    assert cluster.started == ["digits-1", "digits-0", "digits-1"]
+
+
+async def test_a_job_that_was_to_be_pruned_is_deleted_by_the_next_process(path: Path, cluster: FakeCluster) -> None:
+    with SweepStore(plan(), path) as store:
+        trial = store.ask()
+        job = await cluster.start(store.job_of(0), trial.params, {contract.LABEL_SWEEP_ID: store.id})
+        store.prune(trial)
+    with SweepStore(plan(), path) as store:
+        await finish(cluster.runner(store, trials=1))
+    assert job.deleted
+
+
+async def test_trials_that_are_worse_than_others_at_the_same_steps_are_stopped(
+    path: Path, cluster: FakeCluster
+) -> None:
+    """Trial 5 is worse than the median of the five before it, and is deleted before its end."""
+    with SweepStore(plan(space={"rate": [0.1, 0.9]}), path) as store:
+        for value in (0.1, 0.1, 0.1, 0.1, 0.1, 0.9):
+            store.study.enqueue_trial({"rate": value})
+        trials = await finish(cluster.runner(store, prunes=True, parallel=1))
+    assert [one.state for one in trials] == ["COMPLETE"] * 5 + ["PRUNED"]
+    pruned = cluster.jobs["digits-5"]
+    assert pruned.deleted
+    assert pruned.step < GOAL
+    reported = store.study.get_trials()[0].intermediate_values
+    assert list(reported) == list(range(2, GOAL + 1, 2)), "all trials report multiples of the same power of two"
+
+
+async def test_answers_that_are_lost_start_no_trial_twice_and_lose_none(path: Path, cluster: FakeCluster) -> None:
+    """T8: a trial was chosen, and the cluster did not answer when its job was to be created."""
+    cluster.unreachable, cluster.failing = 3, {"start"}
+    with SweepStore(plan(), path) as store:
+        trials = await finish(cluster.runner(store, trials=3))
+    assert [one.state for one in trials] == ["COMPLETE"] * 3
+    assert sorted(cluster.started) == ["digits-0", "digits-1", "digits-2"]
+
+
+async def test_a_dead_api_server_ends_the_sweep_which_can_be_continued(path: Path, cluster: FakeCluster) -> None:
+    cluster.unreachable = 10**6
+    with (
+        SweepStore(plan(), path) as store,
+        pytest.raises(ClusterUnreachable, match="the same call continues the sweep"),
+    ):
+        await finish(cluster.runner(store, patience=0.0))
+    cluster.unreachable = 0
+    with SweepStore(plan(), path) as store:
+        assert len(await finish(cluster.runner(store))) == 6
+
+
+async def test_failed_and_deleted_trials_are_counted_with_their_reason(path: Path, cluster: FakeCluster) -> None:
+    with SweepStore(plan(), path) as store:
+        running = cluster.runner(store, trials=3, parallel=3).run()
+        await anext(running)
+        cluster.jobs["digits-0"].ends = "Failed"
+        cluster.jobs["digits-1"].deleted = True
+        trials: list[Any] = [one async for one in running][-1]
+        assert [(one.state, one.why) for one in trials] == [
+            ("FAIL", "Why: because"),
+            ("FAIL", "its job was deleted"),
+            ("COMPLETE", ""),
+        ]
+
+
+async def test_a_sweep_whose_first_trials_all_fail_ends_with_the_reason(path: Path, cluster: FakeCluster) -> None:
+    """The user's function has a mistake: twenty trials would only repeat it."""
+    starts = cluster.start
+
+    async def failing(name: str, params: Mapping[str, Any], labels: Mapping[str, str]) -> FakeJob:
+        job = await starts(name, params, labels)
+        job.ends = "Failed"
+        return job
+
+    with SweepStore(plan(), path) as store:
+        runner = SweepRunner(
+            store,
+            TrialJobs(failing, cluster.existing),
+            trials=20,
+            parallel=1,
+            prunes=False,
+            patience=60,
+            poll_seconds=0,
+        )
+        with pytest.raises(
+            SweepFailed, match=r"the first 3 trials of digits have failed\. The last one: digits-2: Why"
+        ):
+            await finish(runner)
+    assert len(cluster.started) == 3
+
+
+async def test_metrics_of_evaluate_are_objectives_and_a_wrong_name_lists_the_valid_ones(
+    path: Path, cluster: FakeCluster
+) -> None:
+    with SweepStore(plan(objective="accuracy", direction="maximize"), path) as store:
+        trials = await finish(cluster.runner(store))
+        best = SweepResult.of(store.plan, trials, store.study).best
+    assert best.value == pytest.approx(max(1 - one.params["rate"] for one in trials))
+    with (
+        SweepStore(plan(name="other", objective="acuracy"), path) as store,
+        pytest.raises(SweepFailed, match="the objective 'acuracy' does not exist: must be one of accuracy, loss"),
+    ):
+        await finish(cluster.runner(store, trials=2))
+    assert cluster.jobs["other-1"].deleted or cluster.jobs["other-0"].deleted, "the other trial was stopped"
+
+
+async def test_a_foreign_job_under_the_name_of_a_trial_is_not_touched(path: Path, cluster: FakeCluster) -> None:
+    foreign = await cluster.start("digits-0", {"rate": 0.5}, {})
+    with (
+        SweepStore(plan(), path) as store,
+        pytest.raises(JobExists, match="the TrainingJob digits-0 is not of this sweep"),
+    ):
+        await finish(cluster.runner(store))
+    assert (foreign.deleted, foreign.step) == (False, 0)
+
+
+def test_two_sweeps_of_one_name_in_one_file_are_refused_while_both_live(path: Path) -> None:
+    first = SweepStore(plan(), path)
+    with pytest.raises(SweepInUse, match=rf"the sweep digits is run by process {os.getpid()} of "):
+        SweepStore(plan(), path)
+    with SweepStore(plan(name="letters"), path):
+        pass
+    first.close()
+    with SweepStore(plan(), path):
+        pass
+
+
+def test_a_file_with_another_plan_is_refused_with_the_difference(path: Path) -> None:
+    with SweepStore(plan(), path):
+        pass
+    for changed, error in (
+        ({"space": {"rate": (0.0, 2.0)}}, r"space: the sweep digits in .* has .*give this one another name"),
+        ({"objective": "accuracy"}, "objective: the sweep digits in .* has loss, and not accuracy"),
+        ({"direction": "maximize"}, "direction: the sweep digits in .* has minimize, and not maximize"),
+    ):
+        with pytest.raises(BadInput, match=error):
+            SweepStore(plan(**changed), path)
+    damaged = path.with_name("damaged.db")
+    damaged.write_bytes(b"not a database, but a text" * 100)
+    with pytest.raises(BadInput, match="is not a file of Optuna in SQLite"):
+        SweepStore(plan(), damaged)
+    folder = path.with_name("folder.db")
+    folder.mkdir()
+    with pytest.raises(BadInput, match="is not a file of Optuna in SQLite"):
+        SweepStore(plan(), folder)
+
+
+def test_the_short_forms_of_a_space() -> None:
+    given = {"rate": (1e-4, 1e-1, "log"), "width": (16, 64), "drop": (0, 0.5), "kind": ["a", "b", None]}
+    own = {**given, "rate": optuna.distributions.FloatDistribution(1e-4, 1e-1, log=True)}
+    assert as_text(distributions_of(given)) == as_text(distributions_of(own))
+    for wrong in ((1,), (2, 1), (0.0, 1.0, "log"), (1, 2, "lin"), "abc", [], 3, (True, False), ("a", "b")):
+        with pytest.raises(BadInput, match=r"space\['x'\]: is .*must be a list of choices"):
+            distributions_of({"x": wrong})
+    with pytest.raises(BadInput, match="space: is empty"):
+        distributions_of({})
+
+
+@pytest.fixture
+def ended(tmp_path: Path) -> FoundCluster:
+    """An embedded cluster that is not needed: only options are checked."""
+    run = KnownRun(tmp_path, "", "default", (), "", 0.0, ProcessMark(0, 0, ""))
+    return FoundCluster(StoredApi(run), "default", "a cluster", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"trials": 0}, "trials=0: must be a whole number from 1"),
+        ({"parallel": True}, "parallel=True: must be a whole number from 1"),
+        ({"direction": "down"}, "direction='down': must be minimize or maximize"),
+        ({"args": [1]}, "args: is list: must be a mapping"),
+        ({"checkpoint": {"volume": {}}}, "must be a folder or a URI, and not a volume"),
+        ({"name": "n" * 36}, "a sweep's name has at most 35"),
+        ({"workers": 0}, "workers is 0: must be"),
+        ({"trails": 3}, "trails= is not an option"),
+    ],
+)
+def test_options_are_checked_before_the_first_trial(
+    training: ModuleType, ended: FoundCluster, options: dict[str, Any], error: str
+) -> None:
+    with pytest.raises(BadInput, match=error):
+        prepared_sweep(training.train, {"rate": (0.1, 0.2)}, options, ended, None)
+    with pytest.raises(BadInput, match="unexpected keyword argument 'rat'"):
+        prepared_sweep(training.train, {"rat": (0.1, 0.2)}, {}, ended, None)
+    assert not Path(".backstay").exists()
+
+
+def test_each_trial_has_its_own_checkpoint_folder(training: ModuleType, ended: FoundCluster) -> None:
+    """T7: two jobs never write into the same place."""
+    made = prepared_sweep(training.train, {"rate": (0.1, 0.2)}, {"checkpoint": "ck", "args": {"steps": 3}}, ended, None)
+    found = made.options_of("training-4", {"rate": 0.1}, {})
+    assert (found["checkpoint"], found["args"]) == ("ck/training-4", {"steps": 3, "rate": 0.1})
+    assert made.path == Path(".backstay/sweeps/training.db")
+
+
+SWEEP = """
+import sys
+from backstay_client import Client
+from training import train
+
+with Client(sys.argv[1]) as client:
+    result = client.sweep(train, {"rate": [0.1, 0.3]}, name=sys.argv[2], storage=sys.argv[3], trials=3, parallel=2,
+        workers=1, args={"hold": 3, "gate": sys.argv[4]})
+    print(sorted(one.state for one in result.trials), flush=True)
+"""
+
+
+@pytest.mark.e2e
+def test_a_sweep_whose_process_is_killed_is_continued_with_its_running_jobs(
+    client: Client, training: ModuleType, user_folder: Path, tmp_path: Path
+) -> None:
+    """T3: as when the kernel of a notebook dies, with real jobs and SIGKILL."""
+    kubeconfig = Path(repr(client).rpartition(" in ")[2].rstrip(">")) / "backstay.kubeconfig"
+    gate, storage = tmp_path / "gate", tmp_path / "sweep.db"
+    words = [sys.executable, "-c", SWEEP, str(kubeconfig), "killed", str(storage), str(gate)]
+    process = subprocess.Popen(words, cwd=user_folder, env={**os.environ, "PYTHONPATH": str(user_folder)})
+    deadline = time.monotonic() + 120
+    while sum((job.status.step or 0) >= 3 for job in jobs_of(client)) < 2:
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.1)
+    uids = {job.name: job.uid for job in jobs_of(client)}
+    process.send_signal(signal.SIGKILL)
+    process.wait(60)
+    gate.touch()
+    again = subprocess.run(
+        words,
+        cwd=user_folder,
+        env={**os.environ, "PYTHONPATH": str(user_folder)},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=200,
+    )
+    assert again.stdout == "['COMPLETE', 'COMPLETE', 'COMPLETE']\n"
+    found = {job.name: job.uid for job in jobs_of(client)}
+    assert set(found) == {"killed-0", "killed-1", "killed-2"}
+    assert {name: found[name] for name in uids} == uids, "the same jobs continued"
+    for job in jobs_of(client):
+        job.delete(wait=False)
+
+
+def jobs_of(client: Client) -> Iterator[Any]:
+    yield from client.list(labels={contract.LABEL_SWEEP: "killed"})

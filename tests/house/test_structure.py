@@ -1,0 +1,58 @@
+"""The limits of rooms and constructors (docs/decisions/0080)."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from .test_house import MODULES, ROOT
+
+TRAINER = ROOT / "images" / "trainer" / "backstay"
+MOST_ARGUMENTS, MOST_FILES = 7, 15
+SCRIPTS = sorted((ROOT / "bench").rglob("*.py"))
+
+
+def classes(module: Path) -> Iterator[ast.ClassDef]:
+    """Every class of a module, also inside functions and classes."""
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef):
+            yield node
+
+
+def arguments_of_constructor(defined: ast.ClassDef) -> int:
+    """The number of arguments of `__init__`, without `self`; 0 where the class defines none."""
+    for node in defined.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            return len(node.args.posonlyargs) + len(node.args.args) + len(node.args.kwonlyargs) - 1
+    return 0
+
+
+def test_a_constructor_has_at_most_seven_arguments() -> None:
+    """With eight, a noun is missing. Records, whose fields are their arguments, are not counted."""
+    found = [
+        f"{module.relative_to(ROOT)}: {defined.name} has {number}"
+        for module in MODULES
+        for defined in classes(module)
+        if (number := arguments_of_constructor(defined)) > MOST_ARGUMENTS
+    ]
+    assert found == []
+
+
+def test_a_room_of_the_trainer_has_at_most_fifteen_files() -> None:
+    folders = {path.parent for path in TRAINER.rglob("*.py")}
+    assert len(folders) > 20
+    found = {str(folder.relative_to(TRAINER)): len(list(folder.glob("*.py"))) for folder in folders}
+    assert {room: number for room, number in found.items() if number > MOST_FILES} == {}
+
+
+def test_a_class_name_exists_once() -> None:
+    """In all packages and in `bench`, also private names: with a name, a reader finds one class."""
+    places: dict[str, set[str]] = defaultdict(set)
+    for module in [*MODULES, *SCRIPTS]:
+        for defined in classes(module):
+            places[defined.name.removeprefix("_")].add(str(module.relative_to(ROOT)))
+    assert len(places) > 500
+    found = {name: sorted(modules) for name, modules in places.items() if len(modules) > 1}
+    assert found == {}, "give the newer class a name that says how it differs"

@@ -1,0 +1,55 @@
+"""Shard 0's server measures every row of the report, and each part of the observer sets its own."""
+
+from __future__ import annotations
+
+from backstay._coordination import CoordinatorState, PeerTable
+from backstay._report._job import JobObserver
+from backstay._report._metrics import PodMetrics
+from backstay_rpc.control_pb2 import EvaluatedRequest, ProgressReply, Rollback
+from backstay_spec.job_report import CheckpointStatus, JobReport, TermStart
+
+
+def observer_of(steps: int = 10) -> JobObserver:
+    observer = JobObserver(PeerTable("Sync"), PodMetrics("job", "ParameterServer", 0), steps, 0)
+    observer.watch_waits(1, lambda world: world, sync=True)
+    return observer
+
+
+def test_every_row_is_measured() -> None:
+    observer = observer_of()
+    observer.checkpoint_stored(0.0, "/c/2", 2)
+    observer.checkpoint_failed(0.0, 4, "the disk is full")
+    terms = observer.terms.report(CoordinatorState(term=1, version=3, world=4), Rollback(term=1))
+    report = JobReport.sum((observer.report(0.0), terms))
+    assert report.model_fields_set == set(JobReport.model_fields)
+
+
+def test_the_answer_to_the_operator_has_the_report_and_the_position() -> None:
+    observer = observer_of()
+    state = CoordinatorState(term=2, version=3, world=4, redone=5)
+    observer.start(state, "/c/2", 2, checkpoint_time=7.0)
+    observer.evaluated(EvaluatedRequest(step=2, metrics={"accuracy": 0.5}))
+    observer.evaluated(EvaluatedRequest(step=3, error="ValueError: no data"))
+    observer.redo(0.0, 1)
+    reply = ProgressReply()
+    observer.fill(0.0, reply, state, 300, Rollback(term=2, version=2, checkpoint="/c/2"))
+    assert (reply.term, reply.step, reply.world) == (2, 3, 4)
+    assert JobReport.decoded(reply.report) == JobReport(
+        term=2,
+        step=3,
+        world=4,
+        steps_redone=5,
+        term_start=TermStart(2, 2, "/c/2", 1),
+        goal_steps=10,
+        examples_per_second=0.0,
+        metrics={"accuracy": 0.5},
+        evaluated_step=3,
+        evaluation_error="ValueError: no data",
+        checkpoint=CheckpointStatus(step=2, uri="/c/2"),
+        checkpoint_stored=7.0,
+    )
+    assert observer.evaluations.of(3) == {}, "it failed"
+    assert observer.measured() == {
+        "metrics": {"accuracy": 0.5},
+        "evaluationError": "at step 3: ValueError: no data",
+    }

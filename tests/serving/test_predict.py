@@ -1,0 +1,141 @@
+"""`serve` checks `example`, `batch` and `predict`, and padding changes no answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backstay._serving._program import ServedVersion, ServingProgram, padded_sizes
+from backstay._serving._settings import ServingPorts, ServingSettings
+from backstay._serving._signature import Signature
+from backstay.errors import ConfigurationError
+
+PARAMS = {"w": np.arange(6, dtype=np.float32).reshape(3, 2)}
+
+
+def program_of(predict: Any, example: Any = None, sizes: tuple[int, ...] = (1, 4)) -> ServingProgram:
+    return ServingProgram(
+        predict, Signature.of(np.zeros(3, np.float32) if example is None else example), sizes, (PARAMS, None)
+    )
+
+
+def test_names_and_shapes_of_tensors_come_from_the_example() -> None:
+    signature = Signature.of(
+        {"image": np.zeros((8, 8), np.uint8), "more": [1.5, jax.ShapeDtypeStruct((2,), jnp.bfloat16)]}
+    )
+    assert [str(tensor) for tensor in signature.tensors] == [
+        "image (UINT8, shape [-1, 8, 8])",
+        "more.0 (FP32, shape [-1])",
+        "more.1 (FP32, shape [-1, 2])",
+    ]
+    assert signature.shapes(4)["more"][1].dtype == jnp.bfloat16
+    assert Signature.of(np.zeros(3)).tensors[0].datatype == "FP32", "as jit computes it"
+
+
+@pytest.mark.parametrize(
+    ("example", "message"),
+    [
+        ({}, "`example` has no arrays"),
+        ({"a": np.zeros(2, np.complex64)}, "`example` has the dtype complex64 at a"),
+        ({"a": "text"}, "at a: must be bool, an integer or a float"),
+        ({"a": {"b": 1.0}, "a.b": 2.0}, "two leaves with the name a.b"),
+    ],
+)
+def test_an_invalid_example_is_refused_by_name(example: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Signature.of(example)
+
+
+def test_batch_is_a_number_or_a_list_of_sizes() -> None:
+    assert padded_sizes(1) == (1,)
+    assert padded_sizes(24) == (1, 2, 4, 8, 16, 24)
+    assert padded_sizes([32, 8, 8]) == (8, 32)
+    for invalid in (0, -1, True, 1.5, [], [0], "8", [True], None):
+        with pytest.raises(ConfigurationError, match="must be a positive integer, or a list of them"):
+            padded_sizes(invalid)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("predict", "message"),
+    [
+        (lambda params, state, x: x.sum(), r"returns the shape \(\) at output for 4 examples"),
+        (lambda params, state, x: {"a": x[:1]}, r"returns the shape \(1, 3\) at a for 4 examples"),
+        (lambda params, state, x: None, "the result of `predict` has no arrays"),
+        (lambda params, state, x: x.astype(jnp.complex64), "the result of `predict` has the dtype complex64"),
+        (lambda params, state, x: x @ params["v"], "`predict` raised KeyError when it was traced"),
+        (lambda params: params, "`predict` raised TypeError when it was traced"),
+        (lambda params, state, x: "text", "`predict` raised TypeError when it was traced"),
+        (lambda params, state, x: jnp.zeros((len(x), len(x))), "only the first dimension may differ"),
+    ],
+)
+def test_an_invalid_predict_is_refused_before_it_takes_traffic(predict: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        program_of(predict)
+
+
+def test_t1_a_predict_that_mixes_the_examples_of_a_batch_is_refused() -> None:
+    """A batch normalization with the statistics of the batch is an example."""
+    program = program_of(lambda params, state, x: x - x.mean(0))
+    version = ServedVersion(1, "m", PARAMS, None)
+    with pytest.raises(ConfigurationError, match="returns another output for an example when the other examples"):
+        program.check_rows(version)
+    program_of(lambda params, state, x: x - x.mean(0), sizes=(1,)).check_rows(version)
+    program_of(lambda params, state, x: x @ params["w"]).check_rows(version)
+
+
+@given(rows=st.lists(st.integers(1, 3), min_size=1, max_size=3), seed=st.integers(0, 2**31))
+def test_padding_and_neighbours_change_no_answer(rows: list[int], seed: int) -> None:
+    random = np.random.default_rng(seed)
+    parts = [[random.normal(size=(count, 3)).astype(np.float32)] for count in rows]
+    total = sum(rows)
+    size = WIDE.size_for(total)
+    version = ServedVersion(1, "m", PARAMS, None)
+    [found] = WIDE.run(version, WIDE.signature.batch(parts, size), total)
+    whole = np.concatenate([part[0] for part in parts])
+    np.testing.assert_allclose(found, np.tanh(whole @ PARAMS["w"]), rtol=1e-5, atol=1e-6)
+
+
+WIDE = program_of(lambda params, state, x: jnp.tanh(x @ params["w"]), sizes=(1, 2, 4, 9))
+
+
+def test_a_result_of_bfloat16_is_answered_as_float32() -> None:
+    program = program_of(lambda params, state, x: x.astype(jnp.bfloat16))
+    assert program.outputs[0].datatype == "FP32"
+    [found] = program.run(ServedVersion(1, "m", PARAMS, None), np.ones((4, 3), np.float32), 2)
+    assert found.dtype == np.float32
+
+
+def test_variables_of_a_service_with_this_name_are_not_settings() -> None:
+    """Kubernetes sets them in each new pod, if the pod does not exclude them."""
+    of_service = {
+        "BACKSTAY_SERVE_SERVICE_HOST": "10.0.0.1",
+        "BACKSTAY_SERVE_SERVICE_PORT": "80",
+        "BACKSTAY_SERVE_SERVICE_PORT_HTTP": "80",
+        "BACKSTAY_SERVE_PORT": "tcp://10.0.0.1:80",
+        "BACKSTAY_SERVE_PORT_80_TCP": "tcp://10.0.0.1:80",
+        "BACKSTAY_SERVE_PORT_80_TCP_PROTO": "tcp",
+        "BACKSTAY_SERVE_HTTP_PORT": "tcp://10.0.0.2:80",
+    }
+    assert ServingSettings().with_environment(of_service) == ServingSettings()
+
+
+def test_variables_replace_settings_and_invalid_ones_are_named() -> None:
+    settings = ServingSettings(step=3, ports=ServingPorts(http=1)).with_environment(
+        {"BACKSTAY_SERVE_STEP": "400", "BACKSTAY_SERVE_FOLLOW": "false", "BACKSTAY_SERVE_GRPC_PORT": "0", "PATH": "x"}
+    )
+    assert (settings.step, settings.follow, settings.ports) == (400, False, ServingPorts(http=1, grpc=0))
+    for key, value, message in (
+        ("BACKSTAY_SERVE_STEP", "-1", "BACKSTAY_SERVE_STEP is '-1': must be a number from 0"),
+        ("BACKSTAY_SERVE_HTTP_PORT", "99999", "must be a number from 0 to 65535"),
+        ("BACKSTAY_SERVE_FOLLOW", "yes", "BACKSTAY_SERVE_FOLLOW is 'yes': must be true or false"),
+        ("BACKSTAY_SERVE_TOKEN_FILE", "/no/such", "/no/such cannot be read"),
+        ("BACKSTAY_SERVE_PORT", "1", "BACKSTAY_SERVE_PORT is not a variable of a serving process"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            ServingSettings().with_environment({key: value})
