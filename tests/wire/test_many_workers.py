@@ -248,7 +248,7 @@ def test_a_push_is_ended_after_checks_without_a_byte(received: list[int | None],
 def test_t8_examinations_that_waited_while_the_server_was_stopped_count_once(
     kit, make_shard, interval: float, lost: int
 ) -> None:
-    """A contribution of which nothing came in several intervals is lost, and not after several messages at once."""
+    """A contribution of which nothing came in several intervals is lost, and not after several messages together."""
     shard = make_shard((8,), timeouts=Timeouts(peer_check=interval))
     for _ in range(5):
         shard.runtime.deliver(Examine(id=kit.gid(3)))

@@ -15,10 +15,10 @@ from .._coordination import Answering
 from .._transport import Refusal
 from ._staging import StagedGradient
 
-__all__ = ["Published", "Publisher", "Waiter", "is_over"]
+__all__ = ["Published", "Publisher", "Waiter", "has_ended"]
 
 
-def is_over(done: Done | None, last: Commit | None, version: int) -> bool:
+def has_ended(done: Done | None, last: Commit | None, version: int) -> bool:
     """Whether training has ended for a worker that receives this version. It may end before the last version.
 
     Args:

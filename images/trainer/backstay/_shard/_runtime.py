@@ -58,7 +58,7 @@ from ._applying import Applier, Term, TermOver
 from ._credits import Credits
 from ._operand import Operand
 from ._orders import Orders
-from ._published import Publisher, is_over
+from ._published import Publisher, has_ended
 from ._staging import GradientKey, Gradients, StagedGradient, check_address, describe, key_of
 from ._standbys import NoStandbys, Standbys
 
@@ -337,7 +337,7 @@ class ShardRuntime:
             last = self._current.last if self._current is not None else None
             newest = last if last is not None and published.version == last.version + 1 else None
             outcome, next_key_step = _outcome_of(gradient, peer, newest)
-            done = is_over(self._publisher.done, last, published.version)
+            done = has_ended(self._publisher.done, last, published.version)
             return Answer(
                 term=self.term,
                 version=published.version,

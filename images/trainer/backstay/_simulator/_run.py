@@ -81,7 +81,7 @@ def simulate(job: TrainingJob, assumed: Assumptions, seed: int = 0, *, trace: bo
     pods = SimulatedPods(world, job)
     for number, failure in enumerate(assumed.failures):
         FailureSource(world, pods, number, failure)
-    world.heap.run(assumed.seconds, lambda: pods.operator.is_over)
+    world.heap.run(assumed.seconds, lambda: pods.operator.has_ended)
     seconds = pods.operator.seconds()
     pods.close()
     tally, now = world.tally, world.heap.now

@@ -78,7 +78,7 @@ class SimulatedPods:
                 pod.worker.beat(unix, saved)
 
     def _beats(self) -> None:
-        if self.operator.is_over:
+        if self.operator.has_ended:
             return
         host, now, limit = self.host, self._heap.now, self._world.times.silent
         silent = frozenset(

@@ -89,7 +89,7 @@ class SimulatedOperator:
     Attributes:
         objects: the objects of the job.
         account: the seconds of the workers.
-        is_over: whether the job has succeeded or failed.
+        has_ended: whether the job has succeeded or failed.
         plans: how often it has planned.
     """
 
@@ -106,7 +106,7 @@ class SimulatedOperator:
         self.account = Account()
         self._planned: PlannedEvent | None = None
         self._due: PlannedEvent | None = None
-        self.is_over = False
+        self.has_ended = False
         self.plans = 0
         self._heap.after(0.0, self._plan)
         self._heap.after(self._assumed.operator.call_seconds, self._call)
@@ -117,7 +117,7 @@ class SimulatedOperator:
 
     def changed(self) -> None:
         """Plan a little later, because the operator observes a change."""
-        if self._planned is None and not self.is_over:
+        if self._planned is None and not self.has_ended:
             operator = self._assumed.operator
             self._planned = self._heap.after(
                 operator.plan_seconds + operator.pod_seconds * len(self._pods.pods), self._plan
@@ -127,7 +127,7 @@ class SimulatedOperator:
         self._heap.cancel(self._planned)
         self._heap.cancel(self._due)
         self._planned = self._due = None
-        if self.is_over:
+        if self.has_ended:
             return
         self.plans += 1
         self._read_contact()
@@ -136,11 +136,11 @@ class SimulatedOperator:
         if wait is not None:
             self._due = self._heap.after(wait, self._plan)
         conditions = (self.objects.condition(kind) for kind in (statuses.SUCCEEDED, statuses.FAILED))
-        self.is_over = any(condition.get("status") == "True" for condition in conditions)
+        self.has_ended = any(condition.get("status") == "True" for condition in conditions)
 
     def _call(self) -> None:
         """The operator's calls to the servers."""
-        if self.is_over:
+        if self.has_ended:
             return
         before = self.objects.memory.progress
         self._read_contact()
@@ -241,7 +241,7 @@ class SimulatedOperator:
             found.append(WorkerPod(key, base + pod.placed, ended, pod.code == 0, pod.measured))
             if pod.worker is not None and (beat := pod.worker.last_beat) is not None:
                 reports[key] = beat
-        self.account.observe(self.unix(), found, self._workers, over=self.is_over)
+        self.account.observe(self.unix(), found, self._workers, over=self.has_ended)
         self.account.report(reports)
         if progress is not None and progress.report.term is not None and progress.report.term_start is not None:
             self.account.progressed(

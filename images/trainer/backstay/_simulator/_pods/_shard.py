@@ -30,7 +30,7 @@ from backstay_rpc.control_pb2 import (
 )
 
 from ..._coordination import Message, Report, ServerPosition, identity
-from ..._shard import Credits, Orders, Turn, is_over
+from ..._shard import Credits, Orders, Turn, has_ended
 from ._standby import FollowedState, HeldAnswers, StandbyLink
 from ._streams import PartOnWay
 from ._world import SimulatedMachine, SimulatedWorld
@@ -311,7 +311,7 @@ class TimedShard:
             with self._lock:
                 limit = self.credits.limit(self.world)
         version = self._published
-        done = is_over(self.done, last, version)
+        done = has_ended(self.done, last, version)
         for part in parts:
             part.is_waiting = False
             part.term, part.version, part.world, part.done, part.ask = self.term, version, self.world, done, limit > 0
@@ -331,7 +331,7 @@ class TimedShard:
 
         def arrived() -> None:
             self._world.tally.received += amount * len(parts)
-            if hold is None or hold.is_over:
+            if hold is None or hold.has_ended:
                 end()
             else:
                 hold.waiting.append(end)

@@ -48,11 +48,11 @@ class HeldAnswers:
     """The answers that wait until the standby holds a commit."""
 
     def __init__(self) -> None:
-        self.is_over = False
+        self.has_ended = False
         self.waiting: list[Callable[[], None]] = []
 
     def end(self) -> None:
-        self.is_over = True
+        self.has_ended = True
         waiting, self.waiting = self.waiting, []
         for act in waiting:
             act()
