@@ -34,8 +34,9 @@ quick: $(VENV)/.installed  ## the tests of the pure parts: coordinator, planner,
 	$(BIN)/python -m pytest -n auto -q tests/coordination tests/plan tests/spec
 
 test: lint docs  ## everything that CI runs
-	$(BIN)/python -m pytest -n auto
-	$(MAKE) lowest
+	rm -f .cache/flaky.json
+	$(BIN)/python tests/twice.py --flaky .cache/flaky.json -n auto
+	$(MAKE) lowest FLAKY='--flaky .cache/flaky.json'
 
 LOWEST := .venv-lowest
 $(LOWEST)/.installed: requirements.lowest.lock $(VENV)/.installed
@@ -45,7 +46,7 @@ $(LOWEST)/.installed: requirements.lowest.lock $(VENV)/.installed
 	touch $@
 
 lowest: $(LOWEST)/.installed  ## a part of the tests with the lowest versions that pyproject.toml allows
-	PATH="$(CURDIR)/$(LOWEST)/bin:$$PATH" $(LOWEST)/bin/python -m pytest -n auto tests/rpc tests/cli tests/checkpoint/test_checkpoints.py tests/runtime/test_jobs.py \
+	PATH="$(CURDIR)/$(LOWEST)/bin:$$PATH" $(LOWEST)/bin/python tests/twice.py $(FLAKY) -n auto tests/rpc tests/cli tests/checkpoint/test_checkpoints.py tests/runtime/test_jobs.py \
 	  tests/trainer_math/test_engine.py tests/operator/test_process.py
 
 generate: $(VENV)/.installed  ## the CRD, the protobuf code, the dashboards, pages of the docs; tests hold that they are fresh

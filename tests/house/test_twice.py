@@ -1,0 +1,122 @@
+"""tests/twice.py: a test that failed runs once more, alone; what fails twice fails the run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ONCE = """
+import os, pathlib, pytest
+
+def fails_once(name):
+    mark = pathlib.Path(__file__).with_name(name)
+    first = not mark.exists()
+    mark.touch()
+    assert not first, "the first time"
+"""
+FLAKY = "\ndef test_flaky_{0}(): fails_once('flaky-{0}')\n"
+
+
+@pytest.fixture
+def suite(root: Path, tmp_path: Path) -> Suite:
+    return Suite(root / "tests" / "twice.py", tmp_path)
+
+
+class Suite:
+    """A folder of tests, run by tests/twice.py."""
+
+    def __init__(self, program: Path, folder: Path) -> None:
+        self._program = program
+        self._folder = folder
+        (folder / "pytest.ini").write_text("[pytest]\n")
+
+    def run(self, tests: str, *arguments: str) -> tuple[int, str]:
+        (self._folder / "test_it.py").write_text(ONCE + tests)
+        # The other plug-ins are not needed, and take most of the time of a start.
+        env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p xdist"}
+        command = [sys.executable, str(self._program), *arguments]
+        done = subprocess.run(command, cwd=self._folder, env=env, capture_output=True, text=True, timeout=120)
+        return done.returncode, done.stdout + done.stderr
+
+    def record(self) -> str:
+        return str(self._folder / "records" / "flaky.json")
+
+
+@pytest.mark.parametrize("processes", ["0", "2"])
+def test_a_test_that_passes_the_second_time_is_listed_as_flaky_and_the_run_passes(suite: Suite, processes: str) -> None:
+    code, output = suite.run(FLAKY.format(1) + "def test_good(): pass\n", "-n", processes)
+    assert code == 0, output
+    end = output[output.rindex("flaky: 1, of at most 3") :]
+    assert "test_it.py::test_flaky_1\n    first failure: AssertionError: the first time" in end
+
+
+def test_a_run_without_a_failure_runs_no_test_again(suite: Suite) -> None:
+    code, output = suite.run("def test_good(): pass\n")
+    assert code == 0
+    assert "once more" not in output
+    assert "flaky" not in output
+
+
+def test_a_test_that_fails_twice_fails_the_run(suite: Suite) -> None:
+    code, output = suite.run(FLAKY.format(1) + "def test_bad(): raise ValueError('always')\n")
+    assert code == 1
+    assert "failed twice: 1\n  test_it.py::test_bad\n    first failure: ValueError: always" in output
+    assert "flaky: 1" in output
+
+
+def test_more_than_three_flaky_tests_fail_the_run(suite: Suite) -> None:
+    code, output = suite.run("".join(FLAKY.format(number) for number in range(4)))
+    assert code == 1
+    assert "flaky: 4" in output
+
+
+def test_runs_with_one_record_count_their_flaky_tests_together(suite: Suite) -> None:
+    tests = "".join(FLAKY.format(number) for number in range(5))
+    arguments = ("--flaky", suite.record())
+    assert suite.run(tests, *arguments, "-k", "flaky_0 or flaky_1")[0] == 0
+    assert suite.run(tests, *arguments, "-k", "flaky_2")[0] == 0
+    code, output = suite.run(tests, *arguments, "-k", "flaky_3 or flaky_4")
+    assert code == 1
+    assert "flaky: 5" in output
+
+
+def test_a_process_that_dies_in_a_test_counts_as_a_failure_of_the_test(suite: Suite) -> None:
+    tests = "def test_dies():\n    if not os.path.exists('died'): open('died', 'w').close(); os._exit(3)\n"
+    code, output = suite.run(tests, "-n", "1")
+    assert code == 0, output
+    assert "test_it.py::test_dies" in output[output.rindex("flaky: 1") :]
+
+
+def test_an_error_in_a_fixture_runs_once_more_too(suite: Suite) -> None:
+    tests = "@pytest.fixture\ndef it():\n    yield\n    fails_once('teardown')\n\ndef test_uses(it): pass\n"
+    code, output = suite.run(tests)
+    assert code == 0, output
+    assert "first failure: teardown: AssertionError: the first time" in output
+
+
+@pytest.mark.parametrize(
+    ("tests", "status"),
+    [
+        ("import nothing_of_this_name\n", 2),  # is not collected
+        ("def test_stops(): pytest.exit('enough', 7)\n", 7),
+        ("", 5),  # no tests
+        ("def test_dies(): os._exit(0)\n", 3),  # the process of pytest itself
+        ("def test_skips_later():\n    fails_once('x') if not os.path.exists('x') else pytest.skip('later')\n", 1),
+        ("@pytest.mark.parametrize('n', range(21))\ndef test_many(n): fails_once(f'many-{n}')\n", 1),
+    ],
+)
+def test_a_run_that_stops_for_another_reason_fails_with_its_status(suite: Suite, tests: str, status: int) -> None:
+    code, output = suite.run(tests)
+    assert code == status, output
+    assert "flaky: 1" not in output
+
+
+def test_names_of_parameters_reach_the_second_run_as_they_are(suite: Suite) -> None:
+    tests = "@pytest.mark.parametrize('n', ['a::b', '[1]', 'a b', '@x', '$X', 'ü'])\ndef test_it(n): fails_once('x')\n"
+    code, output = suite.run(tests)
+    assert code == 0, output
+    assert "test_it[a::b]" in output[output.rindex("flaky: 1") :]
