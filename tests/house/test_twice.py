@@ -1,4 +1,4 @@
-"""tests/twice.py: a test that failed runs once more, alone; what fails twice fails the run."""
+"""A test that failed runs once more, alone, and one that fails twice fails the run (tests/twice.py)."""
 
 from __future__ import annotations
 
