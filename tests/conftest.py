@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -25,6 +26,9 @@ CHART_NAMESPACE = "backstay-system"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell starts a background process with SIGINT ignored, and the processes of tests would inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # The runs that tests start are not the user's. Each process of pytest-xdist has its own folder, so that no test
     # meets a run of a test beside it.
     if "BACKSTAY_STATE" not in os.environ or "PYTEST_XDIST_WORKER" in os.environ:

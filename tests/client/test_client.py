@@ -273,12 +273,15 @@ with Client(sys.argv[1]) as client:
 
 def test_ctrl_c_ends_the_wait_and_not_the_job(client: Client, held: JobHandle, gate: Path) -> None:
     words = [sys.executable, "-c", INTERRUPTED, str(kubeconfig_of(client)), held.name]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "waits\n"
-    process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60)[0] == "interrupted Running\n"
-    assert process.returncode == 0
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "waits\n"
+            process.send_signal(signal.SIGINT)
+            assert process.communicate(timeout=60)[0] == "interrupted Running\n"
+            assert process.returncode == 0
+        finally:
+            process.kill()
     gate.touch()
     assert held.wait(progress=False).succeeded
 
