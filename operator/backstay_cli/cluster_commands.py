@@ -491,7 +491,8 @@ async def _top_jobs(cluster: FoundCluster, console: Console, *, everywhere: bool
 
 
 async def _top_job(cluster: FoundCluster, job: str, console: Console) -> None:
-    from backstay_cli.picture import Losses, Picture
+    from backstay_cli.picture import Picture
+    from backstay_client.show.curve import Losses
 
     losses = Losses()
     view = await look(cluster.api, cluster.namespace, job)

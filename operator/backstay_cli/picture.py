@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from backstay_client.show.curve import bar, curve, thin
+from backstay_client.show.curve import Losses, bar
 from backstay_client.view import explain
 from backstay_client.view.follow import JobView, carried, ready_of, spent
 from backstay_client.view.pods import PodRow, rows, summary
@@ -18,41 +18,15 @@ from backstay_client.view.waiting import no_update, waiting_for
 from backstay_client.words import clock, count, duration, number, on_one_line, shown
 from backstay_spec import contract
 
-__all__ = ["Losses", "Picture", "page"]
+__all__ = ["Picture", "page"]
 
 _PHASES = {"Succeeded": "bold green", "Failed": "bold red", "Running": "bold cyan", "Suspended": "yellow"}
 _STATES = {"Ready": "green", "Failed": "red", "Pending": "yellow", "Starting": "yellow", "Terminating": "yellow"}
 _ROLES = {"ParameterServer": "parameter servers", "Worker": "workers", "Evaluator": "evaluator"}
 _CURVE_HEIGHT = 3
-_MOST_POINTS = 2000
 _FEWEST_PODS = 3
 _NEWS = 4
 _MOST_NEWS = 8
-
-
-class Losses:
-    """The losses of the updates, for a curve."""
-
-    def __init__(self) -> None:
-        self._points: list[tuple[float, float]] = []
-
-    def add(self, view: JobView) -> None:
-        """Add the loss of the newest update. After a rollback, the losses of the redone steps are dropped."""
-        if view.report.step is None or view.report.loss is None or not view.report.step:
-            return
-        while self._points and self._points[-1][0] >= view.report.step:
-            self._points.pop()
-        self._points = thin([*self._points, (float(view.report.step), view.report.loss)], _MOST_POINTS)
-
-    def lines(self, width: int) -> list[str]:
-        """The curve."""
-        return curve(self._points, width, _CURVE_HEIGHT)
-
-    @property
-    def ends(self) -> tuple[float, float]:
-        """The highest and the lowest loss."""
-        values = [value for _, value in self._points]
-        return max(values), min(values)
 
 
 class Picture:
@@ -143,7 +117,7 @@ class Picture:
         if view.goodput is not None:
             text.append_text(Text.assemble(("   goodput ", "dim"), f"{100 * view.goodput:.0f} %"))
         yield text
-        lines = [] if self._losses is None else self._losses.lines(min(60, width - 12))
+        lines = [] if self._losses is None else self._losses.lines(min(60, width - 12), _CURVE_HEIGHT)
         if lines and self._losses is not None:
             highest, lowest = (number(value, 3) for value in self._losses.ends)
             labels = [highest, *[""] * (len(lines) - 2), lowest]

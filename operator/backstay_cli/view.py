@@ -11,7 +11,8 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from backstay_cli.picture import Losses, Picture
+from backstay_cli.picture import Picture
+from backstay_client.show.curve import Losses
 from backstay_client.show.lines import SCRIPT
 from backstay_client.view.follow import JobView
 

@@ -13,6 +13,7 @@ import aiohttp
 from backstay_client.errors import JobExists
 from backstay_client.jobfiles.jobfile import claims_of
 from backstay_client.kube import ApiCalls, ApiRequestError
+from backstay_cluster.client import MERGE_PATCH
 from backstay_spec import contract
 
 __all__ = ["create_job", "create_job_once"]
@@ -99,7 +100,7 @@ async def create_job_once(
                 "PATCH",
                 f"{place}/{config_map['metadata']['name']}",
                 {"metadata": {"ownerReferences": [owner]}},
-                content_type="application/merge-patch+json",
+                content_type=MERGE_PATCH,
             )
     return created
 

@@ -42,8 +42,8 @@ class JobApi(Protocol):
     async def list_jobs(self, namespace: str | None) -> list[dict[str, Any]]:
         """The TrainingJobs of a namespace; None: of all."""
 
-    async def delete_job(self, namespace: str, name: str) -> dict[str, Any]:
-        """Delete a TrainingJob."""
+    async def delete_job(self, namespace: str, name: str, uid: str = "") -> dict[str, Any]:
+        """Delete a TrainingJob; `uid`: the one that it must have."""
 
     def log(self, namespace: str, pod: str, **options: str) -> AsyncIterator[bytes]:
         """The log of a pod, as chunks of bytes."""
@@ -96,11 +96,19 @@ class ApiCalls(Connection):
         jobs: list[dict[str, Any]] = answer["items"]
         return jobs
 
-    async def delete_job(self, namespace: str, name: str) -> dict[str, Any]:
-        """Delete a TrainingJob; the garbage collector deletes what it owns."""
-        job: dict[str, Any] = await self.request(
-            "DELETE", _path_of(namespace, name), {"propagationPolicy": "Background"}
-        )
+    async def delete_job(self, namespace: str, name: str, uid: str = "") -> dict[str, Any]:
+        """Delete a TrainingJob; the garbage collector deletes what it owns.
+
+        Args:
+            uid: the uid that the job must have; empty: any.
+
+        Raises:
+            ApiRequestError: 409, another job has the name now.
+        """
+        options: dict[str, Any] = {"propagationPolicy": "Background"}
+        if uid:
+            options["preconditions"] = {"uid": uid}
+        job: dict[str, Any] = await self.request("DELETE", _path_of(namespace, name), options)
         return job
 
     async def log(self, namespace: str, pod: str, **options: str) -> AsyncIterator[bytes]:
@@ -160,10 +168,10 @@ class ApiCalls(Connection):
         job: dict[str, Any] = await self.request("PATCH", path, patch, content_type=MERGE_PATCH)
         return job
 
-    async def suspend(self, namespace: str, name: str, suspended: bool = True) -> None:
+    async def suspend(self, namespace: str, name: str) -> None:
         """Suspend a TrainingJob, so that the operator deletes its workers, then its servers, which store a
-        checkpoint. With `suspended` False, it starts again."""
-        await self.patch_job(namespace, name, {"spec": {"runPolicy": {"suspend": suspended}}})
+        checkpoint."""
+        await self.patch_job(namespace, name, {"spec": {"runPolicy": {"suspend": True}}})
 
     async def pods_of(self, namespace: str, name: str) -> list[dict[str, Any]]:
         """The job's pods."""

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backstay_cli import listing
-from backstay_cli.picture import Losses, Picture, page
-from backstay_client.show.curve import bar, curve, thin
+from backstay_cli.picture import Picture, page
+from backstay_client.show.curve import Losses, bar, curve, thin
 from backstay_client.view import explain
 from backstay_client.view.follow import JobView, view_of, with_page
 from backstay_client.view.pods import rows

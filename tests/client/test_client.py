@@ -35,6 +35,7 @@ from backstay_client import (
 )
 from backstay_client.embedded.lasting import new_folder
 from backstay_client.finding.clusters import account_of_pod
+from backstay_client.kube import ApiCalls
 from backstay_spec import contract
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -284,6 +285,19 @@ def test_ctrl_c_ends_the_wait_and_not_the_job(client: Client, held: JobHandle, g
             process.kill()
     gate.touch()
     assert held.wait(progress=False).succeeded
+
+
+def test_a_job_that_was_created_again_is_not_deleted(client: Client, held: JobHandle) -> None:
+    """T8: two programs; the other one deletes the job, and creates one of the same name, before the request arrives."""
+
+    async def delete() -> None:
+        async with ApiCalls.of_kubeconfig(kubeconfig_of(client)) as api:
+            await api.delete_job(held.namespace, held.name, "the uid of the job before")
+
+    with pytest.raises(ApiRequestError) as refused:
+        asyncio.run(delete())
+    assert refused.value.code == 409
+    assert held.status.phase == "Running"
 
 
 def processes_of(folder: Path, module: str) -> list[int]:

@@ -241,7 +241,12 @@ class AsyncClient:
         phase = (found.get("status") or {}).get("phase") or "Pending"
         if phase not in TERMINAL:
             raise JobExists(f"the TrainingJob {name} is {phase}: replace= deletes only a job that has ended")
-        await cluster.api.delete_job(namespace, name)
+        try:
+            await cluster.api.delete_job(namespace, name, found["metadata"]["uid"])
+        except ApiRequestError as error:
+            if error.code != 409:
+                raise
+            raise JobExists(f"another TrainingJob {name} was created meanwhile, and is not deleted") from None
         await until_gone(cluster, namespace, name)
 
     # ---- The connection ----

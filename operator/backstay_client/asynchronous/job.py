@@ -313,8 +313,13 @@ class AsyncJobHandle:
             await self._job()
         except JobDeleted:
             return
-        with contextlib.suppress(JobDeleted), self._deleted():
-            await cluster.api.delete_job(self.namespace, self.name)
+        try:
+            with contextlib.suppress(JobDeleted), self._deleted():
+                await cluster.api.delete_job(self.namespace, self.name, self.uid)
+        except ApiRequestError as error:
+            if error.code != 409:
+                raise
+            return  # it was deleted, and another job has the name now
         if wait:
             await until_gone(cluster, self.namespace, self.name)
 

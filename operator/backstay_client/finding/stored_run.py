@@ -115,7 +115,7 @@ class StoredApi:
         """Returns nothing: the status of a job has its history."""
         return []
 
-    async def delete_job(self, namespace: str, name: str) -> dict[str, Any]:
+    async def delete_job(self, namespace: str, name: str, uid: str = "") -> dict[str, Any]:
         """Refuse.
 
         Raises:

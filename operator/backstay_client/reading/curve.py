@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import math
@@ -100,7 +101,8 @@ async def curve_of_job(cluster: FoundCluster, job: dict[str, Any], pods: list[di
         pods: its pods.
     """
     curve = TrainingCurve()
-    for _, data in all_of(places_of(cluster, job), "curve", job["metadata"]["uid"]):
+    stored_pages = all_of(places_of(cluster, job), "curve", job["metadata"]["uid"])
+    for _, data in await asyncio.to_thread(list, stored_pages):  # the event loop may be a notebook's
         if (stored := curve_of_page(data)) is not None:
             curve = curve.before(stored)
     for pod in servers_of_shard_0(pods):

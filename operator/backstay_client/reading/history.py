@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections import Counter
@@ -68,7 +69,8 @@ async def history_of_job(cluster: FoundCluster, name: str) -> JobHistory:
         ) from None
     events = await cluster.api.events_of(cluster.namespace, job["metadata"]["uid"])
     uid = job["metadata"]["uid"]
-    found = [one for one in _stored(places_of(cluster, job), uid) if one["uid"] == uid]
+    stored = await asyncio.to_thread(_stored, places_of(cluster, job), uid)  # the event loop may be a notebook's
+    found = [one for one in stored if one["uid"] == uid]
     status = job.get("status") or {}
     if status.get("history") or not found:
         found.append({**_about(job), "status": status})

@@ -1,11 +1,13 @@
-"""Draws a small curve of characters and a bar of progress by pure functions of numbers."""
+"""Draws a small curve of characters and a bar of progress, and keeps the points of a job's curve."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 
-__all__ = ["bar", "curve", "thin"]
+from backstay_client.view.follow import JobView
+
+__all__ = ["Losses", "bar", "curve", "thin"]
 
 # https://www.unicode.org/charts/PDF/U2800.pdf: the bits of the dots of a braille cell, by row, left and right.
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
@@ -29,7 +31,40 @@ def _line(start: tuple[int, int], end: tuple[int, int]) -> Iterator[tuple[int, i
 
 def thin(points: list[tuple[float, float]], most: int) -> list[tuple[float, float]]:
     """Reduce the points to at most `most` by dropping every second one, where the newest stays."""
-    return points if len(points) <= most else [*points[:-1:2], points[-1]]
+    while len(points) > most:
+        points = [*points[:-1:2], points[-1]]
+    return points
+
+
+class Losses:
+    """The losses of the updates, for a curve.
+
+    Attributes:
+        points: (step, loss) in order of the step.
+    """
+
+    def __init__(self, most: int = 2000) -> None:
+        """`most` points are kept."""
+        self.points: list[tuple[float, float]] = []
+        self._most = most
+
+    def add(self, view: JobView) -> None:
+        """Add the loss of the newest update. After a rollback, the losses of the redone steps are dropped."""
+        if view.report.step is None or view.report.loss is None or not view.report.step:
+            return
+        while self.points and self.points[-1][0] >= view.report.step:
+            self.points.pop()
+        self.points = thin([*self.points, (float(view.report.step), view.report.loss)], self._most)
+
+    def lines(self, width: int, height: int) -> list[str]:
+        """The curve; see `curve`."""
+        return curve(self.points, width, height)
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The highest and the lowest loss."""
+        values = [value for _, value in self.points]
+        return max(values), min(values)
 
 
 def curve(points: Sequence[tuple[float, float]], width: int, height: int) -> list[str]:

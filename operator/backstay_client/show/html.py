@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from backstay_client.show.curve import thin
 from backstay_client.view.explain import progress_of
 from backstay_client.view.status import JobStatus
 from backstay_client.words import clock, duration, number, plain, shown
@@ -118,7 +119,8 @@ def line_chart(
         labels: the names of the axes.
     """
     drawn = [
-        (name, _thinned([(x, y) for x, y in line if math.isfinite(x) and math.isfinite(y)])) for name, line in lines
+        (name, thin([(x, y) for x, y in line if math.isfinite(x) and math.isfinite(y)], _MOST_POINTS))
+        for name, line in lines
     ]
     points = [point for _, line in drawn for point in line]
     if not points:
@@ -160,9 +162,3 @@ def line_chart(
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-size="10" '
         f'font-family="sans-serif" fill="#5f6368">{"".join(parts)}</svg>'
     )
-
-
-def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    while len(points) > _MOST_POINTS:
-        points = [*points[:-1:2], points[-1]]
-    return points

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Protocol, TextIO
 
-from backstay_client.show.curve import bar
+from backstay_client.show.curve import Losses, bar
 from backstay_client.show.html import job_card
 from backstay_client.show.lines import LineDisplay
 from backstay_client.view.explain import progress_of
@@ -102,17 +102,13 @@ class _Card:
     def __init__(self, display: Callable[..., Any]) -> None:
         self._display = display
         self._handle: Any = None
-        self._losses: list[tuple[float, float]] = []
+        self._losses = Losses(_MOST_LOSSES)
 
     def show(self, view: JobView, trouble: str = "") -> None:
-        step, loss = view.report.step, view.report.loss
-        if step is not None and loss is not None and (not self._losses or self._losses[-1][0] < step):
-            self._losses.append((step, loss))
-            if len(self._losses) > _MOST_LOSSES:
-                self._losses = [*self._losses[:-1:2], self._losses[-1]]
+        self._losses.add(view)
         status = status_of(view)
         text = bar_line(view, trouble)
-        bundle = {"text/html": job_card(status, self._losses), "text/plain": text}
+        bundle = {"text/html": job_card(status, self._losses.points), "text/plain": text}
         if self._handle is None:
             self._handle = self._display(bundle, raw=True, display_id=True)
         else:
