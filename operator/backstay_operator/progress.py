@@ -344,8 +344,8 @@ class Poller:
     async def _check_workers(self, poll: Poll, todo: Round, progress: Progress) -> None:
         """Send a health request to each worker whose heartbeats have stopped; drop the results of the others."""
         silent = {(s.rank, s.incarnation) for s in progress.stalled if s.reason.startswith(contract.NO_HEARTBEAT)}
-        found = dict(pod for who in silent | todo.missing(progress) if (pod := todo.worker(*who)) is not None)
-        reported = {pod[0] for who in silent if (pod := todo.worker(*who)) is not None}
+        pods = {who: pod for who in silent | todo.missing(progress) if (pod := todo.worker(*who)) is not None}
+        found, reported = dict(pods.values()), {pods[who][0] for who in silent & pods.keys()}
         # The request follows the report, so that both times count: a worker is missing before it is reported.
         again = reported - poll.reported
         poll.hung -= again

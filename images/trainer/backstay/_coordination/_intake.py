@@ -160,8 +160,8 @@ class Intake:
 
     def candidates(self, desired_world: int) -> Candidates:
         """Returns the complete gradients, from which the next update is chosen."""
-        complete, gathered = self.ledger.complete, len(self.ledger.gathered)
-        return Candidates(self._history.state, self._rules, complete, gathered, desired_world)
+        gathered, waiting = self.ledger.gathered.values(), self.ledger.waiting.values()
+        return Candidates(self._history.state, self._rules, gathered, waiting, desired_world)
 
     @property
     def gathers(self) -> Sequence[Gather]:

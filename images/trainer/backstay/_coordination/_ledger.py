@@ -58,9 +58,9 @@ class Ledger:
         return self._gathered.get(rank) or self._complete.get(rank)
 
     @property
-    def complete(self) -> list[Staged]:
-        """Complete gradients, in the order of their completion, and first those that are gathered."""
-        return [*self._gathered.values(), *self._complete.values()]
+    def waiting(self) -> Mapping[int, Staged]:
+        """rank -> the complete gradient that is not gathered, in the order of their completion."""
+        return self._complete
 
     @property
     def gathered(self) -> Mapping[int, Staged]:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -48,11 +49,20 @@ def _no_arguments() -> Iterator[None]:
         sys.argv = held
 
 
+@cache
 def kserve_messages() -> tuple[Any, Any]:
     """KServe's modules with the protocol's messages, and with its service."""
     with _no_arguments():
         from kserve.protocol.grpc import grpc_predict_v2_pb2, grpc_predict_v2_pb2_grpc
     return grpc_predict_v2_pb2, grpc_predict_v2_pb2_grpc
+
+
+@cache
+def _kserve_content() -> Any:
+    """KServe's function that reads the values of a tensor from a message."""
+    with _no_arguments():
+        from kserve.protocol.infer_type import get_content
+    return get_content
 
 
 @dataclass(frozen=True)
@@ -127,8 +137,7 @@ def read_rest(body: bytes, json_length: str | None, program: ServingProgram) -> 
 
 def read_grpc(request: Any, program: ServingProgram) -> InferenceCall:
     """Read a ``ModelInferRequest`` of gRPC. Raises `RequestRefused` with 400."""
-    with _no_arguments():
-        from kserve.protocol.infer_type import get_content
+    get_content = _kserve_content()
     raw = request.raw_input_contents
     if len(raw) not in (0, len(request.inputs)):
         raise RequestRefused(400, f"there are {len(request.inputs)} inputs, and {len(raw)} raw_input_contents")

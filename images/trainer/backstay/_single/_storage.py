@@ -125,6 +125,7 @@ class AloneStorage:
         self._closed = False
         self.stored, self.error = -1, ""
         self.newest: str | None = None
+        self._read: Reader | None = None
         try:
             self.state, uri = self._storage.newest(0)
         except BaseException:
@@ -159,16 +160,22 @@ class AloneStorage:
         """The parameters, or ``(params, state)``, to begin with."""
         if not self.continues:
             return script.initial(self.state.start_from)
-        return model_from(self._plan.rule, self._reader.read)
+        return model_from(self._plan.rule, self._reader().read)
 
     def optimizer_state(self, initial: Any) -> Any:
         """The state of the optimizer to begin with; `initial`: the result of ``optimizer.init``."""
-        return optimizer_state_from(self._plan.rule, initial, self._reader.read) if self.continues else initial
+        if not self.continues:
+            return initial
+        found = optimizer_state_from(self._plan.rule, initial, self._reader().read)
+        self._read = None  # it holds whole files
+        return found
 
-    @property
     def _reader(self) -> Reader:
+        """One for the model and the optimizer's state, whose files it reads and compares once."""
         assert self.newest is not None
-        return Reader(self._store, self._store.open(self.newest.rpartition("/")[2], verify=False))
+        if self._read is None:
+            self._read = Reader(self._store, self._store.open(self.newest.rpartition("/")[2], verify=False))
+        return self._read
 
     def due(self, version: int) -> bool:
         """Whether the update that makes `version` is to be stored. One checkpoint is written at a time.

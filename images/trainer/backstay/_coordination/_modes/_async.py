@@ -36,9 +36,9 @@ class Async:
 
     def choose(self, candidates: Candidates, *, more: bool) -> tuple[Contribution, ...] | None:
         del more  # each update has one contribution
-        if not candidates.complete:
+        if not candidates.total:
             return None
-        gradient = candidates.complete[0].id
+        gradient = next(candidates.complete).id
         damping = candidates.rules.staleness_damping
         weight = 1.0 / (1 + _staleness(candidates.state, gradient)) if damping else 1.0
         return (Contribution(id=gradient, weight=weight),)

@@ -7,8 +7,9 @@ mode (decision 0080).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 from backstay_rpc.control_pb2 import Contribution, GradientId, RejectReason, Staged
@@ -26,18 +27,27 @@ class Candidates(NamedTuple):
     Attributes:
         state: the newest decided state.
         rules: the settings of the job.
-        complete: the complete gradients of distinct ranks of the world, in order of completion, and first those that
-            are gathered. `Choosing.accept` accepts each of them.
-        gathered: how many of the first ones are gathered.
+        gathered, waiting: the complete gradients of distinct ranks of the world that are gathered, and the others, each
+            in order of completion. `Choosing.accept` accepts each of them.
         desired_world: the number of ranks that the operator requests. If it is below the world in force, only the
             ranks that stay contribute.
     """
 
     state: CoordinatorState
     rules: Rules
-    complete: Sequence[Staged]
-    gathered: int
+    gathered: Collection[Staged]
+    waiting: Collection[Staged]
     desired_world: int
+
+    @property
+    def total(self) -> int:
+        """The number of complete gradients."""
+        return len(self.gathered) + len(self.waiting)
+
+    @property
+    def complete(self) -> Iterator[Staged]:
+        """All complete gradients, first those that are gathered."""
+        return chain(self.gathered, self.waiting)
 
     @property
     def world(self) -> int:

@@ -34,9 +34,9 @@ class Sync:
         return _ACCEPTED
 
     def choose(self, candidates: Candidates, *, more: bool) -> tuple[Contribution, ...] | None:
-        rules, world, gathered = candidates.rules, candidates.world, candidates.gathered
+        rules, world, gathered = candidates.rules, candidates.world, len(candidates.gathered)
         quorum = self.quorum(rules.backups, world)
-        if len(candidates.complete) < quorum:
+        if candidates.total < quorum:
             return None  # most calls end here, so that their cost does not grow with the ranks
         staying = [staged for staged in candidates.complete if staged.id.rank < world]
         if len(staying) < quorum:
@@ -52,8 +52,8 @@ class Sync:
         rules, in_force = candidates.rules, candidates.state.world
         if in_force <= held_by_shard(self, rules, in_force):
             return []
-        gathered, world = candidates.gathered, candidates.world
-        new = {staged.id.rank: staged for staged in candidates.complete[gathered:] if staged.id.rank < world}
+        gathered, world = len(candidates.gathered), candidates.world
+        new = {staged.id.rank: staged for staged in candidates.waiting if staged.id.rank < world}
         groups: Iterable[tuple[int, Sequence[int]]]
         if self.ordered(rules.backups, world):
             # Every rank contributes, so its place is known (T4).

@@ -113,7 +113,7 @@ class SimulatedPods:
         if name not in self.objects.pods or name in self.pods:
             return
         key = (action.role, action.index, action.incarnation, name)
-        pod = self.pods[name] = PodOnNode(key, self._world.machine(), self._heap.now)
+        pod = self.pods[name] = PodOnNode(key, self._world.machine())
         starts = self._assumed.starts
         draws = self._world.draws("start", *key[:3])
         self._heap.after(draws.around(starts.scheduling_seconds, starts.sigma), self._placed, pod)

@@ -42,7 +42,6 @@ class TimedStore:
     Attributes:
         checkpoint: the newest complete one; empty: there is none.
         version, term: its version and its term.
-        saved_at: when it was stored.
     """
 
     def __init__(self, world: SimulatedWorld) -> None:
@@ -50,14 +49,12 @@ class TimedStore:
         self._state: dict[str, Any] | None = None
         self._newest_term = 0
         self.checkpoint, self.version, self.term = "", -1, 0
-        self.saved_at: float | None = None
 
     def store(self, order: WriteManifest) -> str:
         """Store a manifest; returns its URI."""
         if (order.term, order.version) >= (self.term, self.version):
             self._state, self.version, self.term = dict(order.state), order.version, order.term
             self.checkpoint = f"simulated://checkpoint/{order.term}/{order.version}"
-            self.saved_at = self._world.heap.now
         self._world.tally.checkpoints += 1
         return self.checkpoint
 

@@ -18,7 +18,7 @@ from backstay_spec.goodput import PARTS, Account, WorkerPod
 from backstay_spec.job_report import CheckpointStatus, JobReport, TermStart
 from backstay_spec.observed import Contact, PlanSettings, Progress, Silence
 from backstay_spec.simulated import SimulatedJob
-from backstay_spec.supervision import SeenJob, run_without_waiting, settle
+from backstay_spec.supervision import run_without_waiting, settle
 from backstay_spec.types import TrainingJob
 
 from ..._coordination import Finished
@@ -62,16 +62,6 @@ class _ActedObjects(SimulatedJob):
         super().__init__(manifest, now, stamp=datetime.isoformat)
         self._act = act
 
-    async def observed(self) -> SeenJob | None:
-        """See `JobObjects`. The planner changes nothing of what it gets, so that no copy is needed."""
-        if self.deleted:
-            return None
-        job = self.job
-        observed = self.memory.observed(
-            list(self.pods.values()), list(self.services.values()), self.policies.values(), self._now()
-        )
-        return SeenJob(job.metadata, job.spec, job.status, observed)
-
     def act(self, action: Action) -> None:
         super().act(action)
         self._act(action)
@@ -90,7 +80,6 @@ class SimulatedOperator:
         objects: the objects of the job.
         account: the seconds of the workers.
         has_ended: whether the job has succeeded or failed.
-        plans: how often it has planned.
     """
 
     def __init__(self, world: SimulatedWorld, job: TrainingJob, pods: JobPods, act: Callable[[Action], None]) -> None:
@@ -107,7 +96,6 @@ class SimulatedOperator:
         self._planned: PlannedEvent | None = None
         self._due: PlannedEvent | None = None
         self.has_ended = False
-        self.plans = 0
         self._heap.after(0.0, self._plan)
         self._heap.after(self._assumed.operator.call_seconds, self._call)
 
@@ -129,7 +117,6 @@ class SimulatedOperator:
         self._planned = self._due = None
         if self.has_ended:
             return
-        self.plans += 1
         self._read_contact()
         self._observe(self._read_progress())
         wait = run_without_waiting(settle(self.objects, self._settings, self.now))

@@ -19,7 +19,7 @@ class PodOnNode:
     Attributes:
         key: its role, index, incarnation and name.
         node: the number of its node; -1: it has none yet.
-        created, started, placed: when it was created, when its process began, and when it got its node.
+        started, placed: when its process began, and when it got its node.
         worker, server, followed: what its process does.
         silent_since: the time at which its node was lost; None: it is not lost.
         alive: whether its process runs, or will.
@@ -27,7 +27,6 @@ class PodOnNode:
 
     key: tuple[str, int, int, str]
     machine: SimulatedMachine
-    created: float
     node: int = -1
     placed: float | None = None
     started: float | None = None

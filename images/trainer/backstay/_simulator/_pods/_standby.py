@@ -32,8 +32,6 @@ class FollowedState:
     infos: tuple[GradientInfo, ...] = ()
     coordinator: CoordinatorState | None = None
     start: Rollback | None = None
-    checkpoint: str = ""
-    checkpoint_at: tuple[int, int] = (0, -1)
     checkpoint_began: float = 0.0
 
     def commit(self, commit: Commit) -> None:

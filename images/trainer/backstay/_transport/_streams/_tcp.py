@@ -207,7 +207,6 @@ def _opening(data: bytearray) -> tuple[bytes, int, int]:
 def _hello(opening: bytearray) -> Hello:
     """The hello of a whole opening. Raises `Unwelcome`."""
     _, token, _ = _opening(opening)
-    _, token, _ = _OPENING.unpack_from(opening)
     try:
         return Hello.FromString(bytes(opening[_OPENING.size + token :]))
     except DecodeError:
