@@ -797,12 +797,14 @@ class EvaluatedReply(_message.Message):
     def __init__(self, give_up: _Optional[str] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ("peer", "trained")
+    __slots__ = ("peer", "trained", "spans")
     PEER_FIELD_NUMBER: _ClassVar[int]
     TRAINED_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
     peer: Peer
     trained: bool
-    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., trained: bool = ...) -> None: ...
+    spans: bytes
+    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., trained: bool = ..., spans: _Optional[bytes] = ...) -> None: ...
 
 class LeaveReply(_message.Message):
     __slots__ = ()

@@ -11,14 +11,14 @@ import json
 import re
 import signal
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any, Final
 
 from backstay_spec import contract
 from backstay_spec.events import shortened
-from backstay_spec.job_report import MOST
+from backstay_spec.job_report import MOST, JobReport
 from backstay_spec.observed import Manifest
 
 
@@ -107,7 +107,8 @@ TRAINED: Final = "Trained"
 AFTER_TRAINING_FAILED: Final = "AfterTrainingFailed"
 STOPPED_EARLY: Final = "StoppedEarly"
 ALREADY_COMPLETE: Final = "AlreadyComplete"
-_RESULTS: Final = ("Succeeded", ALREADY_COMPLETE, "Failed", "Refused", TRAINED, AFTER_TRAINING_FAILED)
+FAILED: Final = "Failed"
+_RESULTS: Final = ("Succeeded", ALREADY_COMPLETE, FAILED, "Refused", TRAINED, AFTER_TRAINING_FAILED)
 _PERMANENT_REFUSALS: Final = frozenset({"Invalid", "BadRequest"})
 
 
@@ -144,8 +145,7 @@ class PodOutcome:
         reason, message: the cause of a failure; ``StoppedEarly`` where training ended before its last step, and
             ``AlreadyComplete`` where it had ended before this run.
         step, term, checkpoint: the state that it reached; None or empty where the message has none.
-        loss: loss of the last update; None where the message has none.
-        metrics: the metrics of the last evaluation, finite values only.
+        report: the rows of the report that the message has.
         returned: the incarnation of rank 0 that has the result, as shard 0 reported; 0: none; None: not known.
         traceback: the exception's traceback; empty if there is none.
     """
@@ -156,8 +156,7 @@ class PodOutcome:
     step: int | None = None
     term: int | None = None
     checkpoint: str = ""
-    loss: float | None = None
-    metrics: Mapping[str, float] | None = None
+    report: JobReport = field(default_factory=JobReport)
     returned: int | None = None
     traceback: str = ""
 
@@ -201,7 +200,6 @@ def outcome_of(pod: Manifest) -> PodOutcome | None:
         return None  # a worker that was created after training died in `evaluate`, before `train` returned
     if message["result"] in ("Succeeded", ALREADY_COMPLETE) and state.get("exitCode") != 0:
         return None
-    metrics = message.get("metrics")
     return PodOutcome(
         result=message["result"],
         reason=_text(message.get("reason")),
@@ -209,8 +207,7 @@ def outcome_of(pod: Manifest) -> PodOutcome | None:
         step=_count(message.get("step")),
         term=_count(message.get("term")),
         checkpoint=_text(message.get("checkpoint")),
-        loss=finite(message).get("loss"),
-        metrics=finite(metrics) if isinstance(metrics, dict) else None,
+        report=JobReport.in_message(message),
         returned=_count(message.get("returned")),
         traceback=_text(message.get("traceback")),
     )
@@ -296,8 +293,8 @@ def obstacle_of(pod: Manifest) -> Obstacle | None:
     """Why this pod, which lives, has not started; None once a container of it runs or ran."""
     status: Mapping[str, Any] = pod.get("status") or {}
     started = False
-    for field in ("initContainerStatuses", "containerStatuses"):
-        for container in _statuses(pod, field):
+    for kind in ("initContainerStatuses", "containerStatuses"):
+        for container in _statuses(pod, kind):
             state = container.get("state") or {}
             waiting = state.get("waiting") or {}
             blocked = _WAITING.get(waiting.get("reason") or "")

@@ -87,6 +87,7 @@ WAITS: Final = (
         "the server leaves",
     ),
     EndWait(_SHARD_0, "a server without a link links again", GONE, "the server leaves"),
+    EndWait("server of another shard", "the coordinator has received its last spans", GONE, "the server leaves"),
     EndWait("server after SIGTERM", "its checkpoint is stored", LAST_SAVE, "the server leaves"),
     EndWait("server after SIGTERM", "the coordinator has processed its reports", GONE, "the server leaves"),
     EndWait(

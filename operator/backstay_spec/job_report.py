@@ -243,6 +243,12 @@ class JobReport(ReportedStatus):
     ] = None
     """Updates that rollbacks have discarded so far."""
 
+    @property
+    def evaluation_failed(self) -> str:
+        """The error of the newest evaluation, with its step; empty: it did not fail."""
+        at = "" if self.evaluated_step is None else f"at step {self.evaluated_step}: "
+        return at + self.evaluation_error if self.evaluation_error else ""
+
     @classmethod
     def sum(cls, parts: Iterable[Self]) -> Self:
         """The report with the rows that each part has set; a later part replaces an earlier one."""
@@ -268,6 +274,35 @@ class JobReport(ReportedStatus):
             return cls.model_validate_json(data)
         except ValidationError as error:
             raise ValueError(f"{error.error_count()} values are invalid, or the bytes are not JSON") from None
+
+    def last(self) -> dict[str, Any]:
+        """The rows that a server's termination message has, by their names in JSON. They are known and finite, and not
+        about updates that will follow."""
+        rows = self.over(JobReport()).model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude=_NOT_LAST)
+        finite = ((name, _finite(value)) for name, value in rows.items())
+        return {name: value for name, value in finite if value not in (None, [], {})}
+
+    @classmethod
+    def in_message(cls, message: Mapping[str, Any]) -> Self:
+        """The rows in a termination message. Values of another type are ignored, because a script may have written it.
+
+        The message of a worker, or of an older server, has metrics without their step, which is the last one.
+        """
+        rows = {name: _typed(name, value) for name, value in message.items() if name != "checkpoint"}
+        if rows.get("metrics"):
+            rows.setdefault("evaluatedStep", rows.get("step"))
+        if rows.get("evaluatedStep") is not None:
+            rows.setdefault("evaluationError", "")
+        return cls.valid(rows)
+
+    @classmethod
+    def valid(cls, rows: Mapping[str, Any]) -> Self:
+        """The rows, by their names in JSON, without those of another type."""
+        try:
+            return cls.model_validate(rows)
+        except ValidationError as error:
+            wrong = {str(one["loc"][0]) for one in error.errors()}
+            return cls.model_validate({name: value for name, value in rows.items() if name not in wrong})
 
     def over(self, older: JobReport) -> JobReport:
         """The report with the rows that are known here, and with those of `older` for the others.
@@ -325,6 +360,34 @@ def readable(value: float, digits: int | None) -> float | None:
     if not math.isfinite(value):
         return None
     return value if digits is None else float(f"{value:.{digits}g}")
+
+
+_NOT_LAST: Final = {"checkpoint", "waits_for", "ending"}
+"""Rows that a termination message lacks. It has the URI of the checkpoint, and nothing follows."""
+
+
+_OF_NUMBERS: Final = frozenset(
+    field.alias for field in JobReport.model_fields.values() if field.annotation == dict[str, float]
+)
+"""The rows of numbers by name, by their names in JSON."""
+
+
+def _typed(name: str, value: Any) -> Any:
+    """The value without what the row cannot have: a boolean, which pydantic takes for a number, or texts in numbers."""
+    if name in _OF_NUMBERS and isinstance(value, dict):
+        return {key: inner for key, inner in value.items() if isinstance(inner, int | float | None)}
+    return None if isinstance(value, bool) else value
+
+
+def _finite(value: Any) -> Any:
+    """The value without numbers that JSON does not have."""
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {name: found for name, inner in value.items() if (found := _finite(inner)) is not None}
+        case _:
+            return value
 
 
 def _shown(value: Any, row: ReportRow) -> Any:

@@ -44,6 +44,7 @@ from backstay_spec.planner import (
 from backstay_spec.planner.conditions import Statement
 from backstay_spec.planner.effects import NOTHING, Creation, Decision, Effects, JobFailure, earliest
 from backstay_spec.planner.facts import Facts, desired_slots, facts_of
+from backstay_spec.planner.last_messages import with_last_report
 from backstay_spec.planner.last_step import last_step
 from backstay_spec.planner.pods import own_pods
 from backstay_spec.planner.record import Record, standby_key
@@ -91,7 +92,9 @@ def plan(job: TrainingJob, observed: Observed, now: datetime, settings: PlanSett
     if job.metadata.deletion_timestamp is not None:
         return Plan()  # the garbage collector does the rest
     facts = facts_of(job, observed, now, settings)
-    outline = _outline(facts, Record.of(job.status).including(facts.pods))
+    record = Record.of(job.status).including(facts.pods)
+    facts = with_last_report(facts, record)
+    outline = _outline(facts, record)
     updated, events = conditions.updated(facts.conditions, outline.statements, now, job.metadata.generation)
     if not facts.has_standbys and not job.spec.run_policy.suspend:
         updated.pop(status.STANDBYS_IN_SYNC, None)
@@ -109,7 +112,7 @@ def plan(job: TrainingJob, observed: Observed, now: datetime, settings: PlanSett
         fields={**outline.fields, **_scale(facts, effects.actions)},
         all_created=outline.all_created,
     )
-    written = report.judge(job.metadata, job.status, new, observed, now)
+    written = report.judge(job.metadata, job.status, new, facts.observed, now)
     return _plan(written, replace(effects, events=effects.events + events), job.status, now)
 
 
@@ -164,13 +167,19 @@ def _plan(written: report.PlannedStatus, effects: Effects, old: TrainingJobStatu
 def _outline(facts: Facts, record: Record) -> _Outline:
     if end.has_ended(facts.conditions):
         return _Outline(record)
-    outline = _Outline(record, statements=tuple(conditions.checkpointing(facts)))
+    changes = history.judge(facts)
+    outline = _Outline(
+        record,
+        effects=Effects(events=changes.events),
+        statements=tuple(conditions.checkpointing(facts)),
+        fields=changes.fields,
+    )
     trained = after_training.trained(facts, record)
     if trained is not None:
         return _after_training(facts, outline, trained)
     failure = end.failure(facts, record) or script_mistake.judge(facts, record) or same_exception.judge(facts)
     if failure is not None:
-        return _ended(facts, _Outline(record), failure)
+        return _ended(facts, replace(outline, statements=()), failure)
     return _suspended(facts, outline) if facts.spec.run_policy.suspend else _running(facts, outline)
 
 
@@ -210,7 +219,8 @@ def _after_training(facts: Facts, outline: _Outline, trained: after_training.Tra
     return replace(
         outline,
         record=record,
-        effects=found
+        effects=outline.effects
+        + found
         + services.missing(facts, record, lacks_config=lacks_config)
         + Effects(actions=created)
         + surplus.judge(facts, record, frozenset(desired_slots(facts.job)), ()),
@@ -241,15 +251,13 @@ def _running(facts: Facts, outline: _Outline) -> _Outline:
     outline = replace(outline, statements=outline.statements + tuple(conditions.resumed(facts)))
     slots = desired_slots(facts.job)
     decided = _judge_slots(facts, outline.record, slots)
-    outline = replace(outline, record=decided.record, effects=decided.effects)
+    outline = replace(outline, record=decided.record, effects=outline.effects + decided.effects)
     if facts.old.start_time is None:
         advice = tuple(warning("UnusualContainerName", text) for text in misspelt_containers(facts.spec))
-        fields = {"start_time": status.whole_seconds(facts.now)}
+        fields = {**outline.fields, "start_time": status.whole_seconds(facts.now)}
         outline = replace(outline, effects=outline.effects + Effects(events=advice), fields=fields)
     if decided.effects.failure is not None:
         return _ended(facts, outline, decided.effects.failure)
-    changes = history.judge(facts)
-    outline = replace(outline, fields={**outline.fields, **changes.fields})
     record, obstructed = decided.record, decided.effects.obstructed
     objects = _objects(facts, decided, slots)
     trains = conditions.training(facts, record, slots)
@@ -263,7 +271,7 @@ def _running(facts: Facts, outline: _Outline) -> _Outline:
         outline,
         effects=outline.effects
         + objects
-        + Effects(events=changes.events, wake=earliest((conditions.slow_start(facts, obstructed), trains.check_at))),
+        + Effects(wake=earliest((conditions.slow_start(facts, obstructed), trains.check_at))),
         fields={
             **outline.fields,
             **(INTERRUPTED if trains.interrupted else {}),

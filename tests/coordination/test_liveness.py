@@ -119,12 +119,13 @@ def test_a_burst_at_the_start_is_not_a_rate() -> None:
 def test_a_job_of_less_than_a_second_has_a_rate_at_its_end() -> None:
     """The result of such a job had ``"examplesPerSecond": null``."""
     rate = Rate()
-    assert rate.measured is None
+    assert rate.at_end(start=-2.0) is None
     for number in range(9):
         rate.add(0.01 * number, 20)
-        assert rate.measured is None
+        few = 20 * (number + 1) / (2.0 + 0.01 * number)
+        assert rate.at_end(start=-2.0) == pytest.approx(few), "a burst has no rate: the mean since the start"
     rate.add(0.09, 20)
-    assert rate.measured == pytest.approx(20 / 0.01)
+    assert rate.at_end(start=-2.0) == pytest.approx(20 / 0.01)
     assert rate.per_second(0.09) is None
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from between import until_async
 
 from backstay_operator.bus import Bus, Called, Progressed
 from backstay_operator.clocks import Clocks
@@ -105,13 +106,6 @@ class Received:
             await asyncio.wait_for(self.news.wait(), 60)
 
 
-async def until(holds: Callable[[], object]) -> None:
-    """Wait for a round with this result: this process may be too slow for an answer in one round."""
-    async with asyncio.timeout(60):
-        while not holds():  # noqa: ASYNC110  another task makes it so
-            await asyncio.sleep(0.01)
-
-
 def poller(what: Callable[[Any], Round | None], received: Received, metrics: OperatorMetrics, **options: Any) -> Poller:
     clock, contacts = options.pop("clock", lambda: 0.0), options.pop("contacts", [])
     received.bus.subscribe(Called, lambda event: contacts.append(event.contact))
@@ -177,13 +171,13 @@ def test_a_server_that_hangs_refuses_or_is_not_there_costs_only_its_own_answer()
             contacts: list[Contact] = []
             it = poller(lambda _: todo, received, metrics, deadline=0.3, contacts=contacts)
             it.follow(KEY)
-            await until(lambda: contacts and set(contacts[-1].silent) == {"u1", "u2", "u3"})
+            await until_async(lambda: contacts and set(contacts[-1].silent) == {"u1", "u2", "u3"})
             await received.more(1)
             assert received.rounds[0].reached == frozenset({0})
             stuck.free.set()
-            await until(lambda: set(contacts[-1].silent) == {"u2", "u3"})
-            await until(lambda: received.rounds[-1].reached == frozenset({0, 1}))
-            await until(lambda: set(contacts[-1].silent) == {"u2", "u3"})
+            await until_async(lambda: set(contacts[-1].silent) == {"u2", "u3"})
+            await until_async(lambda: received.rounds[-1].reached == frozenset({0, 1}))
+            await until_async(lambda: set(contacts[-1].silent) == {"u2", "u3"})
             await it.close()
         assert contacts[-1].silent["u2"].calls == len(contacts), "each call counts: the operator was not late"
         assert set(contacts[-1].answered_at) == {"u0", "u1"}
@@ -406,7 +400,7 @@ def test_o7_a_report_that_cannot_be_read_is_logged_once_and_counted(caplog: pyte
             await received.more(5)
             assert all((seen.report.step, seen.report.loss) == (7, None) for seen in received.rounds)
             shard.reply.step = 1 << 63
-            await until(lambda: received.rounds[-1].report.step is None)
+            await until_async(lambda: received.rounds[-1].report.step is None)
             await received.more(len(received.rounds) + 2)
             counted = metrics.registry.get_sample_value("backstay_operator_errors_total", {"kind": "report"})
             assert counted is not None
@@ -458,8 +452,8 @@ def test_o7_strangers_on_the_health_port_are_not_the_silence_of_a_server(
                 patience=0.3,
             )
             it.follow(KEY)
-            await until(lambda: contacts and contacts[-1].silent["u0"].calls > 20)
-            await until(lambda: (contacts[-1].silent["u0"].long_calls > 0) is hung)
+            await until_async(lambda: contacts and contacts[-1].silent["u0"].calls > 20)
+            await until_async(lambda: (contacts[-1].silent["u0"].long_calls > 0) is hung)
             await it.close()
         health.close()
 
@@ -499,9 +493,9 @@ def test_o5_a_worker_without_heartbeats_gets_a_health_request() -> None:
                 patience=0.3,
             )
             it.follow(KEY)
-            await until(lambda: contacts and contacts[-1].hung_workers == {"hangs"})
+            await until_async(lambda: contacts and contacts[-1].hung_workers == {"hangs"})
             del shard.reply.stalled[:]
-            await until(lambda: not contacts[-1].hung_workers)
+            await until_async(lambda: not contacts[-1].hung_workers)
             await it.close()
         for server in ports:
             server.close()

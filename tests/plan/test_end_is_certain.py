@@ -133,3 +133,54 @@ def test_t8_a_server_that_hangs_at_the_end_does_not_keep_the_job(running):
     cluster.tick(20)
     cluster.settle()
     assert cluster.status["phase"] == "Succeeded"
+
+
+LAST_REPORT = {
+    "goalSteps": 30,
+    "examplesPerSecond": 812.5,
+    "loss": 0.25,
+    "trainMetrics": {"error": 0.5},
+    "metrics": {"accuracy": 0.75},
+    "evaluatedStep": 20,
+    "evaluationError": "ValueError: no data",
+    "traffic": {"carried": 100.0, "exact": 400.0},
+    "untrainedLeaves": ["norm.mean"],
+    "mistakesOfBatches": ["SameBatches", "ImpureBatches"],
+    "termStart": {"term": 1, "step": 10, "checkpoint": "/c/10", "changes": ["seed 1 -> 2"]},
+    "stepsRedone": 4,
+}
+
+
+@pytest.mark.parametrize("result", ["Succeeded", "Failed"])
+def test_o10_the_last_report_needs_no_answer_to_a_call(make_cluster, result):
+    """O10: the job has ended before the operator calls a server for the first time."""
+    cluster = make_cluster({"checkpoint": {"uri": "file:///ckpt"}})
+    cluster.settle()
+    failed = {"reason": "NotFinite", "message": "3 updates in a row"} if result == "Failed" else {"returned": 1}
+    said = {"result": result, "step": 30, "term": 1, **LAST_REPORT, **failed}
+    cluster.end(cluster.named(SERVER, 0), 1 if result == "Failed" else 0, json.dumps(said))
+    cluster.settle()
+    if result == "Succeeded":
+        cluster.end(cluster.named(WORKER, 0), 0, json.dumps(last_message((WORKER, 0), stores=True)))
+        cluster.settle()
+    status = cluster.status
+    assert (status["phase"], status["step"], status["goalSteps"]) == (result, 30, 30)
+    assert (status["loss"], status["trainMetrics"], status["metrics"]) == (0.25, {"error": 0.5}, {"accuracy": 0.75})
+    assert (status["evaluatedStep"], status["traffic"]) == (20, {"carried": 100.0, "exact": 400.0})
+    assert (status["untrainedLeaves"], status["mistakesOfBatches"]) == (["norm.mean"], ["SameBatches", "ImpureBatches"])
+    assert "examplesPerSecond" not in status, "the job does not train any more"
+    once = ("ZeroGradients", "SameBatches", "ImpureBatches", "Continued", "SettingsChanged", "EvaluationFailed")
+    reasons = [reason for reason, _ in cluster.events]
+    assert {reason: reasons.count(reason) for reason in once} == dict.fromkeys(once, 1)
+    assert not cluster.deaths
+
+
+def test_o10_rows_of_a_message_that_a_script_wrote_are_ignored_one_by_one(make_cluster):
+    """O10: a row of another type costs that row."""
+    cluster = make_cluster({"checkpoint": {"uri": "file:///ckpt"}})
+    cluster.settle()
+    wrong = {"loss": [], "trainMetrics": 3, "goalSteps": -1, "termStart": {"term": "x"}, "traffic": {"carried": 8.0}}
+    cluster.end(cluster.named(SERVER, 0), 0, json.dumps({"result": "Succeeded", "step": 30, **wrong}))
+    cluster.settle()
+    assert cluster.status["traffic"] == {"carried": 8.0}
+    assert not {"loss", "trainMetrics", "goalSteps"} & cluster.status.keys()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from backstay._coordination import CoordinatorState, PeerTable
 from backstay._report._job import JobObserver
 from backstay._report._metrics import PodMetrics
@@ -49,7 +51,19 @@ def test_the_answer_to_the_operator_has_the_report_and_the_position() -> None:
         checkpoint_stored=7.0,
     )
     assert observer.evaluations.of(3) == {}, "it failed"
-    assert observer.measured() == {
-        "metrics": {"accuracy": 0.5},
-        "evaluationError": "at step 3: ValueError: no data",
-    }
+    start = Rollback(term=2, version=2, checkpoint="/c/2")
+    message = {**observer.last_report(state, start), "checkpoint": "/c/2", "result": "Succeeded"}
+    found = JobReport.in_message(json.loads(json.dumps(message)))
+    assert found.model_copy(update={"checkpoint": None}) == JobReport(
+        term=2,
+        step=3,
+        world=4,
+        steps_redone=5,
+        term_start=TermStart(2, 2, "/c/2", 1),
+        goal_steps=10,
+        metrics={"accuracy": 0.5},
+        evaluated_step=3,
+        evaluation_error="ValueError: no data",
+        checkpoint_stored=7.0,
+    )
+    assert found.evaluation_failed == "at step 3: ValueError: no data"

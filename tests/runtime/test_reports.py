@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +21,7 @@ from backstay._report import _event_files
 from backstay._report._event_files import EventFiles
 from backstay._report._reports import Reports
 from backstay.errors import CheckpointError, ConfigurationError
+from backstay_client.reading.timeline import read
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -212,3 +215,40 @@ def test_a_job_ends_early_succeeds_and_stays_ended(job: Any, tmp_path: Path) -> 
     server = again.server(0)
     assert server.wait() == 0
     assert (server.final_message()["result"], server.final_message()["step"]) == ("AlreadyComplete", step)
+
+
+@pytest.mark.parametrize("last", [2, 12])
+def test_o10_a_job_of_a_second_loses_no_report(job: Any, tmp_path: Path, last: int) -> None:
+    """O10: spans, curve, event files and the last report of pods that end before any periodic report is due."""
+    folder = tmp_path / "checkpoints"
+    tiny = job(3, 2, checkpoint={"uri": str(folder)})
+    tiny.environment = {"STEPS": str(last), "RUNNING": "1"}
+    tiny.start_all()
+    assert [pod.wait() for pod in tiny.pods] == [0] * 5
+    points = spans_by_pod(folder)
+    for shard in range(3):
+        assert {"apply", "checkpoint"} <= points[f"parameter-server-{shard}"], points
+    assert {"evaluate", "compute", "push"} <= points["worker-0"]
+    assert {"compute", "push"} <= points["worker-1"]
+    shown = scalars(folder)
+    steps = {tag: [step for step, _ in values] for tag, values in shown.items()}
+    for tag in ("loss", "train/error", "throughput/examples_per_second", "throughput/updates_per_second"):
+        assert steps[tag][-1] == last, tag
+    assert steps["evaluation/squares"] == [last]
+    [curve] = (json.loads(path.read_text()) for path in folder.glob("curve-*"))
+    assert (curve["steps"][-1], curve["evaluations"][-1]["step"]) == (last, last), curve
+    message = tiny.pods[0].final_message()
+    assert message["examplesPerSecond"] > 0
+    assert message["trainMetrics"].keys() == {"error"}
+    assert message["metrics"].keys() == {"squares"}
+    assert (message["goalSteps"], message["evaluatedStep"]) == (last, last)
+    # A leaf is reported after ten updates without a gradient.
+    assert message.get("untrainedLeaves", []) == (["running.mean"] if last > 10 else [])
+    assert message["traffic"]["carried"] > 0
+
+
+def spans_by_pod(folder: Path) -> dict[str, set[str]]:
+    """The points of the newest stored timeline by slot."""
+    stored = max(folder.glob("trace-*"))
+    job = read(gzip.decompress(stored.read_bytes()))
+    return {f"{pod.role}-{pod.index}": {span.point for span in pod.spans} for pod in job.pods}

@@ -23,13 +23,14 @@ from backstay_spec.causes import (
     ALREADY_COMPLETE,
     STOPPED_EARLY,
     PodOutcome,
+    finite,
     outcome_of,
     parsed,
     terminated_state,
     verdict_of,
 )
 from backstay_spec.events import normal, warning
-from backstay_spec.job_report import CheckpointStatus, readable
+from backstay_spec.job_report import CheckpointStatus
 from backstay_spec.planner import replacement
 from backstay_spec.planner.conditions import Statement
 from backstay_spec.planner.creating import create, look_up
@@ -192,7 +193,7 @@ def restored_from(end: TrainingEnded, facts: Facts) -> runtime.Trained | None:
     """How a worker that is created now gets the result; None: from the servers, or no checkpoint has it."""
     if end.checkpoint is None or not end.checkpoint.uri or end.served_until is not None:
         return None
-    metrics = end.fields.get("metrics", facts.old.metrics)
+    metrics = (facts.progress and finite(facts.progress.report.metrics)) or facts.old.metrics
     return runtime.Trained(step=end.checkpoint.step, checkpoint=end.checkpoint.uri, metrics=dict(metrics))
 
 
@@ -329,9 +330,4 @@ def _fields(facts: Facts, found: PodOutcome) -> dict[str, Any]:
             fields["checkpoint"] = checkpoint_status(facts.old, found.step, found.checkpoint, facts.now)
     if found.term is not None:
         fields["term"] = found.term
-    if found.loss is not None:
-        fields["loss"] = readable(found.loss, 6)
-    if found.metrics:
-        fields["metrics"] = dict(found.metrics)
-        fields["evaluated_step"] = found.step
     return fields

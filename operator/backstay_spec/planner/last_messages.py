@@ -6,16 +6,18 @@ and the evaluator. One of these messages is enough, in any order, and no answer 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from backstay_spec import contract
-from backstay_spec.causes import ALREADY_COMPLETE, STOPPED_EARLY, PodOutcome, outcome_of
+from backstay_spec.causes import ALREADY_COMPLETE, FAILED, STOPPED_EARLY, PodOutcome, outcome_of
+from backstay_spec.job_report import JobReport
 from backstay_spec.names import Slot
+from backstay_spec.observed import Progress
 from backstay_spec.planner.facts import Facts
 from backstay_spec.planner.pods import PodView, created_at
 from backstay_spec.planner.record import Record
 
-__all__ = ["LEADER", "SHARD_0", "LastMessages", "last_messages"]
+__all__ = ["LEADER", "SHARD_0", "LastMessages", "last_messages", "with_last_report"]
 
 LEADER = Slot(contract.ROLE_WORKER, 0)
 SHARD_0 = Slot(contract.ROLE_SERVER, 0)
@@ -29,11 +31,13 @@ class LastMessages:
         outcomes: all of them; those of worker 0 and then of shard 0's server last, because they have more fields.
         server: the message of shard 0's server.
         returned: the newest incarnation of rank 0 whose message says that `train` had returned; 0: none.
+        report: the rows of the report in these messages, and in one of shard 0's server about the job's failure.
     """
 
     outcomes: tuple[PodOutcome, ...] = ()
     server: PodOutcome | None = None
     returned: int = 0
+    report: JobReport = field(default_factory=JobReport)
 
     @property
     def reason(self) -> str:
@@ -57,11 +61,33 @@ def last_messages(facts: Facts, record: Record) -> LastMessages:
     ]
     found.sort(key=lambda each: (each[0] == LEADER) + 2 * (each[0] == SHARD_0))
     current = record.current(SHARD_0)
+    report = JobReport()
+    for outcome in (*(outcome for _, _, outcome in found), _failure(facts, current)):
+        report = report if outcome is None else outcome.report.over(report)
     return LastMessages(
         tuple(outcome for _, _, outcome in found),
         next((outcome for slot, pod, outcome in found if slot == SHARD_0 and pod.incarnation == current), None),
         max((pod.incarnation for slot, pod, _ in found if slot == LEADER), default=0),
+        report,
     )
+
+
+def with_last_report(facts: Facts, record: Record) -> Facts:
+    """The facts with the report of the last messages, which is newer than the servers' last answer to a call. A job of
+    a second has ended before the first call."""
+    report = last_messages(facts, record).report
+    if not report.model_fields_set:
+        return facts
+    progress = facts.progress or Progress(taken=facts.now)
+    newer = replace(progress, report=report.over(progress.report))
+    return replace(facts, observed=replace(facts.observed, progress=newer))
+
+
+def _failure(facts: Facts, current: int) -> PodOutcome | None:
+    """The message of shard 0's server about the job's failure; None: there is none."""
+    pod = facts.pod(SHARD_0, current)
+    found = outcome_of(pod.raw) if pod is not None and not facts.outlived_suspension(SHARD_0) else None
+    return found if found is not None and found.result == FAILED else None
 
 
 def _counts(facts: Facts, record: Record, pod: PodView, outcome: PodOutcome) -> bool:

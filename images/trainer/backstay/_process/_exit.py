@@ -24,6 +24,9 @@ SIGTERM_EXIT: Final = 128 + signal.SIGTERM
 # https://kubernetes.io/docs/tasks/debug/debug-application/determine-reason-pod-failure/
 _LIMIT: Final = 4096
 
+LEFT_OUT: Final = ("waitedFor", "trainMetrics", "termStart", "traffic", "untrainedLeaves", "metrics")
+"""Rows of a report that are left out of a message that is too long, in this order."""
+
 
 class Stop:
     """Set by SIGTERM; every wait of the process checks it.
@@ -93,19 +96,20 @@ class Stop:
 
 
 def termination_message(fields: Mapping[str, Any]) -> bytes:
-    """Returns JSON within Kubernetes's limit, for which long texts are cut, and then metrics left out. Of a traceback
-    the end is kept."""
-    kept = dict(fields)
-    for limit in (2000, 1000, 500, 100):
+    """Returns JSON within Kubernetes's limit, for which long texts are cut, and then rows left out, those that are
+    needed least first. Of a traceback the end is kept."""
+    kept = {name: _cut(name, value, 2000) if isinstance(value, str) else value for name, value in fields.items()}
+    for name in ("", *LEFT_OUT):
+        kept.pop(name, None)
         text = _encoded(kept)
         if len(text) <= _LIMIT:
             return text
-        kept = {
-            name: _cut(name, value, limit) if isinstance(value, str) else value
-            for name, value in kept.items()
-            if name != "metrics" or limit > 500
-        }
-    return _encoded(kept)[:_LIMIT]
+    for limit in (1000, 500, 100):
+        kept = {name: _cut(name, value, limit) if isinstance(value, str) else value for name, value in kept.items()}
+        text = _encoded(kept)
+        if len(text) <= _LIMIT:
+            return text
+    return _encoded({name: kept[name] for name in ("result", "reason", "step") if name in kept})
 
 
 def _encoded(fields: Mapping[str, Any]) -> bytes:

@@ -129,6 +129,10 @@ class ServerReports:
         """See `ServerObserver`."""
         self._tracing.black_box.ended(message)
 
+    def leaving(self) -> None:
+        """See `ServerObserver`."""
+        self._tracing.leaving()
+
     def close(self) -> None:
         """See `ServerObserver`."""
         if self._curve is not None:

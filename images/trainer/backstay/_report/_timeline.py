@@ -204,6 +204,11 @@ class Tracing:
         if is_due:
             self._store()
 
+    def leaving(self) -> None:
+        """Send the last spans to shard 0's server. Call it before the link is closed, from the main thread."""
+        if self._link is not None:
+            self._own()
+
     def close(self) -> None:
         """Store the end of the job."""
         self._own()

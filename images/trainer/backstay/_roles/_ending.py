@@ -5,6 +5,7 @@
 - `Ending`: why a server ends. Each thread reports to it, and the main thread waits for it.
 - `ServerEnd`: a server after `Done`; `wait_applied`: its shard applies the last update first.
 - `wait_stored`, `LastSave`: a server after SIGTERM, on shard 0 and on the other shards.
+- `flush`: the server of another shard, until the coordinator has processed what it sent.
 - `WorkerEnd`: a worker with the last version; `raise_end`: why a worker or an evaluator ends before the job is done.
 - `outcome`: the termination message of a server.
 """
@@ -44,6 +45,7 @@ __all__ = [
     "Stopped",
     "WorkerEnd",
     "begin_evaluation",
+    "flush",
     "outcome",
     "raise_end",
     "report_evaluation",
@@ -272,16 +274,23 @@ class LastSave:
         _wait_until(lambda: self._saved.is_set() or self._link.storing, linked, 10.0, gone=times.gone)
         left = times.last_save - (time.monotonic() - began)
         _wait_until(lambda: not self._link.storing, linked, left, gone=times.gone)
-        self._flush(times.gone)
+        flush(self._link, times.gone)
 
-    def _flush(self, seconds: float) -> None:
-        """Wait until the coordinator has processed the reports, for at most `seconds`."""
-        deadline = time.monotonic() + seconds
-        while self._link.error is None and time.monotonic() < deadline:
-            answered = self._link.flush()
-            _wait_until(answered, lambda: self._link.up, deadline - time.monotonic(), gone=0.1)
-            if answered():
-                return
+
+def flush(link: Link, seconds: float, *, tries: int | None = None) -> None:
+    """Wait until the coordinator has processed everything that was sent on the link, for at most `seconds`.
+
+    Args:
+        tries: how many links are tried, because each may break; None: all that are opened in this time.
+    """
+    deadline = time.monotonic() + seconds
+    tried = 0
+    while link.error is None and time.monotonic() < deadline and tried != tries:
+        answered = link.flush()
+        _wait_until(answered, lambda: link.up, deadline - time.monotonic(), gone=0.1)
+        if answered():
+            return
+        tried += 1
 
 
 def _wait_until(done: Callable[[], bool], may_succeed: Callable[[], bool], seconds: float, *, gone: float) -> None:

@@ -147,7 +147,7 @@ class ServerObserver(Protocol):
         """The spans of this server that the worker `rank` keeps for the next server."""
 
     def add_spans(self, peer: Peer, spans: bytes) -> None:
-        """Another server sent its spans, a serialized `Spans`."""
+        """Another server, or a peer that leaves, sent its spans, a serialized `Spans`."""
 
     def progress(self, request: ProgressRequest, reply: ProgressReply, version: int) -> None:
         """The operator called; complete the reply with what is recorded. `version` updates are applied."""
@@ -162,6 +162,9 @@ class ServerObserver(Protocol):
 
     def ended(self, message: Mapping[str, Any]) -> None:
         """The job has ended; this is the termination message."""
+
+    def leaving(self) -> None:
+        """The server leaves: send what shard 0's server keeps of it, while the link is open."""
 
     def close(self) -> None:
         """The server ends, after everything else. A slow folder may cost seconds."""
@@ -216,8 +219,8 @@ class JobHistoryObserver(Observer, Protocol):
     def newest_checkpoint(self) -> CheckpointStatus:
         """The newest complete checkpoint; of step 0 and without a URI before the first."""
 
-    def measured(self) -> dict[str, Any]:
-        """The part of a successful job's termination message that shard 0 measured."""
+    def last_report(self, state: CoordinatorState, start: Rollback | None = None) -> dict[str, Any]:
+        """The last report, as rows of the termination message; the arguments are those of `fill`."""
 
     # ---- Calls ----
 

@@ -173,6 +173,9 @@ class Standby:
         del peer
         return not trained  # a standby counts no reports of the end
 
+    def add_spans(self, peer: Peer, spans: bytes) -> None:
+        del peer, spans  # the active server has the timeline
+
     def evaluated(self, request: EvaluatedRequest) -> str:
         del request
         return ""

@@ -41,11 +41,18 @@ class Rate:
         seconds = max(ended, now - self._window / 2) - began
         return (self._sum - first) / seconds
 
-    @property
-    def measured(self) -> float | None:
-        """The rate from the first amount of the window to the last one, even if that time is short; None with few
-        amounts. For the end of training, where no longer time follows."""
-        if len(self._amounts) < _LEAST_AMOUNTS:
+    def at_end(self, start: float) -> float | None:
+        """The rate at the end of training, where no longer time follows.
+
+        It is the one from the first amount of the window to the last one, even if that time is short. With few amounts,
+        it is the mean since `start`, because a burst of them has no rate. None: there is no amount.
+
+        Args:
+            start: when training could begin.
+        """
+        if not self._amounts:
             return None
         (began, first), (ended, _) = self._amounts[0], self._amounts[-1]
-        return (self._sum - first) / (ended - began) if ended > began else None
+        if len(self._amounts) < _LEAST_AMOUNTS or ended <= began:
+            return self._sum / (ended - start) if ended > start else None
+        return (self._sum - first) / (ended - began)

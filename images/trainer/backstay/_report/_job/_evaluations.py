@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from typing import Any, Final
+from typing import Final
 
 from backstay_rpc.control_pb2 import EvaluatedRequest
 from backstay_spec.job_report import JobReport
@@ -90,9 +90,3 @@ class Evaluations:
             return JobReport(
                 metrics=dict(self._newest), evaluated_step=self._step or None, evaluation_error=self._error
             )
-
-    def last(self) -> dict[str, Any]:
-        """The newest evaluation for the termination message."""
-        with self._lock:
-            error = {"evaluationError": f"at step {self._step}: {self._error}"} if self._error else {}
-            return {"metrics": dict(self._newest), **error}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from backstay_rpc.control_pb2 import GradientInfo
 from backstay_spec.job_report import JobReport
@@ -54,8 +52,3 @@ class LossMeans:
         """The rows about the newest update."""
         with self._lock:
             return JobReport(loss=self._loss, train_metrics=dict(self._of_loss))
-
-    def last(self) -> dict[str, Any]:
-        """The loss for the termination message, if it is finite."""
-        with self._lock:
-            return {"loss": self._loss} if self._loss is not None and math.isfinite(self._loss) else {}

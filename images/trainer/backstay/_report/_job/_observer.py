@@ -119,7 +119,7 @@ class JobObserver:
             self._mistakes.examine(infos)
         for epoch in updated.ended:
             _LOG.info("%s (step %d)", epoch, self._step, extra={"fields": {"epoch": asdict(epoch)}})
-        rates = self._rates.at_update(now)
+        rates = self._rates.at_update(now, last=commit.final)
         self.curve.updated(self._step, loss, train_metrics)
         self.reports.update(now, self._step, loss, train_metrics, rates, last=commit.final)
         if not updated.adopted:
@@ -189,6 +189,7 @@ class JobObserver:
         """The start of the history, its newest checkpoint and when that was stored (Unix time; 0: not known), and the
         gradients of its last update, if known."""
         self._step = state.version
+        self._rates.begin(time.monotonic())
         if self._waits is not None:
             self._waits.restarted(time.monotonic(), state)
         self.terms.begin(state)
@@ -232,10 +233,14 @@ class JobObserver:
         """The examples of each contribution of the newest update, for manifests; None: they differ."""
         return self.terms.examples()
 
-    def measured(self) -> dict[str, Any]:
-        """The part of a successful job's termination message that shard 0 measured. It covers the time between the
-        operator's calls."""
-        return self.evaluations.last() | self._losses.last() | self._rates.last()
+    def last_report(self, state: CoordinatorState, start: Rollback | None = None) -> dict[str, Any]:
+        """The last report, as rows of the termination message. A job may end between two calls of the operator.
+
+        Args:
+            state, start: as for `fill`.
+        """
+        report = JobReport.sum((self.report(time.monotonic()), self.terms.report(state, start), self._rates.last()))
+        return report.last()
 
     # ---- The report ----
 

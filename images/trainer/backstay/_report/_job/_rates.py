@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping
-from typing import Any
 
 from backstay_spec.job_report import JobReport
 
@@ -32,6 +31,12 @@ class Rates:
         self._examples, self._updates = Rate(), Rate()
         self._traffic = Traffic()
         self._newest: float | None = None  # examples a second at the newest update
+        self._start = math.inf  # when training could begin
+
+    def begin(self, now: float) -> None:
+        """Training can begin."""
+        with self._lock:
+            self._start = now
 
     def updated(self, now: float, updated: Updated) -> None:
         """An update was decided."""
@@ -65,17 +70,21 @@ class Rates:
                 traffic=dict(self._traffic.mean()),
             )
 
-    def at_update(self, now: float) -> Mapping[str, float | None]:
-        """The rates at the newest update, by their names in event files."""
-        with self._lock:
-            return {
-                "throughput/examples_per_second": self._newest,
-                "throughput/updates_per_second": self._updates.per_second(now),
-            }
+    def at_update(self, now: float, *, last: bool = False) -> Mapping[str, float | None]:
+        """The rates at the newest update, by their names in event files.
 
-    def last(self) -> dict[str, Any]:
-        """The rate and the traffic of the last updates, as far as they exist, for the termination message."""
+        Args:
+            last: whether no update follows. Then a time that is too short for a rate while training counts too.
+        """
         with self._lock:
-            rate, traffic = self._newest or self._examples.measured, dict(self._traffic.mean())
-        known = {"examplesPerSecond": rate} if rate is not None and math.isfinite(rate) else {}
-        return known | ({"traffic": traffic} if traffic else {})
+            examples, updates = self._newest, self._updates.per_second(now)
+            if last:
+                examples = examples or self._examples.at_end(self._start)
+                updates = updates or self._updates.at_end(self._start)
+            return {"throughput/examples_per_second": examples, "throughput/updates_per_second": updates}
+
+    def last(self) -> JobReport:
+        """The rate at the last update, as far as it is known: `report` has the one of now."""
+        with self._lock:
+            rate = self._newest or self._examples.at_end(self._start)
+        return JobReport(examples_per_second=rate) if rate is not None and math.isfinite(rate) else JobReport()

@@ -20,7 +20,7 @@ from backstay_rpc.control_pb2 import (
 
 from ..._coordination import Report, ShardSink
 from ..._transport import ControlClient, Link, ServerStream
-from .._ending import LastSave, outcome
+from .._ending import LastSave, flush, outcome
 
 if TYPE_CHECKING:
     from ..._process import Environment
@@ -168,6 +168,7 @@ class LinkedShard(CoordinatorAccess):
         return outcome(done, term, self._steps)
 
     def close(self) -> None:
+        flush(self._link, self._env.timeouts.gone, tries=1)  # the coordinator has the last spans of this server
         self._link.close()
 
     def release(self) -> None:

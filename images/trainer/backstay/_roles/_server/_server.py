@@ -167,6 +167,7 @@ class Server:
     def _close_parts(self) -> None:
         self.served.ready = False
         self._context.arbiter.close()
+        self._observer.leaving()
         self.coordinator.close()
         self.served.close()
         self.coordinator.release()

@@ -106,6 +106,10 @@ class ServerHost:
         self._coordinator.left(peer)
         return True
 
+    def add_spans(self, peer: Peer, spans: bytes) -> None:
+        """See `Host`."""
+        self._observer.add_spans(peer, spans)
+
     def evaluated(self, request: EvaluatedRequest) -> str:
         """See `Host`."""
         return self._coordinator.evaluated(request)

@@ -134,7 +134,8 @@ class Shard0(CoordinatorAccess):
         wait_stored(self.threaded, lambda: self._ending.done is not None, self._times)
 
     def outcome(self, done: Done, term: int) -> dict[str, Any]:
-        message = outcome(done, term, self._steps) | ({} if done.failed else self._job.measured())
+        report = self._job.last_report(self.threaded.state(), self.threaded.start_of_term)
+        message = report | outcome(done, term, self._steps)
         self._observer.ended(message)
         return message
 

@@ -86,6 +86,7 @@ class ControlClient:
         self._metadata = credentials.metadata
         self._lock = threading.Lock()
         self._outbox, self._kept = Outbox(peer), Kept()
+        self._beaten = 0  # the incarnation of shard 0's server that the last heartbeat went to
         self._opened: dict[int, tuple[grpc.Channel, ControlStub]] = {}  # of the shards that were called
 
     @property
@@ -195,6 +196,7 @@ class ControlClient:
             request.doing.point, request.doing.seconds = doing.point, began - doing.began
             request.doing.step, request.doing.has_step = doing.step or 0, doing.step is not None
         if shard == 0:
+            self._beaten = incarnation
             for point, seconds in _instrument.means(_COMPARED).items():
                 request.parts[contract.STEP_PARTS[point]] = seconds
             request.spans = self._spans(incarnation)
@@ -242,6 +244,8 @@ class ControlClient:
         for shard in range(self.shards):
             try:
                 request = LeaveRequest(peer=self.peer, trained=trained)
+                if shard == 0:
+                    request.spans = self._spans(self._beaten)
                 self._call(shard, "Leave", request, self.timeouts.leave)
             except (PeerLost, Refused):
                 continue

@@ -87,6 +87,9 @@ class Host(Protocol):
     def left(self, peer: Peer, *, trained: bool = False) -> bool:
         """A peer leaves; `trained`: `train` returns in it. False: too late to be counted, because this server ends."""
 
+    def add_spans(self, peer: Peer, spans: bytes) -> None:
+        """A peer that leaves sends its last spans: a serialized `Spans`."""
+
     def evaluated(self, request: EvaluatedRequest) -> str:
         """An evaluation begins or was made. Returns why the caller must not begin; empty: it may."""
 
@@ -263,6 +266,8 @@ class ControlService(grpc.GenericRpcHandler):
     async def _leave(self, request: LeaveRequest, _: Any) -> LeaveReply:
         def leave() -> LeaveReply:
             self._peers.check(request.peer)
+            if request.spans:
+                self.host.add_spans(request.peer, request.spans)
             if not self.host.left(request.peer, trained=request.trained):
                 raise Refusal(RefusalCode.NOT_READY, "this server is shutting down")
             return LeaveReply()
