@@ -116,7 +116,7 @@ def checks_of(view: JobView, job: dict[str, Any], read: Callable[[str], tuple[bo
     loss = "" if view.report.loss is None else f", loss {number(view.report.loss)}"
     found.append(check(f"{count(_UPDATES, 'update')}", trained, f"{count(step, 'update')} with {pods}{loss}", trains))
     if view.report.evaluation_error:
-        found.append(CheckOutcome("evaluation", _FAILED, on_one_line(view.report.evaluation_error)))
+        found.append(CheckOutcome("evaluation", _FAILED, on_one_line(view.report.evaluation_failed)))
     elif view.report.metrics:
         found.append(CheckOutcome("evaluation", _OK, shown(view.report.metrics)))
     else:

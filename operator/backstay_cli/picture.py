@@ -89,7 +89,7 @@ class Picture:
             if values:
                 yield _line((f"{label}  ", "dim"), shown(values))
         if view.report.evaluation_error:
-            yield _line(("the evaluation failed: ", "red"), on_one_line(view.report.evaluation_error))
+            yield _line(("the evaluation failed: ", "red"), on_one_line(view.report.evaluation_failed))
         if waits := no_update(view):
             yield _line((waits, "yellow"))
         yield Text()

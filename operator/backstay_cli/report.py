@@ -98,7 +98,7 @@ def lines(view: JobView, seconds: float, logs: Path) -> Iterator[str]:
         at = "" if view.report.evaluated_step is None else f" of step {number(view.report.evaluated_step)}"
         yield f"  evaluation{at}: {shown(view.report.metrics)}"
     if view.report.evaluation_error:
-        yield f"  the evaluation failed: {on_one_line(view.report.evaluation_error)}"
+        yield f"  the evaluation failed: {on_one_line(view.report.evaluation_failed)}"
     if view.restarts or view.disruptions:
         yield f"  pods replaced: {view.restarts} after crashes, {view.disruptions} after disruptions"
     if view.checkpoint:

@@ -7,6 +7,7 @@ import json
 import os
 import stat
 import subprocess
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 from backstay_cli.main import app
 from backstay_cli.plugin import app as plugin
 from backstay_cli.run import keep_result
+from backstay_client.finding import clusters
 from backstay_client.finding.known_runs import KnownRun, ProcessMark, known_runs, register, state_folder
 from backstay_client.finding.selection import select
 from backstay_client.finding.stored_run import StateFile, StoredApi, jobs_in
@@ -222,15 +224,44 @@ def test_two_runs_of_one_job_are_distinguished(home: Path) -> None:
     assert json.loads(RUNNER.invoke(app, ["status", "old", "-o", "json"]).stdout)["step"] == 1
 
 
-def test_a_cluster_that_is_being_started_fails_no_command_about_another_run(home: Path) -> None:
+def test_a_cluster_that_is_being_started_fails_no_command_about_another_run(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """T8: `backstay up` in another folder has no kubeconfig yet while its cluster starts, and none while it stops."""
     ended_run(home / "data", job(), step=3)
     register(home / "up", None, ["backstay", "up"])
     for words in (["status", "digits"], ["status", str(home / "data")], ["history", "digits"]):
         shown = RUNNER.invoke(app, words)
         assert shown.exit_code == 0, shown.stderr
+    monkeypatch.setattr(clusters, "CHANGES_SECONDS", 0.3)
     asked = RUNNER.invoke(app, ["status", str(home / "up")])
     assert (asked.exit_code, "is being started or stopped: try again" in asked.stderr) == (2, True)
+
+
+def test_a_command_waits_for_its_run_that_starts_or_stops(home: Path) -> None:
+    """T8: the run ends without a cluster while `status` waits for it."""
+    run = register(home / "up", job())
+    later = threading.Timer(0.5, keep_result, (run, {"reason": "Interrupted", "message": "Ctrl-C"}))
+    later.start()
+    shown = RUNNER.invoke(app, ["status", str(home / "up"), "-o", "json"])
+    later.join()
+    assert (shown.exit_code, json.loads(shown.stdout)["phase"]) == (0, "Stopped"), shown.stderr
+
+
+def test_a_run_that_was_killed_is_stopped_though_a_server_stored_a_history(home: Path, tmp_path: Path) -> None:
+    """The history of the checkpoint folder is older, and said `Starting`. The status of the run had no entries yet."""
+    uri = str(tmp_path / "ck")
+    found = job(checkpoint={"uri": f"{uri}/step-1", "step": 1}, history=[])
+    found["spec"]["checkpoint"] = {"uri": uri}
+    run = ended_run(home / "data", found, PODS)
+    meta = found["metadata"]
+    record = {"job": meta["name"], "namespace": "default", "uid": meta["uid"], "unixSeconds": 1.0}
+    Path(uri).mkdir()
+    history = {**record, "status": {"phase": "Starting", "history": []}}
+    (Path(uri) / f"history-000000000001-{meta['uid']}.json").write_text(json.dumps(history))
+    (run.folder / "result.json").unlink(missing_ok=True)
+    shown = json.loads(RUNNER.invoke(app, ["history", str(run.folder), "-o", "json"]).stdout)
+    assert shown["phase"] == "Stopped"
 
 
 def test_the_file_of_a_run_has_all_its_jobs_and_pods_and_is_written_at_most_every_10_s(home: Path) -> None:

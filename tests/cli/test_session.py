@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from between import until_async
 
 from backstay_client.embedded import session
 
@@ -32,12 +32,6 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         return "short_lived"
 
     return write
-
-
-async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not holds():  # noqa: ASYNC110  # another process makes it so
-            await asyncio.sleep(0.01)
 
 
 def lives(folder: Path) -> list[int]:
@@ -73,7 +67,7 @@ def test_what_dies_is_started_again_and_is_stopped_at_the_end(module, tmp_path):
     async def story() -> None:
         keeping = asyncio.create_task(session._keep(session.Keeper(), "operator", tmp_path, module(60), restarts=1))
         for life in (1, 2):
-            await until(lambda life=life: len(lives(tmp_path)) == life)
+            await until_async(lambda life=life: len(lives(tmp_path)) == life)
             if life == 1:
                 os.kill(lives(tmp_path)[0], signal.SIGKILL)
         await session._end(keeping)
@@ -87,7 +81,7 @@ def test_what_dies_is_started_again_and_is_stopped_at_the_end(module, tmp_path):
 def test_a_stopped_process_receives_sigterm(module, tmp_path):
     async def story() -> int | None:
         async with session._process("cluster", tmp_path, module(60)) as process:
-            await until(lambda: lives(tmp_path))
+            await until_async(lambda: lives(tmp_path))
             process.send_signal(signal.SIGSTOP)
         return process.returncode
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from between import put
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -125,7 +126,7 @@ def test_the_same_output_of_several_pods_is_shown_once(tmp_path: Path) -> None:
     for index in range(4):
         log = tmp_path / "default" / f"a-worker-{index}" / "trainer.log"
         log.parent.mkdir(parents=True)
-        log.write_text({0: "", 3: "x" * 10_000_000 + "the end"}.get(index, TRACEBACK))
+        put(log, {0: "", 3: "x" * 10_000_000 + "the end"}.get(index, TRACEBACK))
     lines = list(report.lines(view_of(job, dead, []), 1.0, tmp_path))
     assert "before its first update" in lines[0]
     assert sum("raise RuntimeError" in line for line in lines) == 1

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import os
 import ssl
+import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 import yaml
@@ -22,6 +24,7 @@ from backstay_client.words import count, shortened
 
 __all__ = [
     "ANSWER_SECONDS",
+    "CHANGES_SECONDS",
     "FoundCluster",
     "NoSuchJob",
     "PodAccount",
@@ -38,6 +41,8 @@ _DEFAULT = Path("~/.kube/config")
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 ANSWER_SECONDS = 5.0
 """How long a command waits for the cluster of one of several runs."""
+CHANGES_SECONDS = 20.0
+"""How long a command waits for the cluster of its run while that starts or stops."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +166,7 @@ async def _jobs_of(run: KnownRun, namespace: str | None = None) -> list[str]:
         return jobs_in(run)
     # A cluster that is being started must not fail a command about another run. A TimeoutError is an OSError.
     with contextlib.suppress(BadInput, ApiRequestError, aiohttp.ClientError, OSError):
-        async with asyncio.timeout(ANSWER_SECONDS), open_run(run, namespace) as cluster:
+        async with asyncio.timeout(ANSWER_SECONDS), open_run(run, namespace, wait=0) as cluster:
             return [job["metadata"]["name"] for job in await cluster.api.list_jobs(None)]
     return jobs_in(run)
 
@@ -215,27 +220,55 @@ async def open_cluster(where: Where, job: str | None = None) -> AsyncIterator[Fo
 
 
 @contextlib.asynccontextmanager
-async def open_run(run: KnownRun, namespace: str | None = None, others: int = 0) -> AsyncIterator[FoundCluster]:
+async def open_run(
+    run: KnownRun, namespace: str | None = None, others: int = 0, *, wait: float | None = None
+) -> AsyncIterator[FoundCluster]:
     """Connect to the cluster of a run, or read what it stored.
 
     Args:
         namespace: the namespace for the command; None: that of the run's job.
         others: the number of other runs with a job of the same name.
+        wait: seconds to wait for a cluster that starts or stops; None: `CHANGES_SECONDS`.
 
     Raises:
-        BadInput: the cluster of the run is being started.
+        BadInput: the cluster of the run is still being started or stopped.
     """
     place, namespace = shortened(str(run.folder)), namespace or run.namespace
     note = f"{count(others + 1, 'run')} on this machine have this job; this one is in {place}" if others else ""
-    if not run.lives:
+    api = await _connection(run, CHANGES_SECONDS if wait is None else wait)
+    if api is None:
         yield FoundCluster(StoredApi(run), namespace, f"the ended run in {place}", run.folder, note)
         return
-    try:
-        api = ApiCalls.of_kubeconfig(run.kubeconfig)
-    except (OSError, LookupError, TypeError, yaml.YAMLError):
-        raise BadInput(f"the cluster of the run in {place} is being started or stopped: try again") from None
     async with api:
         yield FoundCluster(api, namespace, f"the embedded cluster in {place}", run.folder, note)
+
+
+async def _connection(run: KnownRun, seconds: float) -> ApiCalls | None:
+    """The connection to the cluster of a run, when it listens; None: the run has ended.
+
+    Raises:
+        BadInput: neither within this time.
+    """
+    deadline = time.monotonic() + seconds
+    while run.lives:
+        with contextlib.suppress(OSError, LookupError, TypeError, yaml.YAMLError):
+            api = ApiCalls.of_kubeconfig(run.kubeconfig)
+            await _check_listens(api.url)
+            return api
+        if time.monotonic() >= deadline:
+            place = shortened(str(run.folder))
+            raise BadInput(f"the cluster of the run in {place} is being started or stopped: try again")
+        await asyncio.sleep(0.1)
+    return None
+
+
+async def _check_listens(url: str) -> None:
+    """Raises `OSError` if no process listens there."""
+    parts = urlsplit(url)
+    _, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
 
 
 async def _connect(path: Path, context: str | None, *, is_embedded: bool) -> ApiCalls:

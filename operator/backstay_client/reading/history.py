@@ -72,7 +72,7 @@ async def history_of_job(cluster: FoundCluster, name: str) -> JobHistory:
     stored = await asyncio.to_thread(_stored, places_of(cluster, job), uid)  # the event loop may be a notebook's
     found = [one for one in stored if one["uid"] == uid]
     status = job.get("status") or {}
-    if status.get("history") or not found:
+    if status.get("phase") or not found:  # the newest, even without entries, because the run may have been stopped
         found.append({**_about(job), "status": status})
     newest = _newest(found)
     view = view_of({**job, "status": newest}, [], events)

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from pydantic import ValidationError
-
 from backstay_client.kube import JobApi
 from backstay_client.words import number, size
 from backstay_spec import contract
@@ -190,20 +188,7 @@ def view_of(
 
 def _report(status: dict[str, Any], ending: dict[str, Any]) -> JobReport:
     """The rows in the job's status, and those in the termination message of shard 0's server, which are newer."""
-    newer = {name: value for name, value in ending.items() if name != "checkpoint"}
-    if newer.get("metrics"):
-        newer["evaluatedStep"] = newer.get("step")
-        newer.setdefault("evaluationError", "")
-    return _valid(newer).over(_valid(status))
-
-
-def _valid(rows: dict[str, Any]) -> JobReport:
-    """The report in `rows`, without values of another type, because a script may have written the message."""
-    try:
-        return JobReport.model_validate(rows)
-    except ValidationError as error:
-        wrong = {str(one["loc"][0]) for one in error.errors()}
-        return JobReport.model_validate({name: value for name, value in rows.items() if name not in wrong})
+    return JobReport.in_message(ending).over(JobReport.valid(status))
 
 
 def _merged(view: JobView, before: JobReport) -> JobReport:
