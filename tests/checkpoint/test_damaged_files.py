@@ -155,9 +155,17 @@ Start = Callable[[], Run]
 
 
 @pytest.fixture
-def start(folder: Path, storage_of: Callable[..., Any]) -> Start:
-    """Makes the next run of the job in `folder`."""
-    return lambda: Run(folder, storage_of)
+def start(folder: Path, storage_of: Callable[..., Any]) -> Iterator[Start]:
+    """Makes the next run of the job in `folder`. Its lease is not renewed after the test."""
+    runs: list[Run] = []
+
+    def make() -> Run:
+        runs.append(Run(folder, storage_of))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.lease._stopped.set()  # as if it was killed: the test may have made the folder unusable
 
 
 def trains_on(run: Run, write_named: Write, origin_of: OriginOf, start: Start) -> None:

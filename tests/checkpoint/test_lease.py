@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from backstay._checkpoint import CheckpointStore, FolderLease, Holder, Interrupted, JobIdentity, LeaseTimes
-from backstay.errors import BackstayError, CheckpointInUse, Superseded
+from backstay.errors import BackstayError, CheckpointError, CheckpointInUse, Superseded
 
 TIMES = LeaseTimes(renew=100.0, silence=500.0, settle=1000.0, closing=9000.0, confirm=1000.0)
 """So long that the lease's thread does nothing while a test runs."""
@@ -182,6 +183,33 @@ def test_t7_a_deleted_lease_is_written_again(start: Start) -> None:
     second.meanwhile = first.renew
     with pytest.raises(CheckpointInUse):
         second.lease.acquire()
+
+
+def test_t7_a_folder_that_was_deleted_is_not_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The log has it once. The folder is used again as soon as the user has created it."""
+    folder = tmp_path / "deleted"
+    run = Process(str(folder), "a", "1")
+    run.lease.acquire()
+    shutil.rmtree(folder)
+    with pytest.raises(CheckpointError, match="was deleted while this process used it, and is not made again"):
+        run.lease.check()
+    for write in (run.store.folder.write, run.store.folder.replace):
+        with pytest.raises(CheckpointError, match="was deleted while"):
+            write("file", b"content")
+    with pytest.raises(CheckpointError, match="was deleted while"):
+        run.store.folder.append("file", b"content", 0)
+    assert not folder.exists()
+    assert run.lost == []
+    for why in ("gone", "gone", "another"):
+        run.lease._report(why)
+    assert [record.message for record in caplog.records if "lease of the checkpoint" in record.message] == [
+        "the lease of the checkpoint folder is lost: gone",
+        "the lease of the checkpoint folder is lost: another",
+    ]
+    folder.mkdir()
+    run.lease.check()
+    run.lease.release()
+    assert [name for name in run.store.folder.names() if name.startswith("lease-")]
 
 
 def test_t7_a_damaged_lease_does_not_block_a_writer_forever(start: Start) -> None:

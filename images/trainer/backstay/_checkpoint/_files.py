@@ -62,15 +62,27 @@ class Folder(Protocol):
 
 
 class PosixFolder:
-    """A local (or mounted) folder."""
+    """A local (or mounted) folder, which the first write creates. A folder that is deleted later is not made again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.uri = str(path)
+        self._existed = False
+
+    def _make(self) -> None:
+        if self._existed and not self.path.exists():
+            raise FileNotFoundError(
+                f"the folder {self.path} was deleted while this process used it, and is not made again. To continue to "
+                "store there, create it"
+            )
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._existed = True
 
     def names(self) -> list[str]:
         try:
-            return sorted(entry.name for entry in os.scandir(self.path) if _is_file(entry))
+            found = sorted(entry.name for entry in os.scandir(self.path) if _is_file(entry))
+            self._existed = True
+            return found
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -96,7 +108,7 @@ class PosixFolder:
         temporary = self.path / f".{name}.{uuid.uuid4().hex[:8]}.tmp"
         try:
             _instrument.reach("write")
-            self.path.mkdir(parents=True, exist_ok=True)
+            self._make()
             if isinstance(fill, bytes):
                 temporary.write_bytes(fill)
             else:
@@ -130,7 +142,7 @@ class PosixFolder:
 
     def append(self, name: str, content: bytes, start: int) -> None:
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self._make()
             with (self.path / name).open("r+b" if start else "wb") as file:
                 file.seek(start)
                 file.write(content[start:])
@@ -140,7 +152,7 @@ class PosixFolder:
     def replace(self, name: str, content: bytes) -> None:
         temporary = self.path / f".{name}.{uuid.uuid4().hex[:8]}.tmp"
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self._make()
             temporary.write_bytes(content)
             temporary.replace(self.path / name)
         except OSError as error:

@@ -141,6 +141,7 @@ class FolderLease:
         self._records: dict[LeaseName, _LeaseRecord | None] = {}  # as first read: their owners never change
         self._error: BackstayError | None = None
         self.taken_over: list[str] = []  # for people: leases that were not renewed, so this process took over
+        self._reported = ""  # why the lease could not be written again
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -372,10 +373,18 @@ class FolderLease:
                         self.check()
                     except StorageError as error:
                         _LOG.debug("the lease could not be confirmed: %s", error)
-                    except BackstayError:
-                        pass  # `lost` was called
+                    except BackstayError as error:
+                        if self._error is None:  # else `lost` was called
+                            self._report(str(error))
                     else:
+                        self._reported = ""
                         confirmed = now
+
+    def _report(self, why: str) -> None:
+        """Log once why the lease cannot be written again, such as that the folder was deleted."""
+        if why != self._reported:
+            _LOG.error("the lease of the checkpoint folder is lost: %s", why)
+        self._reported = why
 
     def _renew(self) -> bool:
         if self._name is None:

@@ -32,7 +32,7 @@ class Loader:
             failed: called with an exception of `begin`; the thread has ended then.
         """
         self._begin, self._failed = begin, failed
-        self._terms: queue.SimpleQueue[Rollback] = queue.SimpleQueue()
+        self._terms: queue.SimpleQueue[Rollback | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="backstay-loading", daemon=True)
 
     def start(self) -> None:
@@ -43,11 +43,17 @@ class Loader:
         """Begin this term; it replaces those that wait."""
         self._terms.put(term)
 
+    def close(self) -> None:
+        """Begin no more terms. The thread ends after the term that it begins now."""
+        self._terms.put(None)
+
     def _run(self) -> None:
         while True:
             term = self._terms.get()
-            while not self._terms.empty():
+            while term is not None and not self._terms.empty():
                 term = self._terms.get()
+            if term is None:
+                return
             try:
                 self._begin(term)
             except BaseException as error:  # noqa: BLE001  # the server raises it

@@ -92,6 +92,7 @@ class ServedShard:
 
     def close(self) -> None:
         """Finish the update that is running, and write the snapshots that are queued."""
+        self._loader.close()
         self.runtime.close()
         if self._writer is not None:
             self._writer.close()
