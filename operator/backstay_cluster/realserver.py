@@ -8,11 +8,9 @@ and authenticate requests by a token file. No controller manager runs, so the Se
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 import signal
-import socket
 import ssl
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,9 +19,11 @@ from typing import Any
 from backstay_cluster.apiserver import certs
 from backstay_cluster.client import ApiClient, until_answered
 from backstay_cluster.kubelet.runtime import Process, ProcessRuntime, StartError
+from backstay_cluster.net import LoopbackBlock, claim_block
 
 ASSETS = "KUBEBUILDER_ASSETS"
-READY_SECONDS = 90.0
+ETCD_PORT, PEER_PORT, API_PORT = 2379, 2380, 6443
+READY_SECONDS = 240.0
 STOP_SECONDS = 5.0
 
 
@@ -50,24 +50,15 @@ def assets(environ: Mapping[str, str] | None = None) -> Path | None:
     return folder
 
 
-def make_certificate(folder: Path) -> tuple[Path, Path]:
-    """Files of a self-signed certificate and its key. kube-apiserver and the kubelet authenticate each other by it. The
-    key also signs tokens."""
+def make_certificate(folder: Path, *hosts: str) -> tuple[Path, Path]:
+    """Files of a self-signed certificate and its key, for `hosts` and 127.0.0.1. kube-apiserver and the kubelet
+    authenticate each other by it. The key also signs tokens."""
     key, certificate = folder / "node.key", folder / "node.crt"
-    made = certs.make_certificate(["127.0.0.1", "localhost"], for_clients=True)
+    made = certs.make_certificate([*hosts, "127.0.0.1", "localhost"], for_clients=True)
     certificate.write_text(made.pem)
     key.touch(mode=0o600)
     key.write_text(made.key)
     return certificate, key
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that are free now; both servers need theirs before they start."""
-    with contextlib.ExitStack() as stack:
-        found = [stack.enter_context(contextlib.closing(socket.socket())) for _ in range(count)]
-        for one in found:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in found]
 
 
 class RealServer:
@@ -96,6 +87,7 @@ class RealServer:
         self._service_accounts = service_accounts
         self._runtime = ProcessRuntime()
         self._processes: list[Process] = []
+        self._block: LoopbackBlock | None = None  # of its addresses, so that no other process takes a port meanwhile
         self.url = ""
         self.certificate = data_dir / "node.crt"
 
@@ -115,16 +107,17 @@ class RealServer:
 
         Raises:
             AssetsError: a process ended; the message has its log.
+            NetworkError: no address is free.
             TimeoutError: the processes were not ready in time.
         """
         self._dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        certificate, key = await asyncio.to_thread(make_certificate, self._dir)
+        self._block = claim_block()
+        host = self._block.node_ip
+        certificate, key = await asyncio.to_thread(make_certificate, self._dir, host)
         tokens = self._dir / "tokens.csv"
         tokens.touch(mode=0o600)
         tokens.write_text(f'{self._token},admin,admin,"system:masters"\n')
-        client_port, peer_port, port = free_ports(3)
-        etcd = f"http://127.0.0.1:{client_port}"
-        peer = f"http://127.0.0.1:{peer_port}"
+        etcd, peer = f"http://{host}:{ETCD_PORT}", f"http://{host}:{PEER_PORT}"
         await self._run(
             "etcd",
             f"--data-dir={self._dir / 'etcd'}",
@@ -139,9 +132,9 @@ class RealServer:
         await self._run(
             "kube-apiserver",
             f"--etcd-servers={etcd}",
-            "--bind-address=127.0.0.1",
-            "--advertise-address=127.0.0.1",
-            f"--secure-port={port}",
+            f"--bind-address={host}",
+            f"--advertise-address={host}",
+            f"--secure-port={API_PORT}",
             f"--tls-cert-file={certificate}",
             f"--tls-private-key-file={key}",
             f"--token-auth-file={tokens}",
@@ -158,7 +151,7 @@ class RealServer:
             "--kubelet-preferred-address-types=InternalIP",
             "--profiling=false",
         )
-        self.url = f"https://127.0.0.1:{port}"
+        self.url = f"https://{host}:{API_PORT}"
         client = ApiClient(self.url, self._token, ssl=self.client_tls())
         ready = asyncio.ensure_future(until_answered(client, seconds=READY_SECONDS))
         waited: set[asyncio.Future[Any]] = {ready, *(process.exited for process in self._processes)}
@@ -192,6 +185,8 @@ class RealServer:
             await asyncio.wait({process.exited}, timeout=STOP_SECONDS)
         self._processes.clear()
         await self._runtime.close()
+        if self._block is not None:
+            self._block.close()
 
 
 def new_token() -> str:

@@ -11,7 +11,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,7 +23,8 @@ from typing import Any
 import pytest
 import yaml
 
-from backstay_cluster.realserver import make_certificate
+from backstay_cluster.net import claim_block
+from backstay_cluster.realserver import API_PORT, ETCD_PORT, PEER_PORT, make_certificate
 
 pytestmark = [
     pytest.mark.e2e,
@@ -32,16 +32,16 @@ pytestmark = [
     pytest.mark.tool("kubectl"),
     pytest.mark.tool("etcd", "kube-apiserver"),
 ]
-DEADLINE = 60.0
+DEADLINE = 240.0
 
 
 def until(ask: Callable[[], Any], what: str) -> Any:
-    """Ask until there is a truthy answer."""
+    """Ask until there is a truthy answer; a server that does not answer yet gives none."""
     end = time.monotonic() + DEADLINE
     while True:
-        answer = ask()
-        if answer:
-            return answer
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # a URLError is an OSError
+            if answer := ask():
+                return answer
         assert time.monotonic() < end, f"within {DEADLINE:.0f} s: {what}"
         time.sleep(0.1)
 
@@ -58,30 +58,28 @@ class Cluster:
         self.url = ""
 
     def start(self) -> None:
-        certificate, key = make_certificate(self.folder)
+        self._block = claim_block()  # its own address: no other process takes a port meanwhile
+        host = self._block.node_ip
+        certificate, key = make_certificate(self.folder, host)
         (self.folder / "tokens.csv").write_text(f'{self.token},admin,admin,"system:masters"\n')
-        with contextlib.ExitStack() as stack:
-            sockets = [stack.enter_context(contextlib.closing(socket.socket())) for _ in range(3)]
-            for one in sockets:
-                one.bind(("127.0.0.1", 0))
-            client, peer, port = (one.getsockname()[1] for one in sockets)
-        self.url = f"https://127.0.0.1:{port}"
+        client, peer, port = f"http://{host}:{ETCD_PORT}", f"http://{host}:{PEER_PORT}", API_PORT
+        self.url = f"https://{host}:{port}"
         self.admin = self.kubeconfig("admin", self.token)
         self._run(
             "etcd",
             f"--data-dir={self.folder / 'etcd'}",
-            f"--listen-client-urls=http://127.0.0.1:{client}",
-            f"--advertise-client-urls=http://127.0.0.1:{client}",
-            f"--listen-peer-urls=http://127.0.0.1:{peer}",
-            f"--initial-advertise-peer-urls=http://127.0.0.1:{peer}",
-            f"--initial-cluster=default=http://127.0.0.1:{peer}",
+            f"--listen-client-urls={client}",
+            f"--advertise-client-urls={client}",
+            f"--listen-peer-urls={peer}",
+            f"--initial-advertise-peer-urls={peer}",
+            f"--initial-cluster=default={peer}",
             "--unsafe-no-fsync",
         )
         self._run(
             "kube-apiserver",
-            f"--etcd-servers=http://127.0.0.1:{client}",
-            "--bind-address=127.0.0.1",
-            "--advertise-address=127.0.0.1",
+            f"--etcd-servers={client}",
+            f"--bind-address={host}",
+            f"--advertise-address={host}",
             f"--secure-port={port}",
             f"--tls-cert-file={certificate}",
             f"--tls-private-key-file={key}",
@@ -122,6 +120,7 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        self._block.close()
 
     def kubeconfig(self, user: str, token: str) -> Path:
         file = self.folder / f"{user}.kubeconfig"
@@ -148,7 +147,7 @@ class Cluster:
             input=given,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=120,
             env={"PATH": os.environ["PATH"], "HOME": str(self.folder)},
         )
         assert not check or done.returncode == 0, f"kubectl {' '.join(arguments)}: {done.stderr}"
@@ -223,7 +222,7 @@ def operator(cluster: Cluster, namespace: str, environment: list[dict[str, Any]]
 
 def fetch(url: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
+        with urllib.request.urlopen(url, timeout=60) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()

@@ -5,6 +5,7 @@ reads of pods. The sequences have conflicts, patches, the status subresource, se
 """
 
 import itertools
+import time
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,10 @@ def both(embedded, real):
             established(api, crd["metadata"]["name"])
     twins = f"/apis/{GROUP}/v1/namespaces/default/twins"
     for api, path in itertools.product((embedded, real), (twins, JOBS)):
+        deadline = time.monotonic() + 120
         while api.get(path).status != 200:
-            pass
+            assert time.monotonic() < deadline, path
+            time.sleep(0.02)
     yield embedded, real
     for name in (f"twins.{GROUP}", "trainingjobs.backstay.dev"):
         real.delete(f"{CRDS}/{name}")

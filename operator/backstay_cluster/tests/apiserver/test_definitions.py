@@ -105,8 +105,8 @@ def established(api, name):
         found = api.get(f"{CRDS}/{name}").json["status"]["conditions"]
         return {c["type"]: c["status"] for c in found or []}
 
-    for _ in range(1000):
-        time.sleep(0.01)
+    for _ in range(2400):
+        time.sleep(0.05)
         if conditions().get("Established") == "True":
             return
     raise AssertionError(f"{name} is not established: {conditions()}")

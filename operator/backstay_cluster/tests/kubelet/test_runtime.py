@@ -83,7 +83,7 @@ async def test_what_cannot_start_states_the_reason(runtime, pipe, tmp_path):
     with pytest.raises(StartError, match="chdir: No such file"):
         await runtime.start("b", ["sh"], ENV, str(tmp_path / "none"), pipe[1])
     plain = tmp_path / "plain"
-    plain.write_text("")
+    plain.touch()
     with pytest.raises(StartError, match="exec: Permission denied"):
         await runtime.start("c", [str(plain)], ENV, "/", pipe[1])
     with pytest.raises(StartError):
