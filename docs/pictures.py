@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "dashboard"))
+sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("dashboard", "helpers")]
 
 import timeline_picture  # noqa: E402
 from watched import FAULTS, JOB, NAMESPACE, SCRIPT, VALUES, Cluster, Prometheus, Watch, spec_of, suffer  # noqa: E402

@@ -10,12 +10,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from between import put, until
 
 import backstay
 from backstay_client import (
@@ -38,7 +38,7 @@ from backstay_client.finding.clusters import account_of_pod
 from backstay_client.kube import ApiCalls
 from backstay_spec import contract
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture
@@ -57,13 +57,6 @@ def held(client: Client, training: ModuleType, gate: Path) -> Iterator[JobHandle
     yield job
     gate.touch()
     job.delete(wait=False)
-
-
-def until(condition: Callable[[], bool], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.05)
 
 
 def test_a_function_is_submitted_and_answers_with_its_result(
@@ -211,9 +204,10 @@ def test_a_script_a_yaml_file_and_a_mapping_are_submitted_too(client: Client, us
         "workers": {"replicas": 1},
     }
     mapped = client.submit({"metadata": {"name": "mapped"}, "spec": spec})
-    (user_folder / "job.yaml").write_text(
+    put(
+        user_folder / "job.yaml",
         "apiVersion: backstay.dev/v1alpha1\nkind: TrainingJob\nmetadata: {name: from-yaml}\n"
-        "spec: {image: any, command: [python, counts.py, '2'], workers: {replicas: 1}}\n"
+        "spec: {image: any, command: [python, counts.py, '2'], workers: {replicas: 1}}\n",
     )
     read = client.submit("job.yaml")
     assert (mapped.wait(progress=False).step, read.wait(progress=False).step) == (3, 2)

@@ -42,8 +42,6 @@ from backstay_client.view.follow import JobView
 from backstay_spec import contract
 from backstay_spec.job_report import JobReport
 
-pytestmark = pytest.mark.timeout(300)
-
 GOAL = 64
 
 

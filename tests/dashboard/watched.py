@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
+from between import put
 
 from backstay_client.embedded.session import Session, start_session
 from backstay_client.kube import JOBS
@@ -370,9 +371,7 @@ class Watch:
 
     def discover(self) -> None:
         """Write down which pods there are."""
-        beside = self._pods.with_suffix(".part")
-        beside.write_text(json.dumps(discovered(self._cluster.pods())))
-        beside.replace(self._pods)  # Prometheus watches the folder
+        put(self._pods, json.dumps(discovered(self._cluster.pods())))  # Prometheus watches the folder
 
 
 def counts(cluster: Cluster, role: str) -> dict[str, int]:

@@ -29,6 +29,7 @@ from typing import Any
 
 import pytest
 import yaml
+from between import put
 from typer.testing import CliRunner
 
 import backstay
@@ -273,7 +274,6 @@ def quiet_logs() -> Iterator[None]:
 
 
 @pytest.mark.e2e
-@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("quiet_logs")
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=[str(page.relative_to(ROOT)) for page in WITH_PYTHON])
 def test_the_python_of_a_page_runs_from_top_to_bottom(
@@ -426,7 +426,7 @@ def kubeconfig(workshop: Path) -> Iterator[Path]:
 
     run(server.start())
     path = workshop / "kubeconfig"
-    path.write_text(server.kubeconfig())
+    put(path, server.kubeconfig())
     yield path
     run(server.stop())
     loop.call_soon_threadsafe(loop.stop)
@@ -440,7 +440,6 @@ OF_A_CLUSTER = ("examples/digits/serve.yaml",)
 
 
 @pytest.mark.tool("kubectl")
-@pytest.mark.timeout(600)
 def test_the_kubectl_commands_of_the_docs_run(workshop: Path, kubeconfig: Path, tool: Callable[[str], str]) -> None:
     """Each page has its own namespace, with the job of examples/digits in it."""
     environment = {"PATH": os.environ["PATH"], "HOME": str(workshop), "KUBECONFIG": str(kubeconfig)}

@@ -52,7 +52,7 @@ class Cluster:
             session = await self._stack.enter_async_context(start_session(self.folder, preload=preload()))
             self.api, self.kubeconfig = session.api, session.kubeconfig
 
-        self.run(begin(), 90)
+        self.run(begin(), 240)
 
     def place(self, spec: dict[str, Any]) -> dict[str, Any]:
         """The spec with what says where the scripts are."""

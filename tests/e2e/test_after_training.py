@@ -10,7 +10,7 @@ import pytest
 
 import backstay
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.e2e
 
 Submit = Callable[..., str]
 

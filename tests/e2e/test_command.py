@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from trace_format import check
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.e2e
 
 SCRIPT = Path(__file__).parent / "scripts" / "tiny.py"
 _STARTED: list[subprocess.Popen[str]] = []

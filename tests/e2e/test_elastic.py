@@ -18,7 +18,7 @@ from backstay import BatchKey
 from backstay._checkpoint import CheckpointStore
 from backstay._coordination import CoordinatorState
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.e2e
 
 Submit = Callable[..., str]
 SCRIPT = Path(__file__).parent / "scripts" / "tiny.py"

@@ -20,7 +20,7 @@ from backstay.testing import train_local
 from backstay_client.reading.trace import trace_of_file
 from backstay_spec.goodput import PARTS
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.e2e
 
 Submit = Callable[..., str]
 SCRIPT = Path(__file__).parent / "scripts" / "tiny.py"

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from between import put
 
 import backstay
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.e2e
 
 Submit = Callable[..., str]
 
@@ -100,7 +101,7 @@ def test_stopped_pods_are_stalled_and_a_deleted_worker_is_a_disruption(
     stop(pod_of("ps-1"))
     cluster.wait("the stopped server is replaced", lambda: status()["incarnations"]["parameter-server-1"] == 2)
     cluster.wait("training goes on in a new term", lambda: status().get("term") == 2)
-    gate.write_text("")
+    put(gate, "")
     ended = cluster.wait_for_end(name)
     assert ended["phase"] == "Succeeded", cluster.describe(name)
     roles = ended["roles"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.e2e
 
 CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "1 update, 1 server": (1, 1, {}),

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from aiohttp import web
+from between import put
 
 from backstay_cluster.apiserver import ApiServer
 from backstay_cluster.net import claim_block
@@ -121,12 +122,12 @@ class Api:
     async def _start(self, folder: Path) -> None:
         self.server = RecordingServer(token=TOKEN)
         await self.server.start()
-        (folder / "test.kubeconfig").write_text(self.server.kubeconfig())
+        put(folder / "test.kubeconfig", self.server.kubeconfig())
         self.cut = Cut(int(self.server.url.rpartition(":")[2]))
         port = await self.cut.start()
         config = json.loads(self.server.kubeconfig())
         config["clusters"][0]["cluster"]["server"] = f"https://127.0.0.1:{port}"
-        (folder / "operator.kubeconfig").write_text(json.dumps(config))
+        put(folder / "operator.kubeconfig", json.dumps(config))
 
     def do(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(PATIENCE)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from between import put
 
 from backstay.testing import Forker, Job, Pod
 
@@ -44,9 +45,7 @@ class TinyJob(Job):
 
         A test can therefore always observe a state before it ends, also on a slow machine.
         """
-        beside = self._let.with_suffix(".part")
-        beside.write_text(str(10**9 if step is None else step))
-        beside.replace(self._let)
+        put(self._let, str(10**9 if step is None else step))
 
     def reference(self) -> dict[str, np.ndarray]:
         """The parameters of the plain loop in one process (T4); computed once for each script."""

@@ -6,13 +6,13 @@ import contextlib
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
 import pytest
+from between import until
 
 from backstay._timeouts import Timeouts
 from backstay._transport import Agreement, ClientStream, ControlClient, Heartbeats, Link
@@ -28,13 +28,6 @@ CODES = [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK]
 FINAL = {"UNAUTHENTICATED", "INVALID_ARGUMENT", "PERMISSION_DENIED"}
 SECONDS = 60.0
 TIMES = Timeouts(call=SECONDS, link_pauses=(0.001,), join_pauses=(0.001,))
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 class Answers(grpc.GenericRpcHandler):

@@ -94,6 +94,7 @@ def test_only_the_newest_term_that_waits_is_loaded() -> None:
         loader.put(Rollback(term=term))
     go.set()
     assert done.wait(30)
+    loader.close()
     assert begun == [1, 4]
 
 

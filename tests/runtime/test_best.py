@@ -19,16 +19,15 @@ def test_t7_the_best_checkpoint_stays_though_the_server_of_shard_0_dies(job: Any
     uri = str(tmp_path / "checkpoints")
     rule = {"metric": "squares", "mode": mode}
     tiny = job(1, 1, evaluator=True, checkpoint={"uri": uri, "every_steps": 2, "keep": 1, "keep_best": rule})
-    released = tmp_path / "let"
-    tiny.environment = {"STEPS": "8", "HOLD_AT": "2", "LET": str(released), "LEARNING_RATE": "0.3"}
+    tiny.environment = {"STEPS": "8", "HOLD_AT": "2", "LEARNING_RATE": "0.3"}
     server, worker, evaluator = tiny.server(0, 1), tiny.worker(0), tiny.start("evaluator", 0)
     servers = [server]
     tiny.wait_for(server, "evaluation of step 2 ")
-    released.write_text("4")
+    tiny.let(4)
     tiny.wait_for(server, "evaluation of step 4 ")
     server.process.send_signal(signal.SIGKILL)
     servers.append(tiny.server(0, 2))
-    released.write_text("8")
+    tiny.let(8)
     assert [pod.wait() for pod in (servers[-1], worker, evaluator)] == [0, 0, 0]
     said = "".join(pod.output() for pod in servers)
     values = {int(step): float(value) for step, value in re.findall(r"evaluation of step (\d+)  squares (\S+)", said)}
@@ -46,14 +45,14 @@ def test_t7_a_server_that_takes_over_keeps_the_checkpoint_that_is_being_evaluate
     uri = str(tmp_path / "checkpoints")
     rule = {"metric": "squares", "mode": "Max"}
     tiny = job(1, 1, evaluator=True, checkpoint={"uri": uri, "every_steps": 2, "keep": 1, "keep_best": rule})
-    steps, evaluate = tmp_path / "let", tmp_path / "evaluate"
-    tiny.environment = {"STEPS": "8", "HOLD_AT": "2", "LET": str(steps), "EVALUATE": str(evaluate)}
+    evaluate = tmp_path / "evaluate"
+    tiny.environment = {"STEPS": "8", "HOLD_AT": "2", "EVALUATE": str(evaluate)}
     server, worker, evaluator = tiny.server(0, 1), tiny.worker(0), tiny.start("evaluator", 0)
     tiny.wait_for(evaluator, "evaluate waits")
     server.process.send_signal(signal.SIGKILL)
     server = tiny.server(0, 2)
     tiny.wait_for(server, "the checkpoint of step 2 is kept until it is evaluated")
-    steps.write_text("8")
+    tiny.let(8)
     tiny.wait_for(server, "checkpoint of step 8")
     assert {name.version for name in CheckpointStore(uri).contents().manifests} == {2, 8}
     evaluate.touch()

@@ -40,12 +40,23 @@ DEATH = {
 BEGAN = {"time": "2026-11-22T09:00:00Z", "type": "Normal", "reason": "Running", "message": "training has begun"}
 
 
+_records: list[Records] = []
+
+
+@pytest.fixture(autouse=True)
+def _closed():
+    yield
+    while _records:
+        _records.pop().close(10)
+
+
 class Box:
     """A black box with its folder and its clock."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.now = folder, 100.0
         self.records = Records([PosixFolder(folder)])
+        _records.append(self.records)
         collector = SpanCollector(Peer(), 1 << 20, job="j", namespace="n", uid="u")
         for incarnation in (1, 2):
             spans = columns([_instrument.Span(0, f"compute{incarnation}", 1.0, 2.0, 7, "t", {"raised": "OSError"})])

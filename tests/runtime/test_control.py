@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+from between import until
 
 from backstay import _instrument
 from backstay._coordination import Coordinator, CoordinatorState, Intervals, Rules, ServerPosition, WriteManifest
@@ -54,13 +55,6 @@ TOKEN = "0123456789abcdef"
 LEAVES = [Leaf(path="a.w", shape=[2, 3], dtype="float32"), Leaf(path="b", shape=[], dtype="bfloat16")]
 
 AGREEMENT = Agreement(tuple(LEAVES), {"steps": "10", "optimizer": "5ca1ab1e"})
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 class FakeHost:

@@ -106,6 +106,7 @@ def test_t4_a_server_with_another_learning_rate_is_refused(job, tmp_path: Path) 
     """The coordinator refuses shard 1, and shard 0 a worker, a worker of other steps and an evaluator, as real
     processes."""
     tiny = job(2, 2, evaluator=True, checkpoint={"uri": str(tmp_path / "checkpoints"), "every_steps": 4})
+    tiny.may_end_with(1)
     tiny.server(0)
     other_server = tiny.server(1, LEARNING_RATE="1e-3")
     other_worker = tiny.worker(0, LEARNING_RATE="1e-3")

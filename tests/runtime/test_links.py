@@ -5,11 +5,12 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from between import until
 
 from backstay._coordination import Coordinator, CoordinatorState, Rules, ServerPosition
 from backstay._roles._ending import LastSave
@@ -50,13 +51,6 @@ class Nothing:
     """A `ShardSink` that ignores its messages."""
 
     def deliver(self, _: Any) -> None: ...
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture

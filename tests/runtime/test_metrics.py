@@ -186,7 +186,7 @@ def test_t8_a_request_that_never_ends_is_closed(
     ports: Callable[..., HttpPort], strangers: Callable[..., list[socket.socket]]
 ) -> None:
     """O7: its time is bounded, however often it sends a byte."""
-    port = ports(seconds=0.3)
+    port = ports(seconds=1.0)
     (slow,) = strangers(port, 1, 1)
     with contextlib.suppress(OSError):  # a reset or a broken pipe ends it
         while True:
@@ -217,7 +217,7 @@ def test_o7_a_caller_that_does_not_read_a_long_page_is_closed(
 ) -> None:
     """T8: the next caller gets the page."""
     monkeypatch.setattr("backstay._process._callers.SLOWEST_BYTES", 1 << 40)
-    port = ports(seconds=1.0)
+    port = ports(seconds=4.0)
     port.trace = lambda: bytes(16 << 20)
     stranger = socket.socket()
     stranger.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import optax
+from between import until
 
 from backstay._coordination import Coordinator, CoordinatorState, Rules, ServerPosition
 from backstay._pod import PodRunner
 from backstay._process._environment import Environment
 from backstay._process._exit import Stop
+from backstay._report import HttpPort
 from backstay._report._metrics import PodMetrics
 from backstay._roles._script import Script
 from backstay._threaded import ThreadedCoordinator
@@ -51,13 +51,6 @@ SCRIPT = Script(
 )
 
 
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def environment_of(role: str, index: int, address: str) -> Environment:
     environment = Environment.read(
         {
@@ -79,6 +72,17 @@ def environment_of(role: str, index: int, address: str) -> Environment:
     return environment
 
 
+opened: list[HttpPort] = []
+
+
+class Runner(PodRunner):
+    """A runner whose test closes the port that stays open for the rest of a script."""
+
+    def _http(self, *how: Any) -> HttpPort:
+        opened.append(super()._http(*how))
+        return opened[-1]
+
+
 def test_64_shards_train() -> None:
     """Every server and the worker are those of a pod, with real ports; only the processes are one."""
     block = claim_block()  # its own address, where no port can be taken
@@ -97,9 +101,7 @@ def test_64_shards_train() -> None:
     for thread in threads:
         thread.start()
     try:
-        pod = PodRunner(
-            environment_of("worker", 0, block.node_ip), SCRIPT, plan, Stop(), PodMetrics("job", "Worker", 0)
-        )
+        pod = Runner(environment_of("worker", 0, block.node_ip), SCRIPT, plan, Stop(), PodMetrics("job", "Worker", 0))
         result = pod.work(pod.worker())
         for thread in threads:
             thread.join(SECONDS)
@@ -111,6 +113,8 @@ def test_64_shards_train() -> None:
         stop.request()
         for thread in threads:
             thread.join(SECONDS)
+        while opened:
+            opened.pop().close()
         block.close()
 
 

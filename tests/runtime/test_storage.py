@@ -5,6 +5,8 @@ from __future__ import annotations
 import urllib.request
 from pathlib import Path
 
+from between import put
+
 from backstay_spec.job_report import JobReport
 
 from .operator_calls import progress
@@ -20,7 +22,7 @@ def test_t7_training_continues_without_storage_and_the_last_version_is_stored_wh
     broken.write_text("no folder")
     folder.symlink_to(real)
 
-    def put(what: Path) -> None:
+    def point_to(what: Path) -> None:
         link = tmp_path / "link"
         link.symlink_to(what)
         link.replace(folder)
@@ -29,7 +31,7 @@ def test_t7_training_continues_without_storage_and_the_last_version_is_stored_wh
     tiny.environment = {"STEPS": "10"}
     server, worker = tiny.server(0), tiny.worker(0, HOLD_AT="3")
     tiny.wait_for(server, "checkpoint of step 2")
-    put(broken)
+    point_to(broken)
     for step in (4, 6, 8):
         tiny.let(step + 1)
         tiny.wait_for(server, f"of step {step} could not be stored")
@@ -46,14 +48,14 @@ def test_t7_training_continues_without_storage_and_the_last_version_is_stored_wh
     assert float(failures.split()[-1]) >= 2
     stored = next(line for line in lines if line.startswith("backstay_checkpoint_timestamp_seconds"))
     assert float(stored.split()[-1]) == found.checkpoint_stored
-    put(real)
+    point_to(real)
     assert [server.wait(), worker.wait()] == [0, 0]
     assert server.final_message()["result"] == "Succeeded"
     assert "step-000000000010" in str(server.final_message()["checkpoint"])
     output = server.output()
     manifest = next(folder.glob("step-000000000010-*.manifest.json"))
     # The test damages the manifest. The next start names it and continues from the previous checkpoint.
-    manifest.write_bytes(manifest.read_bytes()[:200])
+    put(manifest, manifest.read_bytes()[:200])
     again = tiny.server(0, 1)
     tiny.wait_for(again, "continuing from the checkpoint")
     said = again.output()

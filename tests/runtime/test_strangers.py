@@ -23,6 +23,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from between import until
 
 from backstay._coordination import Coordinator, CoordinatorState, Rules, ServerPosition
 from backstay._process._guard import (
@@ -183,13 +184,6 @@ JOIN = "/backstay.v1.Control/Join"
 SECONDS = 60.0
 MIB = 1 << 20
 ANSWERING = 8
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def memory() -> int:

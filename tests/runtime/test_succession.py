@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 import pytest
+from between import until
 
 from backstay._checkpoint import (
     CheckpointStore,
@@ -60,13 +60,6 @@ SCRIPT = Script(
     deterministic=False,
     log_every=0.0,
 )
-
-
-def until(holds: object) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 class Coordinated:

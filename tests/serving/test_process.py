@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from between import put
 
 Start = Callable[..., Any]
 ONE = [[1.0, 2.0]]
@@ -173,7 +174,7 @@ def test_t7_damaged_checkpoints_and_a_deleted_folder_leave_the_served_one(
     building = tmp_path / "other"
     torn = store(building, 2, value_of(2))
     content = (building / torn.files[0].name).read_bytes()
-    (folder / torn.files[0].name).write_bytes(content[:-4] + b"\x00\x00\x00\x00")
+    put(folder / torn.files[0].name, content[:-4] + b"\x00\x00\x00\x00")
     (building / torn.name).rename(folder / torn.name)
     assert torn.files[0].name in process.wait_for("is damaged")
     store(folder, 3, value_of(3))
@@ -301,7 +302,7 @@ def test_t8_a_full_disk_does_not_stop_answers(
             return "it does not listen yet"
 
     eventually(lambda: served() == "1")
-    (folder / store(tmp_path / "other", 2, value_of(2)).files[0].name).write_bytes(b"torn")
+    put(folder / store(tmp_path / "other", 2, value_of(2)).files[0].name, b"torn")
     store(folder, 3, value_of(3))
     eventually(lambda: served() == "3")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import queue
 import threading
-import time
 import types
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import optax
 import pytest
+from between import until
 
 from backstay._shard import _replication
 from backstay._shard._follower import Follower, HeldState
@@ -28,13 +28,6 @@ from backstay_rpc.control_pb2 import Replica as ReplicaFrame
 from backstay_rpc.credentials import Credentials
 
 DIGEST = b"digest"
-
-
-def until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 class Standby:

@@ -75,7 +75,9 @@ if __name__ == "__main__":
     result = backstay.train(**SETTINGS)
     print("finished at step", result.step)
     if BEHAVE == "export" and result.is_leader:
-        Path(os.environ["EXPORT"], os.environ["BACKSTAY_INCARNATION"]).write_text(str(result.step))
+        exported = Path(os.environ["EXPORT"], os.environ["BACKSTAY_INCARNATION"])
+        exported.with_suffix(".part").write_text(str(result.step))
+        exported.with_suffix(".part").replace(exported)  # the test reads it as soon as it exists
         while not Path(GATE).exists():
             time.sleep(0.01)
     if BEHAVE == "export-fails" and result.is_leader:

@@ -8,7 +8,7 @@ import secrets
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -16,12 +16,15 @@ from typing import Any, Final, Self
 from backstay_cluster.net import claim_block
 from backstay_spec import contract
 
-from ._processes import Forker, PodProcess
+from .._faults import ENV_FAULTS
+from ._processes import KILLED, Forker, PodProcess
 
 __all__ = ["SECONDS", "Job", "Pod", "Ports"]
 
 SECONDS: Final = 180.0
 """The limit of every wait, in seconds."""
+
+_LAST: Final = 30  # lines of output in an error
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Pod:
         metrics: ``host:port`` of its metrics.
         control: ``host:port`` of its control service.
         ports: the pod's ports.
+        job: its job.
     """
 
     name: str
@@ -61,6 +65,7 @@ class Pod:
     metrics: str
     control: str
     ports: Ports
+    job: Job = field(repr=False, compare=False)
 
     def output(self) -> str:
         """The output until now."""
@@ -78,13 +83,23 @@ class Pod:
         """Wait until it ends; returns its exit code.
 
         Raises:
-            AssertionError: the pod did not end; the message has its output.
+            AssertionError: the pod did not end, or another pod of the job died unexpectedly. The message begins with
+                the name of that pod, and has its output.
         """
-        try:
-            return self.process.wait(SECONDS)
-        except TimeoutError:
-            self.process.kill()
-            raise AssertionError(f"{self.name} did not end:\n{self.output()}") from None
+        deadline = time.monotonic() + SECONDS
+        while (code := self.process.poll()) is None:
+            self.job.check_others(self)
+            if time.monotonic() > deadline:
+                self.process.kill()
+                raise AssertionError(f"{self.name} did not end:\n{self.output()}")
+            time.sleep(0.01)
+        self.may_end_with(code)  # the caller has it now
+        return code
+
+    def may_end_with(self, *codes: int) -> Self:
+        """The test expects these exit codes of this pod; returns the pod."""
+        self.job.expected.setdefault(self.name, set()).update(codes)
+        return self
 
 
 class Job:
@@ -95,6 +110,7 @@ class Job:
         config: the job's settings, as in `BACKSTAY_CONFIG`.
         environment: variables of every pod; change them before a pod starts.
         pods: all pods that were started, in that order.
+        expected: the exit codes beside 0 that the test expects, by the name of the pod; an empty name means any pod.
         forker: starts the pods.
         address: what all pods listen on. No other process uses this address, so its ports stay free while a pod is
             replaced.
@@ -118,6 +134,7 @@ class Job:
         self.config = {"shards": shards, "workers": workers, **config}
         self.environment: dict[str, str] = {}
         self.pods: list[Pod] = []
+        self.expected: dict[str, set[int]] = {}
         self._argv, self.forker = tuple(argv), forker
         self.token = secrets.token_hex(16)
         self._block = claim_block()
@@ -172,9 +189,9 @@ class Job:
         }
         process = self.forker.start(self._argv, variables, log)
         metrics, control_service = f"{self.address}:{ports.metrics}", f"{self.address}:{ports.control}"
-        pod = Pod(name, role, index, incarnation, process, log, termination, metrics, control_service, ports)
+        pod = Pod(name, role, index, incarnation, process, log, termination, metrics, control_service, ports, self)
         self.pods.append(pod)
-        return pod
+        return pod.may_end_with(KILLED) if "kill" in variables.get(ENV_FAULTS, "") else pod
 
     def variables(self, name: str) -> dict[str, str]:
         """More variables of the pod of that name."""
@@ -207,13 +224,34 @@ class Job:
             after: number of characters at the start of the output that do not count.
 
         Raises:
-            AssertionError: the pod ended, or did not print the text; the message has its output.
+            AssertionError: the pod ended, or did not print the text, or another pod died unexpectedly. The message
+                begins with the name of that pod, and has its output.
         """
         deadline = time.monotonic() + SECONDS
         while text not in pod.output()[after:]:
+            self.check_others(pod)
             if pod.process.poll() is not None or time.monotonic() > deadline:
                 raise AssertionError(f"{pod.name} did not print {text!r}:\n{pod.output()}")
             time.sleep(0.02)
+
+    def may_end_with(self, *codes: int) -> None:
+        """The test expects these exit codes of any pod."""
+        self.expected.setdefault("", set()).update(codes)
+
+    def check_others(self, awaited: Pod) -> None:
+        """Check that no other pod than `awaited` has died. A pod that got a signal by its `process` may.
+
+        Raises:
+            AssertionError: a pod has died with an exit code that the test did not announce.
+        """
+        for pod in self.pods:
+            code = pod.process.poll()
+            if pod is awaited or code in (None, 0) or pod.process.signalled:
+                continue
+            if code in self.expected.get("", ()) or code in self.expected.get(pod.name, ()):
+                continue
+            last = "\n".join(pod.output().splitlines()[-_LAST:])
+            raise AssertionError(f"{pod.name} ended with exit code {code} while {awaited.name} was awaited:\n{last}")
 
     def logs(self) -> str:
         """The output of all pods."""

@@ -29,11 +29,17 @@ KILLED, TERMINATED = 137, 143
 
 
 class PodProcess:
-    """One process."""
+    """One process.
+
+    Attributes:
+        pid: its number.
+        signalled: whether this object has sent it a signal, so that its end is expected.
+    """
 
     def __init__(self, process: Process) -> None:
         self._process = process
         self.pid = process.pid
+        self.signalled = False
 
     @property
     def returncode(self) -> int | None:
@@ -56,6 +62,7 @@ class PodProcess:
     def send_signal(self, number: int) -> None:
         """Nothing happens when it has ended."""
         if self.returncode is None:
+            self.signalled = True
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 

@@ -21,7 +21,7 @@ import backstay
 from .. import _instrument, _timeouts
 from .._result import Result
 from .._train import train
-from ._recording import ENV_RECORD, ENV_SILENT, EVENTS, RESULT
+from ._recording import ENV_PATH, ENV_RECORD, ENV_SILENT, EVENTS, RESULT
 from ._results import write_result
 
 __all__ = ["main"]
@@ -74,4 +74,5 @@ def main() -> None:
     silent = float(os.environ.pop(ENV_SILENT))
     _timeouts.use(replace(_timeouts.Timeouts(), silent=silent, heartbeat=silent / 5, shutdown=1.5 * silent))
     backstay.train = _record_result(files.with_suffix(f".{RESULT}"))
+    sys.path += [entry for entry in json.loads(os.environ.pop(ENV_PATH, "[]")) if entry not in sys.path]
     _run(sys.argv[1], sys.argv[2:])

@@ -11,6 +11,7 @@ from typing import Any, Final
 from .._result import Result
 
 __all__ = [
+    "ENV_PATH",
     "ENV_RECORD",
     "ENV_SILENT",
     "EVENTS",
@@ -30,6 +31,8 @@ RESULT: Final = "result"
 """The suffix of the file with what `train` returned in a pod."""
 ENV_RECORD: Final = "BACKSTAY_TESTING_RECORD"
 """The path of these two files, without the suffix."""
+ENV_PATH: Final = "BACKSTAY_TESTING_PATH"
+"""Folders to import from, beside those of a script, as JSON."""
 ENV_SILENT: Final = "BACKSTAY_TESTING_SILENT"
 """Seconds without a heartbeat after which a pod counts as lost."""
 

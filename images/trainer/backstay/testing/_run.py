@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import functools
 import inspect
+import json
 import os
+import sys
 import tempfile
 import time
 import uuid
@@ -23,7 +25,7 @@ from .._faults import ENV_FAULTS, parse
 from ..errors import ConfigurationError, JobFailed
 from ._pods import SECONDS, Job, Pod
 from ._processes import Forker
-from ._recording import ENV_RECORD, ENV_SILENT, EVENTS, RESULT, Death, JobResult, account, read_events
+from ._recording import ENV_PATH, ENV_RECORD, ENV_SILENT, EVENTS, RESULT, Death, JobResult, account, read_events
 from ._results import read_result
 from ._supervisor import Supervisor
 
@@ -143,6 +145,7 @@ def run(
         pods = Path(tempfile.mkdtemp(prefix="pods-", dir=here))
         with _Recorded(argv, pods, forker, shards=servers, workers=workers, **config) as job:
             job.environment |= {**(env or {}), ENV_SILENT: str(silent)}
+            job.environment |= {ENV_PATH: _path()} if callable(script) else {}
             job.environment |= {ENV_FAULTS: text} if text else {}
             found = _supervise(job, max_restarts, seconds)
     if check and not found.succeeded:
@@ -218,6 +221,11 @@ def _target(script: str | os.PathLike[str] | Callable[[], object]) -> str:
 
 _forkers: list[Forker] = []
 """The newest one, for the next jobs. It is not closed at the end: its processes end with this one."""
+
+
+def _path() -> str:
+    """The folders that this process imports from, as JSON. The file of a function may import from them, too."""
+    return json.dumps([str(Path(entry).resolve()) for entry in sys.path])
 
 
 def forker_for(script: Path) -> Forker:
