@@ -11,7 +11,9 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +43,63 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-snapshots", action="store_true", help="write what is rendered now over the snapshots")
 
 
+PURE = ("tests/coordination/", "tests/house/", "tests/plan/", "tests/rpc/", "tests/spec/")
+IN_ONE_PROCESS = ("tests/checkpoint/", "tests/codecs/", "tests/data/", "tests/integrations/", "tests/prose/")
+IN_ONE_PROCESS += ("tests/trainer_math/", "tests/wire/")
+
+
+def limit_of(nodeid: str) -> float:
+    """The seconds that a test may take on a quiet machine. It is a limit and no expectation."""
+    return 20.0 if nodeid.startswith(PURE) else 120.0 if nodeid.startswith(IN_ONE_PROCESS) else 300.0
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """The limit grows with the load. A test that gets a tenth of a core may take tenfold."""
+    marked = item.get_closest_marker("timeout")
+    seconds = limit_of(item.nodeid) if marked is None else float(marked.args[0])
+    busy = os.getloadavg()[0] / len(os.sched_getaffinity(0))
+    item.add_marker(pytest.mark.timeout(seconds * max(1.0, busy)), append=False)
+    return (yield)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     require_tools(item)
+
+
+# A process has one of each of these, which ends with it.
+LASTING = ("backstay-rpc", "backstay-signals")
+ENDING = 10.0
+_begun_in: dict[threading.Thread, str] = {}
+
+
+def _note_threads(nodeid: str) -> list[threading.Thread]:
+    """The threads of Backstay; `_begun_in` has the first test that each was seen after."""
+    found = [one for one in threading.enumerate() if one.name.startswith("backstay-") and one.name not in LASTING]
+    for thread in found:
+        _begun_in.setdefault(thread, nodeid)
+    return found
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    _note_threads(item.nodeid)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Report to tests/twice.py which threads of Backstay the tests have left, after all fixtures have ended."""
+    deadline = time.monotonic() + ENDING
+    while (left := _note_threads("")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    names = sorted(f"{thread.name} of {_begun_in[thread]}" for thread in left)
+    known = getattr(session.config, "workeroutput", None)
+    if known is not None:
+        known["threads"] = names
+    for plugin in session.config.pluginmanager.get_plugins():
+        if type(plugin).__name__ == "Recorder":
+            plugin.outcome.threads += names
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -77,13 +133,15 @@ class Groups(LoadScopeScheduling):
 
     The end-to-end tests are one: they share a cluster, and two of their jobs at the same time are many processes. The
     tests of the command start their own clusters, and those of paused processes mostly wait: each of both is a group.
-    The training jobs of tests/runtime are each alone. All others keep with those of their file, with which they share
-    fixtures and what JAX compiled.
+    Those with a real kube-apiserver are one, because a second one would take a core. The training jobs of tests/runtime
+    are each alone. All others keep with those of their file, with which they share fixtures and what JAX compiled.
     """
 
     _ALONE = ("tests/e2e/test_command.py", "tests/e2e/test_paused.py")
 
     def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith("tests/chart/test_real_cluster.py") or "test_both.py" in nodeid or "[real" in nodeid:
+            return "a real kube-apiserver"
         if nodeid.startswith("tests/e2e/") and not nodeid.startswith(self._ALONE):
             return "tests/e2e/"
         return nodeid if nodeid.startswith("tests/runtime/") else nodeid.partition("::")[0]

@@ -1,26 +1,35 @@
 """Runs pytest, and runs each failed test once more, alone, after all others have ended.
 
-usage: python tests/twice.py [--flaky FILE] [ARGUMENT OF PYTEST...]
+usage: python tests/twice.py [--report FILE] [--ending SECONDS] [ARGUMENT OF PYTEST...]
 
 A test that then passes is flaky: the last lines of the output name it, with the reason of its first failure. Up to
 three flaky tests do not fail the run, all runs with the same FILE taken together. The run fails if a test fails twice.
-It also fails if pytest stops for another reason, such as a collection error, a crash or an interrupt.
+It also fails if pytest stops for another reason, such as a collection error, a crash or an interrupt. It fails too if
+something is left behind (`Surroundings`): processes have SECONDS to end, 20 by default. FILE sums up all runs
+(`Report`), for the summary of `tests/stages.py`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 MOST_FLAKY = 3
+LEFT = "left behind by a test: "
 MOST_AGAIN = 20  # more failures have one cause, which a second run of each would only hide in a long output
 _OUTCOME = "BACKSTAY_PYTEST_OUTCOME"
 # Variables of a process of pytest-xdist. This program may run in such a process, as a test.
@@ -33,8 +42,39 @@ class Outcome:
 
     status: int = int(pytest.ExitCode.INTERNAL_ERROR)
     passed: list[str] = field(default_factory=list)
+    skipped: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)  # of each test with its fixtures
     failed: dict[str, str] = field(default_factory=dict)  # the test's id -> the reason of its first failure, one line
     uncollected: list[str] = field(default_factory=list)
+    threads: list[str] = field(default_factory=list)  # the names of those that tests/conftest.py has found at the end
+
+
+@dataclass
+class Report:
+    """The sum of some runs."""
+
+    passed: int = 0
+    skipped: int = 0
+    flaky: dict[str, str] = field(default_factory=dict)  # the test's id -> the reason of its first failure
+    failed: dict[str, str] = field(default_factory=dict)  # the same, of tests that failed twice
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @staticmethod
+    def read(path: Path | None) -> Report:
+        """The report in a file, which may not exist."""
+        return Report(**json.loads(path.read_text())) if path is not None and path.exists() else Report()
+
+    def write(self, path: Path) -> None:
+        """Replace the file."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, asdict(self))
+
+
+def write(path: Path, content: object) -> None:
+    """Write JSON, so that a reader finds all of it or no file."""
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(content))
+    unfinished.replace(path)
 
 
 class Recorder:
@@ -44,10 +84,17 @@ class Recorder:
         self.outcome = Outcome()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        seconds = self.outcome.seconds
+        seconds[report.nodeid] = round(seconds.get(report.nodeid, 0.0) + report.duration, 3)
         if report.failed:
             self.outcome.failed.setdefault(report.nodeid, reason(report))
         elif report.passed and report.when == "call":
             self.outcome.passed.append(report.nodeid)
+        elif report.skipped:
+            self.outcome.skipped += 1
+
+    def pytest_testnodedown(self, node: Any) -> None:
+        self.outcome.threads += getattr(node, "workeroutput", {}).get("threads", [])
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -68,22 +115,93 @@ def record(arguments: list[str]) -> int:
     recorder = Recorder()
     place = Path(os.environ.pop(_OUTCOME))
     recorder.outcome.status = int(pytest.main(arguments, plugins=[recorder]))
-    unfinished = place.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(asdict(recorder.outcome)))
-    unfinished.replace(place)
+    write(place, asdict(recorder.outcome))
     return recorder.outcome.status
 
 
-def run(arguments: list[str], folder: Path) -> Outcome:
+def run(arguments: list[str], folder: Path, ending: float = 20.0) -> Outcome:
     """Runs pytest in another process. Returns the default `Outcome`, an internal error, if that process dies."""
     place = folder / "outcome.json"
     place.unlink(missing_ok=True)
     env = {name: value for name, value in os.environ.items() if name not in _OF_WORKERS}
-    done = subprocess.run([sys.executable, __file__, "--record", *arguments], env={**env, _OUTCOME: str(place)})
+    with Surroundings(ending) as surroundings:
+        env |= {_OUTCOME: str(place), **surroundings.variables}
+        done = subprocess.run([sys.executable, __file__, "--record", *arguments], env=env)
+        left = surroundings.left()
     if not place.exists():
         return Outcome()
     outcome = Outcome(**json.loads(place.read_text()))
+    left += [f"the thread {name}, {count} times" for name, count in Counter(outcome.threads).items()]
+    outcome.failed |= {f"{LEFT}{one}": "each test ends what it has begun" for one in left}
+    if left and outcome.status == done.returncode == pytest.ExitCode.OK:
+        outcome.status = int(pytest.ExitCode.TESTS_FAILED)
+        return outcome
     return outcome if done.returncode == outcome.status else Outcome()
+
+
+class Surroundings:
+    """The processes, mounts, network namespaces and temporary files of the tests.
+
+    Attributes:
+        variables: the environment of pytest, by which its processes and its temporary files are known.
+    """
+
+    def __init__(self, ending: float) -> None:
+        """Let processes end after the tests within `ending` seconds."""
+        self._ending = ending
+
+    def __enter__(self) -> Surroundings:
+        self._folder = Path(tempfile.mkdtemp(prefix="bs-"))  # short, because names of sockets have 107 bytes
+        self._mark = f"BACKSTAY_TEST_SESSION={self._folder.name}"
+        # Folders of pytest itself stay where they are: it keeps those of the last three runs.
+        root = os.environ.get("PYTEST_DEBUG_TEMPROOT", str(self._folder.parent))
+        self.variables = {
+            "BACKSTAY_TEST_SESSION": self._folder.name,
+            "TMPDIR": str(self._folder),
+            "PYTEST_DEBUG_TEMPROOT": root,
+        }
+        self._mounts, self._namespaces = mounts(), namespaces()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def left(self) -> list[str]:
+        """The things that the tests have left, as text. Processes that do not end in time are killed."""
+        deadline = time.monotonic() + self._ending
+        while (living := self._processes()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        for pid in living:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        names = sorted(path.name for path in self._folder.iterdir())
+        found = [f"the process {words}" for words in living.values()]
+        found += [f"the file {name} in the temporary folder" for name in names]
+        found += [f"the mount {place}" for place in sorted(mounts() - self._mounts)]
+        return found + [f"the network namespace {name}" for name in sorted(namespaces() - self._namespaces)]
+
+    def _processes(self) -> dict[int, str]:
+        """The command lines of the processes that pytest or one of its processes has started."""
+        found = {}
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if self._mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    found[int(entry.name)] = words[:120]
+        return found
+
+
+def mounts() -> set[str]:
+    """The places where file systems are mounted."""
+    with contextlib.suppress(OSError):
+        return {line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()}
+    return set()
+
+
+def namespaces() -> set[str]:
+    """The network namespaces with a name."""
+    folder = Path("/run/netns")
+    return {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
 
 
 def passes_alone(test: str, folder: Path) -> bool:
@@ -102,28 +220,40 @@ def report_flaky(flaky: dict[str, str]) -> None:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="tests/twice.py", add_help=False, allow_abbrev=False)
-    parser.add_argument("--flaky", type=Path, metavar="FILE")
+    parser.add_argument("--report", type=Path, metavar="FILE")
+    parser.add_argument("--ending", type=float, metavar="SECONDS", default=20.0)
     options, arguments = parser.parse_known_args(arguments)
-    before = json.loads(options.flaky.read_text()) if options.flaky is not None and options.flaky.exists() else {}
+    report = Report.read(options.report)
     with tempfile.TemporaryDirectory(prefix="backstay-twice-") as name:
         folder = Path(name)
-        first = run(arguments, folder)
-        if first.status != pytest.ExitCode.TESTS_FAILED or first.uncollected or not first.failed:
-            return first.status
-        if len(first.failed) > MOST_AGAIN:
+        first = run(arguments, folder, options.ending)
+        status = judge(first, report, folder)
+    if options.report is not None:
+        report.write(options.report)
+    return int(status)
+
+
+def judge(first: Outcome, report: Report, folder: Path) -> int:
+    """Runs the failed tests of a first run once more, and adds all to the report; returns the exit status."""
+    report.passed += len(set(first.passed) - set(first.failed))
+    report.skipped += first.skipped
+    report.seconds |= first.seconds
+    again = first.status == pytest.ExitCode.TESTS_FAILED and first.failed and not first.uncollected
+    if not again or len(first.failed) > MOST_AGAIN:
+        if again:
             print(f"\n{len(first.failed)} tests failed: none of more than {MOST_AGAIN} runs once more.")
-            return first.status
-        twice = [test for test in first.failed if not passes_alone(test, folder)]
-    flaky = {test: why for test, why in first.failed.items() if test not in twice}
-    if options.flaky is not None:
-        options.flaky.parent.mkdir(parents=True, exist_ok=True)
-        options.flaky.write_text(json.dumps(before | flaky))
-    report_flaky(before | flaky)
+        report.failed |= {**dict.fromkeys(first.uncollected, "not collected"), **first.failed}
+        return first.status
+    twice = [test for test in first.failed if test.startswith(LEFT) or not passes_alone(test, folder)]
+    report.failed |= {test: first.failed[test] for test in twice}
+    report.flaky |= {test: why for test, why in first.failed.items() if test not in twice}
+    if report.flaky:
+        report_flaky(report.flaky)
     if twice:
         print(f"failed twice: {len(twice)}")
         for test in twice:
             print(f"  {test}\n    first failure: {first.failed[test]}")
-    return int(pytest.ExitCode.TESTS_FAILED if twice or len(before | flaky) > MOST_FLAKY else pytest.ExitCode.OK)
+    return pytest.ExitCode.TESTS_FAILED if twice or len(report.flaky) > MOST_FLAKY else pytest.ExitCode.OK
 
 
 if __name__ == "__main__":

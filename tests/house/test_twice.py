@@ -43,7 +43,7 @@ class Suite:
         return done.returncode, done.stdout + done.stderr
 
     def record(self) -> str:
-        return str(self._folder / "records" / "flaky.json")
+        return str(self._folder / "records" / "report.json")
 
 
 @pytest.mark.parametrize("processes", ["0", "2"])
@@ -76,7 +76,7 @@ def test_more_than_three_flaky_tests_fail_the_run(suite: Suite) -> None:
 
 def test_runs_with_one_record_count_their_flaky_tests_together(suite: Suite) -> None:
     tests = "".join(FLAKY.format(number) for number in range(5))
-    arguments = ("--flaky", suite.record())
+    arguments = ("--report", suite.record())
     assert suite.run(tests, *arguments, "-k", "flaky_0 or flaky_1")[0] == 0
     assert suite.run(tests, *arguments, "-k", "flaky_2")[0] == 0
     code, output = suite.run(tests, *arguments, "-k", "flaky_3 or flaky_4")
@@ -120,3 +120,26 @@ def test_names_of_parameters_reach_the_second_run_as_they_are(suite: Suite) -> N
     code, output = suite.run(tests)
     assert code == 0, output
     assert "test_it[a::b]" in output[output.rindex("flaky: 1") :]
+
+
+LEAVES = {
+    "tempfile.mkdtemp(prefix='forgotten-')": "the file forgotten-",
+    "subprocess.Popen(['sleep', '30'], start_new_session=True)": "sleep 30",
+}
+
+
+@pytest.mark.parametrize("code", LEAVES)
+def test_what_a_test_leaves_behind_fails_the_run(suite: Suite, code: str) -> None:
+    """A second run of the test would not help: it is not tried."""
+    tests = f"import subprocess, tempfile\n\ndef test_leaves(): {code}\n"
+    status, output = suite.run(tests, "--ending", "0.2")
+    assert status == 1, output
+    assert f"left behind by a test: {'the process ' if 'sleep' in code else ''}" in output
+    assert LEAVES[code] in output
+    assert "once more" not in output
+
+
+def test_a_process_that_ends_soon_after_the_tests_is_not_left_behind(suite: Suite) -> None:
+    tests = "import subprocess\n\ndef test_ends(): subprocess.Popen(['sleep', '0.5'], start_new_session=True)\n"
+    status, output = suite.run(tests)
+    assert status == 0, output

@@ -1,0 +1,129 @@
+"""Runs the stages of `make test`, the cheap ones first, and ends with a summary of at most fifty lines.
+
+usage: python3 tests/stages.py
+
+The first stage that fails ends the run. The summary has the seconds of each stage, the slowest tests, and failed and
+flaky tests with the reason. If a stage without tests has failed, it has the last lines of its output.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+REPORT = Path(".cache", "tests.json")
+LOCK, PASSED = Path("requirements.lowest.lock"), Path("tests", "lowest.txt")
+PURE = ("tests/prose", "tests/house", "tests/spec", "tests/plan", "tests/coordination")
+MOST_LINES, SLOWEST, MOST_NAMED, LAST_LINES, LONGEST = 50, 20, 8, 12, 240
+
+
+@dataclass
+class Stage:
+    """One command.
+
+    Attributes:
+        skip: the reason why it does not run; empty: it runs.
+        tests: whether its failures are in the report, so that its output need not be repeated.
+    """
+
+    name: str
+    command: list[str]
+    skip: str = ""
+    tests: bool = False
+    seconds: float = 0.0
+    status: int | None = None
+    last: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
+
+
+def stages() -> list[Stage]:
+    """All stages in their order."""
+    twice = [".venv/bin/python", "tests/twice.py", "--report", str(REPORT), "-n", "auto"]
+    again = "" if hashlib.sha256(LOCK.read_bytes()).hexdigest() not in PASSED.read_text() else f"{LOCK} is unchanged"
+    return [
+        Stage("environment", ["make", ".venv/.installed"]),
+        Stage("lint", ["make", "lint"]),
+        Stage("docs", ["make", "docs"]),
+        Stage("pure tests", [*twice, *PURE], tests=True),
+        Stage("tests", [*twice, *(f"--ignore={folder}" for folder in PURE)], tests=True),
+        Stage("lowest", ["make", "lowest", f"REPORT=--report {REPORT}"], skip=again, tests=True),
+    ]
+
+
+def run(stage: Stage) -> None:
+    """Runs the command, shows its output, and sets how it ended."""
+    began = time.monotonic()
+    print(f"==== {stage.name}", flush=True)
+    process = subprocess.Popen(stage.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert process.stdout is not None
+    part = b""
+    while chunk := os.read(process.stdout.fileno(), 1 << 16):
+        sys.stdout.buffer.write(chunk)
+        sys.stdout.buffer.flush()
+        *lines, part = (part + chunk).split(b"\n")
+        stage.last.extend(text for line in lines if (text := line.decode(errors="replace").rstrip()))
+    if text := part.decode(errors="replace").rstrip():
+        stage.last.append(text)
+    process.stdout.close()
+    stage.status = process.wait()
+    stage.seconds = time.monotonic() - began
+
+
+def summary(done: list[Stage], tools: str = "") -> list[str]:
+    """The lines of the summary; `tools`: the seconds of `make tools`, if they are known."""
+    report = json.loads(REPORT.read_text()) if REPORT.exists() else {}
+    lines = ["==== summary"] + ([f"{float(tools):6.0f} s  tools"] if tools else [])
+    for stage in done:
+        how = f"skipped: {stage.skip}" if stage.skip else "" if stage.status == 0 else f"FAILED ({stage.status})"
+        lines.append(f"{stage.seconds:6.0f} s  {stage.name}  {how}".rstrip())
+    failed, flaky = report.get("failed", {}), report.get("flaky", {})
+    after = named("flaky, each is a defect that the next change repairs", flaky) + named("failed", failed)
+    for stage in done:
+        if stage.status and not (stage.tests and (failed or flaky)):
+            after += [f"the last lines of {stage.name}:", *(shortened(f"  {line}") for line in stage.last)]
+    if report:
+        passed = report["passed"]
+        after.append(f"{passed} passed, {report['skipped']} skipped, {len(flaky)} flaky, {len(failed)} failed")
+        slowest = sorted(report["seconds"].items(), key=lambda item: -item[1])
+        room = MOST_LINES - len(lines) - len(after) - 1
+        lines.append(f"the slowest of {passed + len(flaky) + len(failed)} tests, with their fixtures:")
+        lines += [f"{seconds:6.1f} s  {shortened(test)}" for test, seconds in slowest[: min(SLOWEST, room)]]
+    return lines + after
+
+
+def named(title: str, tests: dict[str, str]) -> list[str]:
+    """Some tests, each in one line with its reason."""
+    shown = [shortened(f"  {test}: {why}") for test, why in list(tests.items())[:MOST_NAMED]]
+    more = [f"  and {len(tests) - MOST_NAMED} more"] if len(tests) > MOST_NAMED else []
+    return [f"{title}: {len(tests)}", *shown, *more] if tests else []
+
+
+def shortened(text: str) -> str:
+    """The text as one line of limited length."""
+    line = " ".join(text.splitlines())
+    return line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..."
+
+
+def main() -> int:
+    os.chdir(ROOT)
+    REPORT.unlink(missing_ok=True)
+    done: list[Stage] = []
+    for stage in stages():
+        done.append(stage)
+        if not stage.skip:
+            run(stage)
+        if stage.status:
+            break
+    print("\n".join(summary(done, os.environ.get("BACKSTAY_TOOLS_SECONDS", ""))), flush=True)
+    return done[-1].status or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
