@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tiers import PURE
 from xdist.scheduler import LoadScopeScheduling
 
 from backstay_cluster.tests.shared_settings import ToolPath, require_tools
@@ -43,19 +44,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-snapshots", action="store_true", help="write what is rendered now over the snapshots")
 
 
-PURE = ("tests/coordination/", "tests/house/", "tests/plan/", "tests/rpc/", "tests/spec/")
 IN_ONE_PROCESS = ("tests/checkpoint/", "tests/codecs/", "tests/data/", "tests/integrations/", "tests/prose/")
 IN_ONE_PROCESS += ("tests/trainer_math/", "tests/wire/")
 
 
 def limit_of(nodeid: str) -> float:
     """The seconds that a test may take on a quiet machine. It is a limit and no expectation."""
-    return 20.0 if nodeid.startswith(PURE) else 120.0 if nodeid.startswith(IN_ONE_PROCESS) else 300.0
+    return (
+        20.0
+        if nodeid.startswith(tuple(f"{folder}/" for folder in PURE))
+        else 120.0
+        if nodeid.startswith(IN_ONE_PROCESS)
+        else 300.0
+    )
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """The limit grows with the load. A test that gets a tenth of a core may take tenfold."""
+    """The limit grows with the load. A test that gets a tenth of a core may take ten times as long."""
     marked = item.get_closest_marker("timeout")
     seconds = limit_of(item.nodeid) if marked is None else float(marked.args[0])
     busy = os.getloadavg()[0] / len(os.sched_getaffinity(0))

@@ -48,7 +48,7 @@ async def views_of_runs(runs: Sequence[KnownRun], namespace: str | None) -> list
 
 async def _views_of_run(run: KnownRun, namespace: str | None) -> list[JobView]:
     try:
-        async with asyncio.timeout(ANSWER_SECONDS), open_run(run, wait=0) as cluster:
+        async with asyncio.timeout(ANSWER_SECONDS), open_run(run, wait=False) as cluster:
             jobs = await cluster.api.list_jobs(namespace)
         found = [view_of(job, [], []) for job in jobs]
     except (BadInput, ApiRequestError, aiohttp.ClientError, OSError):  # a TimeoutError is an OSError

@@ -43,7 +43,7 @@ class JobApi(Protocol):
         """The TrainingJobs of a namespace; None: of all."""
 
     async def delete_job(self, namespace: str, name: str, uid: str = "") -> dict[str, Any]:
-        """Delete a TrainingJob; `uid`: the one that it must have."""
+        """Delete a TrainingJob; the API server refuses one with another `uid` than this, with 409."""
 
     def log(self, namespace: str, pod: str, **options: str) -> AsyncIterator[bytes]:
         """The log of a pod, as chunks of bytes."""

@@ -145,9 +145,9 @@ class PodOutcome:
         reason, message: the cause of a failure; ``StoppedEarly`` where training ended before its last step, and
             ``AlreadyComplete`` where it had ended before this run.
         step, term, checkpoint: the state that it reached; None or empty where the message has none.
-        report: the rows of the report that the message has.
         returned: the incarnation of rank 0 that has the result, as shard 0 reported; 0: none; None: not known.
         traceback: the exception's traceback; empty if there is none.
+        content: the whole message.
     """
 
     result: str
@@ -156,9 +156,13 @@ class PodOutcome:
     step: int | None = None
     term: int | None = None
     checkpoint: str = ""
-    report: JobReport = field(default_factory=JobReport)
     returned: int | None = None
     traceback: str = ""
+    content: Mapping[str, Any] = field(default_factory=dict)
+
+    def report(self) -> JobReport:
+        """The rows of the report that the message has."""
+        return JobReport.in_message(self.content)
 
     @property
     def refused(self) -> bool:
@@ -207,9 +211,9 @@ def outcome_of(pod: Manifest) -> PodOutcome | None:
         step=_count(message.get("step")),
         term=_count(message.get("term")),
         checkpoint=_text(message.get("checkpoint")),
-        report=JobReport.in_message(message),
         returned=_count(message.get("returned")),
         traceback=_text(message.get("traceback")),
+        content=message,
     )
 
 

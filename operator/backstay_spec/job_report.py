@@ -9,6 +9,7 @@ measured, and its row here (docs/decisions/0077).
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from backstay_spec.status_model import StatusModel, Time
 
 __all__ = [
     "INTERRUPTED",
+    "LEAST_NEEDED",
     "MOST",
     "MOST_BYTES",
     "NO_RATES",
@@ -279,7 +281,7 @@ class JobReport(ReportedStatus):
         """The rows that a server's termination message has, by their names in JSON. They are known and finite, and not
         about updates that will follow."""
         rows = self.over(JobReport()).model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude=_NOT_LAST)
-        finite = ((name, _finite(value)) for name, value in rows.items())
+        finite = ((name, _shown(value, ReportRow())) for name, value in rows.items())
         return {name: value for name, value in finite if value not in (None, [], {})}
 
     @classmethod
@@ -288,21 +290,29 @@ class JobReport(ReportedStatus):
 
         The message of a worker, or of an older server, has metrics without their step, which is the last one.
         """
-        rows = {name: _typed(name, value) for name, value in message.items() if name != "checkpoint"}
-        if rows.get("metrics"):
-            rows.setdefault("evaluatedStep", rows.get("step"))
-        if rows.get("evaluatedStep") is not None:
-            rows.setdefault("evaluationError", "")
-        return cls.valid(rows)
+        found = cls.valid({name: value for name, value in message.items() if name != "checkpoint"})
+        update: dict[str, Any] = {}
+        if found.metrics and found.evaluated_step is None:
+            update["evaluated_step"] = found.step
+        if found.evaluated_step is not None or update:
+            update["evaluation_error"] = found.evaluation_error  # an empty one is known, too
+        return found.model_copy(update=update)
 
     @classmethod
     def valid(cls, rows: Mapping[str, Any]) -> Self:
-        """The rows, by their names in JSON, without those of another type."""
-        try:
-            return cls.model_validate(rows)
-        except ValidationError as error:
-            wrong = {str(one["loc"][0]) for one in error.errors()}
-            return cls.model_validate({name: value for name, value in rows.items() if name not in wrong})
+        """The rows, by their names in JSON, without those of another type, and without such numbers by name."""
+        kept = {name: value for name, value in rows.items() if name in _NAMES}
+        while True:
+            try:
+                return cls.model_validate_json(json.dumps(kept), strict=True)
+            except ValidationError as error:
+                wrong = {tuple(map(str, one["loc"][:2])) for one in error.errors()}
+            if not any(name in kept for name, *_ in wrong):
+                return cls()
+            for name, *inner in wrong:
+                value = kept.pop(name, None)
+                if name in _OF_NUMBERS and inner and isinstance(value, dict):
+                    kept[name] = {key: one for key, one in value.items() if (name, key) not in wrong}
 
     def over(self, older: JobReport) -> JobReport:
         """The report with the rows that are known here, and with those of `older` for the others.
@@ -366,28 +376,25 @@ _NOT_LAST: Final = {"checkpoint", "waits_for", "ending"}
 """Rows that a termination message lacks. It has the URI of the checkpoint, and nothing follows."""
 
 
+LEAST_NEEDED: Final = (
+    ("waitedFor",),
+    ("trainMetrics",),
+    ("termStart",),
+    ("traffic",),
+    ("untrainedLeaves",),
+    ("metrics", "evaluatedStep"),
+)
+"""Rows that a termination message that is too long leaves out, in this order, by their names in JSON."""
+
+
+_NAMES: Final = frozenset(str(field.alias) for field in JobReport.model_fields.values())
+"""The rows by their names in JSON."""
+
+
 _OF_NUMBERS: Final = frozenset(
     field.alias for field in JobReport.model_fields.values() if field.annotation == dict[str, float]
 )
 """The rows of numbers by name, by their names in JSON."""
-
-
-def _typed(name: str, value: Any) -> Any:
-    """The value without what the row cannot have: a boolean, which pydantic takes for a number, or texts in numbers."""
-    if name in _OF_NUMBERS and isinstance(value, dict):
-        return {key: inner for key, inner in value.items() if isinstance(inner, int | float | None)}
-    return None if isinstance(value, bool) else value
-
-
-def _finite(value: Any) -> Any:
-    """The value without numbers that JSON does not have."""
-    match value:
-        case float():
-            return value if math.isfinite(value) else None
-        case dict():
-            return {name: found for name, inner in value.items() if (found := _finite(inner)) is not None}
-        case _:
-            return value
 
 
 def _shown(value: Any, row: ReportRow) -> Any:

@@ -44,7 +44,7 @@ from backstay_spec.planner import (
 from backstay_spec.planner.conditions import Statement
 from backstay_spec.planner.effects import NOTHING, Creation, Decision, Effects, JobFailure, earliest
 from backstay_spec.planner.facts import Facts, desired_slots, facts_of
-from backstay_spec.planner.last_messages import with_last_report
+from backstay_spec.planner.last_messages import LastMessages, last_messages
 from backstay_spec.planner.last_step import last_step
 from backstay_spec.planner.pods import own_pods
 from backstay_spec.planner.record import Record, standby_key
@@ -93,8 +93,9 @@ def plan(job: TrainingJob, observed: Observed, now: datetime, settings: PlanSett
         return Plan()  # the garbage collector does the rest
     facts = facts_of(job, observed, now, settings)
     record = Record.of(job.status).including(facts.pods)
-    facts = with_last_report(facts, record)
-    outline = _outline(facts, record)
+    said = LastMessages() if end.has_ended(facts.conditions) else last_messages(facts, record)
+    facts = said.over(facts)
+    outline = _outline(facts, record, said)
     updated, events = conditions.updated(facts.conditions, outline.statements, now, job.metadata.generation)
     if not facts.has_standbys and not job.spec.run_policy.suspend:
         updated.pop(status.STANDBYS_IN_SYNC, None)
@@ -164,7 +165,7 @@ def _plan(written: report.PlannedStatus, effects: Effects, old: TrainingJobStatu
     )
 
 
-def _outline(facts: Facts, record: Record) -> _Outline:
+def _outline(facts: Facts, record: Record, said: LastMessages) -> _Outline:
     if end.has_ended(facts.conditions):
         return _Outline(record)
     changes = history.judge(facts)
@@ -174,7 +175,7 @@ def _outline(facts: Facts, record: Record) -> _Outline:
         statements=tuple(conditions.checkpointing(facts)),
         fields=changes.fields,
     )
-    trained = after_training.trained(facts, record)
+    trained = after_training.trained(facts, record, said)
     if trained is not None:
         return _after_training(facts, outline, trained)
     failure = end.failure(facts, record) or script_mistake.judge(facts, record) or same_exception.judge(facts)

@@ -13,13 +13,14 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import between
 import pytest
 import yaml
 
@@ -32,18 +33,8 @@ pytestmark = [
     pytest.mark.tool("kubectl"),
     pytest.mark.tool("etcd", "kube-apiserver"),
 ]
-DEADLINE = 240.0
-
-
-def until(ask: Callable[[], Any], what: str) -> Any:
-    """Ask until there is a truthy answer; a server that does not answer yet gives none."""
-    end = time.monotonic() + DEADLINE
-    while True:
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # a URLError is an OSError
-            if answer := ask():
-                return answer
-        assert time.monotonic() < end, f"within {DEADLINE:.0f} s: {what}"
-        time.sleep(0.1)
+# A server that does not answer yet; a URLError is an OSError.
+until = partial(between.until, limit=240.0, ignoring=(OSError, subprocess.TimeoutExpired))
 
 
 class Cluster:
@@ -56,9 +47,9 @@ class Cluster:
         self._processes: list[subprocess.Popen[bytes]] = []
         self.token = secrets.token_hex(16)
         self.url = ""
+        self._block = claim_block()  # its own address, on which no other process takes a port
 
     def start(self) -> None:
-        self._block = claim_block()  # its own address: no other process takes a port meanwhile
         host = self._block.node_ip
         certificate, key = make_certificate(self.folder, host)
         (self.folder / "tokens.csv").write_text(f'{self.token},admin,admin,"system:masters"\n')

@@ -203,8 +203,8 @@ def test_t7_a_folder_that_was_deleted_is_not_made_again(tmp_path: Path, caplog: 
     for why in ("gone", "gone", "another"):
         run.lease._report(why)
     assert [record.message for record in caplog.records if "lease of the checkpoint" in record.message] == [
-        "the lease of the checkpoint folder is lost: gone",
-        "the lease of the checkpoint folder is lost: another",
+        "the lease of the checkpoint folder cannot be written: gone; this process tries again",
+        "the lease of the checkpoint folder cannot be written: another; this process tries again",
     ]
     folder.mkdir()
     run.lease.check()

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import aiohttp
 import optuna
 import pytest
+from between import until
 
 from backstay_client import (
     BadInput,
@@ -408,11 +408,12 @@ def test_a_sweep_whose_process_is_killed_is_continued_with_its_running_jobs(
     gate, storage = tmp_path / "gate", tmp_path / "sweep.db"
     words = [sys.executable, "-c", SWEEP, str(kubeconfig), "killed", str(storage), str(gate)]
     process = subprocess.Popen(words, cwd=user_folder, env={**os.environ, "PYTHONPATH": str(user_folder)})
-    deadline = time.monotonic() + 120
-    while sum((job.status.step or 0) >= 3 for job in jobs_of(client)) < 2:
-        assert time.monotonic() < deadline
+
+    def train() -> bool:
         assert process.poll() is None
-        time.sleep(0.1)
+        return sum((job.status.step or 0) >= 3 for job in jobs_of(client)) >= 2
+
+    until(train, "two jobs train")
     uids = {job.name: job.uid for job in jobs_of(client)}
     process.send_signal(signal.SIGKILL)
     process.wait(60)

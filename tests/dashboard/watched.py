@@ -23,6 +23,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
+import between
 import yaml
 from between import put
 
@@ -92,15 +93,7 @@ def spec_of(folder: Path, faults: str) -> dict[str, Any]:
 
 def until(what: str, ask: Callable[[], T], seconds: float = 240.0) -> T:
     """Ask until the answer is true; how long that takes is not judged, only that it ends."""
-    end = time.monotonic() + seconds
-    while True:
-        answer: T | None = None
-        with contextlib.suppress(OSError):
-            answer = ask()
-        if answer:
-            return answer
-        assert time.monotonic() < end, f"waited {seconds:.0f} s in vain until {what}"
-        time.sleep(0.2)
+    return between.until(ask, what, limit=seconds, ignoring=(OSError,))
 
 
 class Cluster:

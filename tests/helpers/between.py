@@ -13,33 +13,44 @@ from typing import Final, TypeVar
 T = TypeVar("T")
 
 LIMIT: Final = 120.0
-"""Seconds after which a wait has failed. It is a limit and no expectation: a busy machine takes tenfold."""
+"""Seconds after which a wait has failed. It is a limit: a busy machine may take ten times as long as a quiet one."""
 
 _PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 
 
-def until(holds: Callable[[], T], what: str = "") -> T:
+def until(
+    holds: Callable[[], T],
+    what: str = "",
+    *,
+    limit: float | None = None,
+    ignoring: tuple[type[BaseException], ...] = (),
+) -> T:
     """Call `holds` until it returns something true, and return that.
 
     Args:
         what: the event, for the error.
+        limit: seconds, in the place of `LIMIT`.
+        ignoring: exceptions of `holds` after which it is called again.
 
     Raises:
-        AssertionError: `holds` did not within `LIMIT`.
+        AssertionError: `holds` returned nothing true within the limit.
     """
-    deadline, pause = time.monotonic() + LIMIT, _PAUSE
-    while not (found := holds()):
-        assert time.monotonic() < deadline, _late(what)
+    limit = LIMIT if limit is None else limit
+    deadline, pause = time.monotonic() + limit, _PAUSE
+    while True:
+        with contextlib.suppress(*ignoring):
+            if found := holds():
+                return found
+        assert time.monotonic() < deadline, _late(what, limit)
         time.sleep(pause)
         pause = min(1.2 * pause, _LONGEST_PAUSE)
-    return found
 
 
 async def until_async(holds: Callable[[], T], what: str = "") -> T:
     """`until`, for what another task of this loop does."""
     deadline, pause = time.monotonic() + LIMIT, _PAUSE
     while not (found := holds()):
-        assert time.monotonic() < deadline, _late(what)
+        assert time.monotonic() < deadline, _late(what, LIMIT)
         await asyncio.sleep(pause)
         pause = min(1.2 * pause, _LONGEST_PAUSE)
     return found
@@ -56,5 +67,5 @@ def put(path: Path, content: str | bytes) -> None:
             beside.unlink()
 
 
-def _late(what: str) -> str:
-    return f"waited {LIMIT:.0f} s in vain" + (f" until {what}" if what else "")
+def _late(what: str, limit: float) -> str:
+    return f"the wait{f' until {what}' if what else ''} did not end within {limit:.0f} s"

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Coroutine
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from aiohttp import web
-from between import put
+from between import put, until
 
 from backstay_cluster.apiserver import ApiServer
 from backstay_cluster.net import claim_block
@@ -271,10 +270,6 @@ class Process:
 
 def eventually(question: Callable[[], T | None]) -> T:
     """Ask until the answer is true."""
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
-        answer = question()
-        if answer:
-            return answer
-        time.sleep(0.05)
-    raise AssertionError(f"not within {PATIENCE} s: {question}")
+    answer = until(question)
+    assert answer is not None
+    return answer

@@ -132,7 +132,7 @@ def test_a_message_without_an_outcome_gives_none(message):
 def test_an_outcome_of_odd_types_keeps_what_can_be_kept():
     said = {"result": "Succeeded", "step": True, "checkpoint": 5, "metrics": {"a": float("nan"), "b": "x", "c": 1}}
     outcome = outcome_of(pod(ended(0, message=json.dumps(said))))
-    assert (outcome.step, outcome.checkpoint, finite(outcome.report.metrics)) == (None, "", {"c": 1.0})
+    assert (outcome.step, outcome.checkpoint, finite(outcome.report().metrics)) == (None, "", {"c": 1.0})
 
 
 @pytest.mark.parametrize(

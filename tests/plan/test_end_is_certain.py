@@ -175,12 +175,29 @@ def test_o10_the_last_report_needs_no_answer_to_a_call(make_cluster, result):
     assert not cluster.deaths
 
 
+def test_o10_the_events_of_the_history_are_sent_though_another_shard_ends_first(make_cluster):
+    """O10: shard 0's server waits for the others, whose messages have the term without its start."""
+    cluster = make_cluster({"parameterServers": {"replicas": 2}, "checkpoint": {"uri": "file:///ckpt"}})
+    cluster.settle()
+    said = {"result": "Succeeded", "step": 30, "term": 1}
+    cluster.end(cluster.named(SERVER, 1), 0, json.dumps(said))
+    cluster.settle()
+    cluster.end(cluster.named(SERVER, 0), 0, json.dumps({**said, **LAST_REPORT, "returned": 1}))
+    cluster.settle()
+    reasons = [reason for reason, _ in cluster.events]
+    assert [reasons.count(reason) for reason in ("Continued", "SettingsChanged")] == [1, 1]
+    assert cluster.status["term"] == 1
+
+
 def test_o10_rows_of_a_message_that_a_script_wrote_are_ignored_one_by_one(make_cluster):
-    """O10: a row of another type costs that row."""
+    """O10: the planner ignores a row of another type, and reads the others."""
     cluster = make_cluster({"checkpoint": {"uri": "file:///ckpt"}})
     cluster.settle()
     wrong = {"loss": [], "trainMetrics": 3, "goalSteps": -1, "termStart": {"term": "x"}, "traffic": {"carried": 8.0}}
+    wrong |= {"examplesPerSecond": "0.5", "metrics": {"a": True, "b": "1", "c": 2}, "world": True}
     cluster.end(cluster.named(SERVER, 0), 0, json.dumps({"result": "Succeeded", "step": 30, **wrong}))
     cluster.settle()
     assert cluster.status["traffic"] == {"carried": 8.0}
+    assert cluster.status["metrics"] == {"c": 2.0}
+    assert "world" not in cluster.status
     assert not {"loss", "trainMetrics", "goalSteps"} & cluster.status.keys()

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from between import put
+from between import put, until
 
 import backstay
 from backstay import StoreTo, testing
@@ -309,11 +308,11 @@ class Run:
         put(self.place / "hold", str(step))
 
     def until(self, at: str) -> None:
-        deadline = time.monotonic() + 120
-        while (self.place / "at").read_text() != at:
+        def reached() -> bool:
             assert self.process.poll() is None, self.process.communicate()[0]
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+            return (self.place / "at").read_text() == at
+
+        until(reached, f"it is at {at}")
 
     def output_until(self, words: str) -> str:
         """The output up to the line with `words`."""

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from between import until
 
 from backstay._checkpoint import CheckpointStore, Claim, JobIdentity, Manifest, ManifestLeaf, Origin, describe_structure
 from backstay._update import Entry
@@ -235,16 +235,10 @@ def value_of() -> Callable[[int], dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def eventually() -> Callable[[Callable[[], bool]], None]:
+def eventually() -> Callable[[Callable[[], bool]], bool]:
     """Waits until a condition holds, and fails when it never does."""
 
-    def wait(holds: Callable[[], bool]) -> None:
-        end = time.monotonic() + WAIT
-        while not holds():
-            assert time.monotonic() < end, "it never held"
-            time.sleep(0.02)
-
-    return wait
+    return until
 
 
 class Curl:

@@ -310,16 +310,10 @@ class AsyncJobHandle:
         """
         cluster = await self._cluster()
         try:
-            await self._job()
+            with self._deleted():
+                await cluster.api.delete_job(self.namespace, self.name, self.uid)
         except JobDeleted:
             return
-        try:
-            with contextlib.suppress(JobDeleted), self._deleted():
-                await cluster.api.delete_job(self.namespace, self.name, self.uid)
-        except ApiRequestError as error:
-            if error.code != 409:
-                raise
-            return  # it was deleted, and another job has the name now
         if wait:
             await until_gone(cluster, self.namespace, self.name)
 
@@ -342,11 +336,11 @@ class AsyncJobHandle:
 
     @contextlib.contextmanager
     def _deleted(self) -> Iterator[None]:
-        """An answer that there is no such job becomes `JobDeleted`."""
+        """The answers that there is no such job, or that another one has its name, become `JobDeleted`."""
         try:
             yield
         except ApiRequestError as error:
-            if error.code != 404:
+            if error.code not in (404, 409):
                 raise
             raise JobDeleted(f"the TrainingJob {self.name} in namespace {self.namespace} was deleted") from None
 
@@ -368,7 +362,8 @@ class AsyncJobHandle:
     async def _patch(self, patch: dict[str, Any]) -> None:
         await self._job()
         api = await self._client.api()
-        await api.patch_job(self.namespace, self.name, {**patch, "metadata": {"uid": self.uid}})
+        with self._deleted():
+            await api.patch_job(self.namespace, self.name, {**patch, "metadata": {"uid": self.uid}})
 
 
 def checked(status: JobStatus, *, check: bool) -> JobStatus:

@@ -166,7 +166,7 @@ async def _jobs_of(run: KnownRun, namespace: str | None = None) -> list[str]:
         return jobs_in(run)
     # A cluster that is being started must not fail a command about another run. A TimeoutError is an OSError.
     with contextlib.suppress(BadInput, ApiRequestError, aiohttp.ClientError, OSError):
-        async with asyncio.timeout(ANSWER_SECONDS), open_run(run, namespace, wait=0) as cluster:
+        async with asyncio.timeout(ANSWER_SECONDS), open_run(run, namespace, wait=False) as cluster:
             return [job["metadata"]["name"] for job in await cluster.api.list_jobs(None)]
     return jobs_in(run)
 
@@ -221,21 +221,21 @@ async def open_cluster(where: Where, job: str | None = None) -> AsyncIterator[Fo
 
 @contextlib.asynccontextmanager
 async def open_run(
-    run: KnownRun, namespace: str | None = None, others: int = 0, *, wait: float | None = None
+    run: KnownRun, namespace: str | None = None, others: int = 0, *, wait: bool = True
 ) -> AsyncIterator[FoundCluster]:
     """Connect to the cluster of a run, or read what it stored.
 
     Args:
         namespace: the namespace for the command; None: that of the run's job.
         others: the number of other runs with a job of the same name.
-        wait: seconds to wait for a cluster that starts or stops; None: `CHANGES_SECONDS`.
+        wait: whether to wait `CHANGES_SECONDS` for a cluster that starts or stops.
 
     Raises:
         BadInput: the cluster of the run is still being started or stopped.
     """
     place, namespace = shortened(str(run.folder)), namespace or run.namespace
     note = f"{count(others + 1, 'run')} on this machine have this job; this one is in {place}" if others else ""
-    api = await _connection(run, CHANGES_SECONDS if wait is None else wait)
+    api = await _connection(run, CHANGES_SECONDS if wait else 0.0)
     if api is None:
         yield FoundCluster(StoredApi(run), namespace, f"the ended run in {place}", run.folder, note)
         return

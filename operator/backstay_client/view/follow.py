@@ -166,7 +166,7 @@ def view_of(
         roles=roles,
         standbys=int(servers.get("replicas", 1)) * int(servers.get("standbys", 0)),
         seen=bool(status),
-        concluded="loss" in ending,
+        concluded=bool(ending),
         trouble=_trouble_of(status),
         events=tuple((event.get("type", ""), event.get("reason", ""), event.get("message", "")) for event in events),
         pods=tuple(pods),
@@ -199,7 +199,7 @@ def _merged(view: JobView, before: JobReport) -> JobReport:
         update["step"] = max((value for value in (seen.step, before.step) if value is not None), default=None)
     if (seen.evaluated_step or -1) < (before.evaluated_step or -1):
         update |= {"metrics": before.metrics, "evaluated_step": before.evaluated_step}
-    if before.train_metrics:
+    if before.train_metrics and not view.concluded:
         update["train_metrics"] = before.train_metrics
     if before.traffic and not view.concluded:
         update["traffic"] = before.traffic

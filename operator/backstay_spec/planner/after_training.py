@@ -37,7 +37,7 @@ from backstay_spec.planner.creating import create, look_up
 from backstay_spec.planner.effects import Decision, Effects, JobFailure
 from backstay_spec.planner.end import Success
 from backstay_spec.planner.facts import Facts
-from backstay_spec.planner.last_messages import LEADER, SHARD_0, last_messages
+from backstay_spec.planner.last_messages import LEADER, SHARD_0, LastMessages
 from backstay_spec.planner.pods import PodView, ended_at, has_worked, is_restored
 from backstay_spec.planner.record import Record
 from backstay_spec.planner.report import checkpoint_status
@@ -103,16 +103,18 @@ class Ended:
 Verdict: TypeAlias = Ended | Decision
 
 
-def trained(facts: Facts, record: Record) -> TrainingEnded | None:
+def trained(facts: Facts, record: Record, said: LastMessages) -> TrainingEnded | None:
     """Whether training has ended: by the final message of any pod, or by the status."""
     known = facts.conditions.get(status.TRAINED)
     holds = status.holds(facts.conditions, status.TRAINED)
-    said = last_messages(facts, record)
     if not (holds or said.outcomes):
         return None
     fields: dict[str, Any] = {}
     for outcome in said.outcomes:
         fields |= _fields(facts, outcome)
+    if said.server is not None and said.server.term is not None:
+        # Only with the message that has the term's start: its events are sent when the term is new.
+        fields["term"] = said.server.term
     returned: int | None = said.returned or None
     if said.server is not None and returned is None:
         returned = said.server.returned
@@ -328,6 +330,4 @@ def _fields(facts: Facts, found: PodOutcome) -> dict[str, Any]:
         fields["step"] = found.step
         if found.checkpoint:
             fields["checkpoint"] = checkpoint_status(facts.old, found.step, found.checkpoint, facts.now)
-    if found.term is not None:
-        fields["term"] = found.term
     return fields

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from backstay_spec import status
 from backstay_spec.causes import finite
 from backstay_spec.events import Event, normal, warning
 from backstay_spec.job_report import TermStart
@@ -67,7 +68,10 @@ def _term(facts: Facts, progress: Progress) -> Changes:
         return _changed(start) if start.term == known and _owes_changes(facts) else Changes()
     fields = {"term": start.term, "step": progress.report.step}
     place = f"the checkpoint of step {start.step}" if start.checkpoint else f"step {start.step}, the initial parameters"
-    reached = max(step or 0 for step in (facts.old.step, progress.step_before_term))
+    # If the end of training is known before its term, the status has the last step, which is of this term.
+    ended = known is None and status.holds(facts.conditions, status.TRAINED)
+    before = None if ended else facts.old.step
+    reached = max(step or 0 for step in (before, progress.step_before_term))
     # A new coordinator does not have the number of updates: the last answer of the previous one is a lower bound.
     redone, at_least = (start.redone, "") if start.redone else (max(0, reached - start.step), "at least ")
     if redone:

@@ -6,7 +6,7 @@ and the evaluator. One of these messages is enough, in any order, and no answer 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from backstay_spec import contract
 from backstay_spec.causes import ALREADY_COMPLETE, FAILED, STOPPED_EARLY, PodOutcome, outcome_of
@@ -17,7 +17,7 @@ from backstay_spec.planner.facts import Facts
 from backstay_spec.planner.pods import PodView, created_at
 from backstay_spec.planner.record import Record
 
-__all__ = ["LEADER", "SHARD_0", "LastMessages", "last_messages", "with_last_report"]
+__all__ = ["LEADER", "SHARD_0", "LastMessages", "last_messages"]
 
 LEADER = Slot(contract.ROLE_WORKER, 0)
 SHARD_0 = Slot(contract.ROLE_SERVER, 0)
@@ -31,13 +31,13 @@ class LastMessages:
         outcomes: all of them; those of worker 0 and then of shard 0's server last, because they have more fields.
         server: the message of shard 0's server.
         returned: the newest incarnation of rank 0 whose message says that `train` had returned; 0: none.
-        report: the rows of the report in these messages, and in one of shard 0's server about the job's failure.
+        failure: the message of shard 0's server about the job's failure; None: there is none.
     """
 
     outcomes: tuple[PodOutcome, ...] = ()
     server: PodOutcome | None = None
     returned: int = 0
-    report: JobReport = field(default_factory=JobReport)
+    failure: PodOutcome | None = None
 
     @property
     def reason(self) -> str:
@@ -45,6 +45,18 @@ class LastMessages:
         if any(ALREADY_COMPLETE in (found.result, found.reason) for found in self.outcomes):
             return ALREADY_COMPLETE
         return STOPPED_EARLY if any(found.reason == STOPPED_EARLY for found in self.outcomes) else "Completed"
+
+    def over(self, facts: Facts) -> Facts:
+        """The facts with the report in these messages, which is newer than the servers' last answer to a call. A job of
+        a second has ended before the first call."""
+        report = JobReport()
+        for outcome in (*self.outcomes, *(() if self.failure is None else (self.failure,))):
+            report = outcome.report().over(report)
+        if not report.model_fields_set:
+            return facts
+        progress = facts.progress or Progress(taken=facts.now)
+        newer = replace(progress, report=report.over(progress.report))
+        return replace(facts, observed=replace(facts.observed, progress=newer))
 
 
 def last_messages(facts: Facts, record: Record) -> LastMessages:
@@ -61,26 +73,12 @@ def last_messages(facts: Facts, record: Record) -> LastMessages:
     ]
     found.sort(key=lambda each: (each[0] == LEADER) + 2 * (each[0] == SHARD_0))
     current = record.current(SHARD_0)
-    report = JobReport()
-    for outcome in (*(outcome for _, _, outcome in found), _failure(facts, current)):
-        report = report if outcome is None else outcome.report.over(report)
     return LastMessages(
         tuple(outcome for _, _, outcome in found),
         next((outcome for slot, pod, outcome in found if slot == SHARD_0 and pod.incarnation == current), None),
         max((pod.incarnation for slot, pod, _ in found if slot == LEADER), default=0),
-        report,
+        _failure(facts, current),
     )
-
-
-def with_last_report(facts: Facts, record: Record) -> Facts:
-    """The facts with the report of the last messages, which is newer than the servers' last answer to a call. A job of
-    a second has ended before the first call."""
-    report = last_messages(facts, record).report
-    if not report.model_fields_set:
-        return facts
-    progress = facts.progress or Progress(taken=facts.now)
-    newer = replace(progress, report=report.over(progress.report))
-    return replace(facts, observed=replace(facts.observed, progress=newer))
 
 
 def _failure(facts: Facts, current: int) -> PodOutcome | None:

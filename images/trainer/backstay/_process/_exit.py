@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NoReturn
 
+from backstay_spec.job_report import LEAST_NEEDED
+
 __all__ = ["SIGTERM_EXIT", "Stop", "end_process", "termination_message", "write_termination"]
 
 _LOG = logging.getLogger(__name__)
@@ -23,9 +25,7 @@ SIGTERM_EXIT: Final = 128 + signal.SIGTERM
 
 # https://kubernetes.io/docs/tasks/debug/debug-application/determine-reason-pod-failure/
 _LIMIT: Final = 4096
-
-LEFT_OUT: Final = ("waitedFor", "trainMetrics", "termStart", "traffic", "untrainedLeaves", "metrics")
-"""Rows of a report that are left out of a message that is too long, in this order."""
+_NEEDED: Final = ("result", "reason", "step", "term", "checkpoint", "returned")
 
 
 class Stop:
@@ -99,8 +99,9 @@ def termination_message(fields: Mapping[str, Any]) -> bytes:
     """Returns JSON within Kubernetes's limit, for which long texts are cut, and then rows left out, those that are
     needed least first. Of a traceback the end is kept."""
     kept = {name: _cut(name, value, 2000) if isinstance(value, str) else value for name, value in fields.items()}
-    for name in ("", *LEFT_OUT):
-        kept.pop(name, None)
+    for names in ((), *LEAST_NEEDED):
+        for name in names:
+            kept.pop(name, None)
         text = _encoded(kept)
         if len(text) <= _LIMIT:
             return text
@@ -109,7 +110,7 @@ def termination_message(fields: Mapping[str, Any]) -> bytes:
         text = _encoded(kept)
         if len(text) <= _LIMIT:
             return text
-    return _encoded({name: kept[name] for name in ("result", "reason", "step") if name in kept})
+    return _encoded({name: kept[name] for name in _NEEDED if name in kept})
 
 
 def _encoded(fields: Mapping[str, Any]) -> bytes:

@@ -274,23 +274,21 @@ class LastSave:
         _wait_until(lambda: self._saved.is_set() or self._link.storing, linked, 10.0, gone=times.gone)
         left = times.last_save - (time.monotonic() - began)
         _wait_until(lambda: not self._link.storing, linked, left, gone=times.gone)
-        flush(self._link, times.gone)
+        deadline = time.monotonic() + times.gone
+        while self._link.error is None and (left := deadline - time.monotonic()) > 0:
+            if flush(self._link, left):  # the link may break, and another one is opened
+                return
 
 
-def flush(link: Link, seconds: float, *, tries: int | None = None) -> None:
-    """Wait until the coordinator has processed everything that was sent on the link, for at most `seconds`.
+def flush(link: Link, seconds: float) -> bool:
+    """Wait until the coordinator has processed everything that was sent on the link.
 
-    Args:
-        tries: how many links are tried, because each may break; None: all that are opened in this time.
+    Returns:
+        Whether it did within `seconds`, before the link broke.
     """
-    deadline = time.monotonic() + seconds
-    tried = 0
-    while link.error is None and time.monotonic() < deadline and tried != tries:
-        answered = link.flush()
-        _wait_until(answered, lambda: link.up, deadline - time.monotonic(), gone=0.1)
-        if answered():
-            return
-        tried += 1
+    answered = link.flush()
+    _wait_until(answered, lambda: link.up, seconds, gone=0.1)
+    return answered()
 
 
 def _wait_until(done: Callable[[], bool], may_succeed: Callable[[], bool], seconds: float, *, gone: float) -> None:

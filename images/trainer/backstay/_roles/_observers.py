@@ -164,7 +164,7 @@ class ServerObserver(Protocol):
         """The job has ended; this is the termination message."""
 
     def leaving(self) -> None:
-        """The server leaves: send what shard 0's server keeps of it, while the link is open."""
+        """The server leaves. Send its spans to shard 0's server now, while the link is open."""
 
     def close(self) -> None:
         """The server ends, after everything else. A slow folder may cost seconds."""

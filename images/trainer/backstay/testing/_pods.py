@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import secrets
@@ -87,14 +88,15 @@ class Pod:
                 the name of that pod, and has its output.
         """
         deadline = time.monotonic() + SECONDS
-        while (code := self.process.poll()) is None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                code = self.process.wait(0.01)
+                self.may_end_with(code)  # the caller has it now
+                return code
             self.job.check_others(self)
             if time.monotonic() > deadline:
                 self.process.kill()
                 raise AssertionError(f"{self.name} did not end:\n{self.output()}")
-            time.sleep(0.01)
-        self.may_end_with(code)  # the caller has it now
-        return code
 
     def may_end_with(self, *codes: int) -> Self:
         """The test expects these exit codes of this pod; returns the pod."""

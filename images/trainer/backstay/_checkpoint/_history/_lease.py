@@ -383,7 +383,7 @@ class FolderLease:
     def _report(self, why: str) -> None:
         """Log once why the lease cannot be written again, such as that the folder was deleted."""
         if why != self._reported:
-            _LOG.error("the lease of the checkpoint folder is lost: %s", why)
+            _LOG.error("the lease of the checkpoint folder cannot be written: %s; this process tries again", why)
         self._reported = why
 
     def _renew(self) -> bool:

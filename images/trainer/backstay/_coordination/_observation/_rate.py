@@ -45,7 +45,8 @@ class Rate:
         """The rate at the end of training, where no longer time follows.
 
         It is the one from the first amount of the window to the last one, even if that time is short. With few amounts,
-        it is the mean since `start`, because a burst of them has no rate. None: there is no amount.
+        it is the mean since `start`, because a burst of them has no rate. It is None without an amount, or without time
+        since `start`.
 
         Args:
             start: when training could begin.

@@ -239,8 +239,7 @@ class JobObserver:
         Args:
             state, start: as for `fill`.
         """
-        report = JobReport.sum((self.report(time.monotonic()), self.terms.report(state, start), self._rates.last()))
-        return report.last()
+        return JobReport.sum((self._whole(time.monotonic(), state, start), self._rates.last())).last()
 
     # ---- The report ----
 
@@ -255,6 +254,9 @@ class JobObserver:
         parts = self._losses, self.evaluations, self.checkpoints, self._mistakes
         return JobReport.sum((plan, self._rates.report(now), *(part.report() for part in parts), *waits))
 
+    def _whole(self, now: float, state: CoordinatorState, start: Rollback | None) -> JobReport:
+        return JobReport.sum((self.report(now), self.terms.report(state, start)))
+
     def fill(
         self,
         now: float,
@@ -265,7 +267,7 @@ class JobObserver:
     ) -> None:
         """The job's part of a `Progress` reply; `start` is where the term of `state` began."""
         reply.step, reply.term, reply.world = state.version, state.term, state.world
-        reply.report = JobReport.sum((self.report(now), self.terms.report(state, start))).encoded()
+        reply.report = self._whole(now, state, start).encoded()
         self._contributors.fill(now, reply, stall_seconds)
         self._workers.fill(now, reply)
         if self._waits is not None:

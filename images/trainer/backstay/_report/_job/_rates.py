@@ -74,17 +74,20 @@ class Rates:
         """The rates at the newest update, by their names in event files.
 
         Args:
-            last: whether no update follows. Then a time that is too short for a rate while training counts too.
+            last: whether no update follows. Then the rate is of any time, even of one that is too short while updates
+                follow.
         """
         with self._lock:
             examples, updates = self._newest, self._updates.per_second(now)
             if last:
-                examples = examples or self._examples.at_end(self._start)
+                examples = self._at_end()
                 updates = updates or self._updates.at_end(self._start)
             return {"throughput/examples_per_second": examples, "throughput/updates_per_second": updates}
 
     def last(self) -> JobReport:
-        """The rate at the last update, as far as it is known: `report` has the one of now."""
+        """The row of the rate at the last update. `report` has the present rate."""
         with self._lock:
-            rate = self._newest or self._examples.at_end(self._start)
-        return JobReport(examples_per_second=rate) if rate is not None and math.isfinite(rate) else JobReport()
+            return JobReport(examples_per_second=self._at_end())
+
+    def _at_end(self) -> float | None:
+        return self._newest or self._examples.at_end(self._start)

@@ -168,7 +168,7 @@ class LinkedShard(CoordinatorAccess):
         return outcome(done, term, self._steps)
 
     def close(self) -> None:
-        flush(self._link, self._env.timeouts.gone, tries=1)  # the coordinator has the last spans of this server
+        flush(self._link, self._env.timeouts.gone)  # the coordinator has the last spans of this server
         self._link.close()
 
     def release(self) -> None:
