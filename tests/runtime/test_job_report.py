@@ -36,7 +36,7 @@ def test_the_answer_to_the_operator_has_the_report_and_the_position() -> None:
     reply = ProgressReply()
     observer.fill(0.0, reply, state, 300, Rollback(term=2, version=2, checkpoint="/c/2"))
     assert (reply.term, reply.step, reply.world) == (2, 3, 4)
-    assert JobReport.decoded(reply.report) == JobReport(
+    expected = JobReport(
         term=2,
         step=3,
         world=4,
@@ -50,20 +50,11 @@ def test_the_answer_to_the_operator_has_the_report_and_the_position() -> None:
         checkpoint=CheckpointStatus(step=2, uri="/c/2"),
         checkpoint_stored=7.0,
     )
+    assert JobReport.decoded(reply.report) == expected
     assert observer.evaluations.of(3) == {}, "it failed"
     start = Rollback(term=2, version=2, checkpoint="/c/2")
     message = {**observer.last_report(state, start), "checkpoint": "/c/2", "result": "Succeeded"}
     found = JobReport.in_message(json.loads(json.dumps(message)))
-    assert found.model_copy(update={"checkpoint": None}) == JobReport(
-        term=2,
-        step=3,
-        world=4,
-        steps_redone=5,
-        term_start=TermStart(2, 2, "/c/2", 1),
-        goal_steps=10,
-        metrics={"accuracy": 0.5},
-        evaluated_step=3,
-        evaluation_error="ValueError: no data",
-        checkpoint_stored=7.0,
-    )
+    without = {"checkpoint": None, "examples_per_second": None}  # the message has the URI; nothing is measured yet
+    assert found.model_copy(update={"checkpoint": None}) == expected.model_copy(update=without)
     assert found.evaluation_failed == "at step 3: ValueError: no data"
