@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # The runs that tests start are not the user's. Each process of pytest-xdist has its own folder, so that no test
     # meets a run of a test beside it.
     if "BACKSTAY_STATE" not in os.environ or "PYTEST_XDIST_WORKER" in os.environ:
-        folder = tempfile.mkdtemp(prefix="backstay-tests-")
+        folder = tempfile.mkdtemp(prefix="backstay-tests-", dir=os.environ.get("BACKSTAY_TEST_STATE"))
         os.environ["BACKSTAY_STATE"] = folder
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 

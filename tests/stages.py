@@ -11,12 +11,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests" / "helpers"))
@@ -24,7 +26,8 @@ from tiers import PURE  # noqa: E402  # this program runs without pytest, which 
 
 REPORT = Path(".cache", "tests.json")
 LOCK, PASSED = Path("requirements.lowest.lock"), Path("tests", "lowest.txt")
-MOST_LINES, SLOWEST, MOST_NAMED, LAST_LINES, LONGEST = 50, 20, 8, 12, 240
+MOST_LINES, SLOWEST, MOST_NAMED, LAST_LINES, LONGEST = 50, 20, 8, 16, 240
+MOST_FLAKY = 3  # as in tests/twice.py
 
 
 @dataclass
@@ -33,13 +36,15 @@ class Stage:
 
     Attributes:
         skip: the reason why it does not run; empty: it runs.
-        tests: whether its failures are in the report, so that its output need not be repeated.
+        tests: whether its failures are in the report.
+        explained: whether the report has the reason of its failure, so that its output need not be repeated.
     """
 
     name: str
     command: list[str]
     skip: str = ""
     tests: bool = False
+    explained: bool = False
     seconds: float = 0.0
     status: int | None = None
     last: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
@@ -49,7 +54,8 @@ def stages() -> list[Stage]:
     """All stages in their order."""
     first = ("tests/prose", *PURE)
     twice = [".venv/bin/python", "tests/twice.py", "--report", str(REPORT), "-n", "auto"]
-    again = "" if hashlib.sha256(LOCK.read_bytes()).hexdigest() not in PASSED.read_text() else f"{LOCK} is unchanged"
+    digests = [line.split()[0] for line in PASSED.read_text().splitlines() if line.strip()] if PASSED.exists() else []
+    again = f"{LOCK} is unchanged" if hashlib.sha256(LOCK.read_bytes()).hexdigest() in digests else ""
     return [
         Stage("environment", ["make", ".venv/.installed"]),
         Stage("lint", ["make", "lint"]),
@@ -67,11 +73,18 @@ def run(stage: Stage) -> None:
     process = subprocess.Popen(stage.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
     part = b""
-    while chunk := os.read(process.stdout.fileno(), 1 << 16):
-        sys.stdout.buffer.write(chunk)
-        sys.stdout.buffer.flush()
-        *lines, part = (part + chunk).split(b"\n")
-        stage.last.extend(text for line in lines if (text := line.decode(errors="replace").rstrip()))
+    try:
+        while chunk := os.read(process.stdout.fileno(), 1 << 16):
+            sys.stdout.buffer.write(chunk)
+            sys.stdout.buffer.flush()
+            *lines, part = (part + chunk).split(b"\n")
+            stage.last.extend(text for line in lines if (text := line.decode(errors="replace").rstrip()))
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGINT)  # it may have received one from the terminal
+        stage.last.append("interrupted")
+        stage.status, stage.seconds = 128 + signal.SIGINT, time.monotonic() - began
+        process.wait()
+        return
     if text := part.decode(errors="replace").rstrip():
         stage.last.append(text)
     process.stdout.close()
@@ -79,24 +92,32 @@ def run(stage: Stage) -> None:
     stage.seconds = time.monotonic() - began
 
 
+def report_of() -> dict[str, Any]:
+    """The report of the stages until now; empty before the first one with tests."""
+    found: dict[str, Any] = json.loads(REPORT.read_text()) if REPORT.exists() else {}
+    return found
+
+
 def summary(done: list[Stage], tools: str = "") -> list[str]:
     """The lines of the summary; `tools`: the seconds of `make tools`, if they are known."""
-    report = json.loads(REPORT.read_text()) if REPORT.exists() else {}
+    report = report_of()
     lines = ["==== summary"] + ([f"{float(tools):6.0f} s  tools"] if tools else [])
     for stage in done:
         how = f"skipped: {stage.skip}" if stage.skip else "" if stage.status == 0 else f"FAILED ({stage.status})"
         lines.append(f"{stage.seconds:6.0f} s  {stage.name}  {how}".rstrip())
     failed, flaky = report.get("failed", {}), report.get("flaky", {})
-    after = named("flaky, each is a defect that the next change repairs", flaky) + named("failed", failed)
+    after = [f"more than {MOST_FLAKY} tests are flaky, which fails the run"] if len(flaky) > MOST_FLAKY else []
+    after += named("flaky, each is a defect that the next change repairs", flaky)
+    after += named("failed", failed)
     for stage in done:
-        if stage.status and not (stage.tests and (failed or flaky)):
+        if stage.status and not stage.explained:
             after += [f"the last lines of {stage.name}:", *(shortened(f"  {line}") for line in stage.last)]
     if report:
         passed = report["passed"]
         after.append(f"{passed} passed, {report['skipped']} skipped, {len(flaky)} flaky, {len(failed)} failed")
         slowest = sorted(report["seconds"].items(), key=lambda item: -item[1])
         room = MOST_LINES - len(lines) - len(after) - 1
-        lines.append(f"the slowest of {passed + len(flaky) + len(failed)} tests, with their fixtures:")
+        lines.append(f"the slowest of {len(report['seconds'])} tests, with their fixtures:")
         lines += [f"{seconds:6.1f} s  {shortened(test)}" for test, seconds in slowest[: min(SLOWEST, room)]]
     return lines + after
 
@@ -114,14 +135,32 @@ def shortened(text: str) -> str:
     return line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..."
 
 
+def interrupted(*_: object) -> None:
+    """SIGTERM ends a run as Ctrl-C does: with a summary, and without its processes."""
+    raise KeyboardInterrupt
+
+
 def main() -> int:
     os.chdir(ROOT)
+    before = signal.signal(signal.SIGTERM, interrupted)
+    try:
+        return all_stages()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def all_stages() -> int:
+    """Run the stages until one fails, and print the summary; returns the exit status."""
     REPORT.unlink(missing_ok=True)
     done: list[Stage] = []
     for stage in stages():
         done.append(stage)
         if not stage.skip:
+            before = report_of()
             run(stage)
+            after = report_of()
+            added = len(after.get("failed", {})) > len(before.get("failed", {}))
+            stage.explained = stage.tests and (added or len(after.get("flaky", {})) > MOST_FLAKY)
         if stage.status:
             break
     print("\n".join(summary(done, os.environ.get("BACKSTAY_TOOLS_SECONDS", ""))), flush=True)

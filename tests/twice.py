@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ import pytest
 
 MOST_FLAKY = 3
 LEFT = "left behind by a test: "
+NOT_RUN = "did not run: "
 MOST_AGAIN = 20  # more failures have one cause, which a second run of each would only hide in a long output
 _OUTCOME = "BACKSTAY_PYTEST_OUTCOME"
 # Variables of a process of pytest-xdist. This program may run in such a process, as a test.
@@ -45,7 +47,8 @@ class Outcome:
     skipped: int = 0
     seconds: dict[str, float] = field(default_factory=dict)  # of each test with its fixtures
     failed: dict[str, str] = field(default_factory=dict)  # the test's id -> the reason of its first failure, one line
-    uncollected: list[str] = field(default_factory=list)
+    uncollected: dict[str, str] = field(default_factory=dict)  # what could not be collected -> the reason
+    collected: list[str] = field(default_factory=list)
     threads: list[str] = field(default_factory=list)  # the names of those that tests/conftest.py has found at the end
 
 
@@ -98,7 +101,18 @@ class Recorder:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self.outcome.uncollected.append(report.nodeid)
+            lines = str(report.longrepr).splitlines()
+            errors = [line[1:].strip() for line in lines if line.startswith("E ")]
+            self.outcome.uncollected[report.nodeid] = (errors or lines or ["no message"])[-1][:300]
+        elif report.skipped:
+            self.outcome.skipped += 1
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.outcome.collected = [item.nodeid for item in session.items]
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        self.outcome.collected = list(ids)
 
 
 def reason(report: pytest.TestReport) -> str:
@@ -106,7 +120,7 @@ def reason(report: pytest.TestReport) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
     text = crash.message if crash is not None else str(report.longrepr)
     first = next((line.strip() for line in text.splitlines() if line.strip()), "no message")
-    return first[:300] if report.when == "call" else f"{report.when}: {first[:300]}"
+    return f"{report.when}: {first[:300]}" if report.when in ("setup", "teardown") else first[:300]
 
 
 def record(arguments: list[str]) -> int:
@@ -126,17 +140,41 @@ def run(arguments: list[str], folder: Path, ending: float = 20.0) -> Outcome:
     env = {name: value for name, value in os.environ.items() if name not in _OF_WORKERS}
     with Surroundings(ending) as surroundings:
         env |= {_OUTCOME: str(place), **surroundings.variables}
-        done = subprocess.run([sys.executable, __file__, "--record", *arguments], env=env)
+        status = ended(subprocess.Popen([sys.executable, __file__, "--record", *arguments], env=env), place, ending)
         left = surroundings.left()
     if not place.exists():
-        return Outcome()
+        return Outcome(failed={"pytest itself": f"it ended with exit status {status}, without its results"})
     outcome = Outcome(**json.loads(place.read_text()))
+    if status is None:
+        left.append("pytest itself, which a thread that is not a daemon kept from its end")
+        status = outcome.status
+    if outcome.status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        unknown = [test for test in outcome.collected if test not in outcome.seconds]
+        if unknown:
+            outcome.failed |= {f"{NOT_RUN}{len(unknown)} tests": f"the first is {unknown[0]}"}
+            outcome.status = int(pytest.ExitCode.TESTS_FAILED)
+            return outcome
     left += [f"the thread {name}, {count} times" for name, count in Counter(outcome.threads).items()]
     outcome.failed |= {f"{LEFT}{one}": "each test ends what it has begun" for one in left}
-    if left and outcome.status == done.returncode == pytest.ExitCode.OK:
+    if left and outcome.status == status == pytest.ExitCode.OK:
         outcome.status = int(pytest.ExitCode.TESTS_FAILED)
         return outcome
-    return outcome if done.returncode == outcome.status else Outcome()
+    return outcome if status == outcome.status else Outcome()
+
+
+def ended(process: subprocess.Popen[bytes], place: Path, ending: float) -> int | None:
+    """The exit status of pytest; None: it did not end within `ending` seconds after its results, and was killed."""
+    try:
+        late = None
+        while process.poll() is None and (late is None or time.monotonic() < late):
+            if late is None and place.exists():
+                late = time.monotonic() + ending
+            time.sleep(0.05)
+        return process.poll()
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
 
 
 class Surroundings:
@@ -160,25 +198,47 @@ class Surroundings:
             "TMPDIR": str(self._folder),
             "PYTEST_DEBUG_TEMPROOT": root,
         }
+        self._state = self._folder / "state"  # of the runs that tests start; a process that dies leaves its folder
+        self._state.mkdir()
+        self.variables["BACKSTAY_TEST_STATE"] = str(self._state)
         self._mounts, self._namespaces = mounts(), namespaces()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:  # an interrupt
+            self._end(self._processes())
+        for place in sorted(mounts(), reverse=True):
+            if Path(place).is_relative_to(self._folder):
+                subprocess.run(["umount", "-l", place], check=False)
+        if not any(Path(place).is_relative_to(self._folder) for place in mounts()):  # else it has the files of others
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def left(self) -> list[str]:
         """The things that the tests have left, as text. Processes that do not end in time are killed."""
         deadline = time.monotonic() + self._ending
-        while (living := self._processes()) and time.monotonic() < deadline:
+        while (living := self._processes()) or (more := self._of_machine()):
+            # A mount or a namespace may be of another run, whose tests remove it in this time.
+            if time.monotonic() >= deadline:
+                break
             time.sleep(0.1)
-        for pid in living:
+        more = self._of_machine()
+        self._end(living)
+        found = [f"the process {words}" for words in living.values()]
+        if not self._folder.is_dir():
+            return [*found, "no temporary folder: a test has deleted it", *more]
+        names = sorted(path.name for path in self._folder.iterdir() if path != self._state)
+        return [*found, *(f"the file {name} in the temporary folder" for name in names), *more]
+
+    def _of_machine(self) -> list[str]:
+        """The mounts and network namespaces that were not there at the start, as text."""
+        found = [f"the mount {place}" for place in sorted(mounts() - self._mounts)]
+        return found + [f"the network namespace {name}" for name in sorted(namespaces() - self._namespaces)]
+
+    @staticmethod
+    def _end(processes: Iterable[int]) -> None:
+        for pid in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        names = sorted(path.name for path in self._folder.iterdir())
-        found = [f"the process {words}" for words in living.values()]
-        found += [f"the file {name} in the temporary folder" for name in names]
-        found += [f"the mount {place}" for place in sorted(mounts() - self._mounts)]
-        return found + [f"the network namespace {name}" for name in sorted(namespaces() - self._namespaces)]
 
     def _processes(self) -> dict[int, str]:
         """The command lines of the processes that pytest or one of its processes has started."""
@@ -204,11 +264,22 @@ def namespaces() -> set[str]:
     return {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
 
 
-def passes_alone(test: str, folder: Path) -> bool:
+def passes_alone(test: str, folder: Path, options: list[str], ending: float) -> bool:
     """Whether the test passes as the only one of a process; a test that is skipped or not found does not."""
     print(f"\nonce more, alone: {test}", flush=True)
-    outcome = run(["-n", "0", test], folder)
+    outcome = run([*options, "-n", "0", test], folder, ending)
     return outcome.status == pytest.ExitCode.OK and test in outcome.passed
+
+
+def options_of(arguments: list[str]) -> list[str]:
+    """The arguments of pytest that hold for any test, without those that select tests or processes."""
+    kept, words = [], iter(arguments)
+    for word in words:
+        if word in ("-n", "--dist"):
+            next(words, None)
+        elif not (word.startswith(("-n", "--dist=", "--ignore")) or Path(word.partition("::")[0]).exists()):
+            kept.append(word)
+    return kept
 
 
 def report_flaky(flaky: dict[str, str]) -> None:
@@ -227,13 +298,13 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="backstay-twice-") as name:
         folder = Path(name)
         first = run(arguments, folder, options.ending)
-        status = judge(first, report, folder)
+        status = judge(first, report, folder, options_of(arguments), options.ending)
     if options.report is not None:
         report.write(options.report)
     return int(status)
 
 
-def judge(first: Outcome, report: Report, folder: Path) -> int:
+def judge(first: Outcome, report: Report, folder: Path, options: Sequence[str] = (), ending: float = 20.0) -> int:
     """Runs the failed tests of a first run once more, and adds all to the report; returns the exit status."""
     report.passed += len(set(first.passed) - set(first.failed))
     report.skipped += first.skipped
@@ -242,9 +313,13 @@ def judge(first: Outcome, report: Report, folder: Path) -> int:
     if not again or len(first.failed) > MOST_AGAIN:
         if again:
             print(f"\n{len(first.failed)} tests failed: none of more than {MOST_AGAIN} runs once more.")
-        report.failed |= {**dict.fromkeys(first.uncollected, "not collected"), **first.failed}
+        report.failed |= {**first.uncollected, **first.failed}
         return first.status
-    twice = [test for test in first.failed if test.startswith(LEFT) or not passes_alone(test, folder)]
+    twice = [
+        test
+        for test in first.failed
+        if test.startswith((LEFT, NOT_RUN)) or not passes_alone(test, folder, list(options), ending)
+    ]
     report.failed |= {test: first.failed[test] for test in twice}
     report.flaky |= {test: why for test, why in first.failed.items() if test not in twice}
     if report.flaky:

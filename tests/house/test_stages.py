@@ -98,3 +98,28 @@ def test_the_lowest_versions_are_tested_when_their_lock_has_changed(
     assert not stages.stages()[-1].skip
     passed.write_text(hashlib.sha256(stages.LOCK.read_bytes()).hexdigest() + "  requirements.lowest.lock\n")
     assert stages.stages()[-1].skip
+    passed.write_text(f"# not passed: {hashlib.sha256(stages.LOCK.read_bytes()).hexdigest()}\n")
+    assert not stages.stages()[-1].skip
+    passed.unlink()
+    assert not stages.stages()[-1].skip
+
+
+def test_a_flaky_test_of_one_stage_does_not_hide_why_a_later_one_failed(
+    stages: Any, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    def writes(flaky: dict[str, str], failed: dict[str, str], status: int, said: str) -> list[str]:
+        content = {"passed": 1, "skipped": 0, "seconds": {}, "flaky": flaky, "failed": failed}
+        put = f"open({str(stages.REPORT)!r}, 'w').write({json.dumps(content)!r})"
+        return [sys.executable, "-c", f"print({said!r}); {put}; raise SystemExit({status})"]
+
+    once = {"t::flaky": "late"}
+    for failed, shown in (({}, True), ({"t::bad": "always"}, False)):
+        made = [
+            stages.Stage("pure", writes(once, {}, 0, "fine"), tests=True),
+            stages.Stage("tests", writes(once, failed, 3, "killed"), tests=True),
+        ]
+        monkeypatch.setattr(stages, "stages", lambda made=made: made)
+        assert stages.main() == 3
+        text = capfd.readouterr().out
+        assert ("the last lines of tests:\n  killed" in text) == shown
+        assert "t::bad: always" in text or shown

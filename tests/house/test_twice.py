@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -143,3 +144,43 @@ def test_a_process_that_ends_soon_after_the_tests_is_not_left_behind(suite: Suit
     tests = "import subprocess\n\ndef test_ends(): subprocess.Popen(['sleep', '0.5'], start_new_session=True)\n"
     status, output = suite.run(tests)
     assert status == 0, output
+
+
+def test_a_run_in_which_tests_did_not_run_fails(suite: Suite) -> None:
+    """The test that stopped the run passes the second time, and the others are still unknown."""
+    status, output = suite.run(FLAKY.format(1) + "def test_unknown(): assert 0\n", "-x", "-n", "0")
+    assert status == 1, output
+    assert "did not run: 1 tests\n    first failure: the first is test_it.py::test_unknown" in output
+
+
+def test_the_second_run_has_the_options_of_the_first(suite: Suite) -> None:
+    tests = "def test_warns():\n    import warnings\n    warnings.warn('an old name')\n"
+    status, output = suite.run(tests, "-W", "error", "-n", "0", "test_it.py")
+    assert status == 1, output
+    assert "failed twice: 1" in output
+
+
+def test_a_thread_that_keeps_pytest_from_its_end_does_not_stop_the_run(suite: Suite) -> None:
+    tests = "import threading, time\n\ndef test_it(): threading.Thread(target=time.sleep, args=(90,)).start()\n"
+    status, output = suite.run(tests, "--ending", "0.5", "-n", "0")
+    assert status == 1, output
+    assert "left behind by a test: pytest itself, which a thread that is not a daemon kept from its end" in output
+
+
+@pytest.mark.parametrize(
+    ("tests", "reason"),
+    [
+        ("import nothing_of_this_name\n", "No module named 'nothing_of_this_name'"),
+        ("def test_dies(): os.kill(os.getpid(), 9)\n", "it ended with exit status -9, without its results"),
+    ],
+)
+def test_the_report_has_the_reason_of_a_run_that_did_not_end(suite: Suite, tests: str, reason: str) -> None:
+    suite.run(tests, "--report", suite.record(), "-n", "0")
+    assert reason in str(json.loads(Path(suite.record()).read_text())["failed"])
+
+
+def test_a_deleted_temporary_folder_is_named(suite: Suite) -> None:
+    tests = "import shutil, tempfile\n\ndef test_it(): shutil.rmtree(tempfile.gettempdir())\n"
+    status, output = suite.run(tests, "-n", "0")
+    assert status == 1, output
+    assert "no temporary folder: a test has deleted it" in output

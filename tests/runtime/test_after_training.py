@@ -101,7 +101,7 @@ def test_an_exception_after_training_is_the_last_message(job, tmp_path: Path) ->
     tiny = stored(job, tmp_path, AFTER="raise")
     tiny.server(0)
     worker = tiny.worker(0)
-    assert worker.wait() == 1
+    assert worker.may_end_with(1).wait() == 1
     words = worker.final_message()
     assert (words["result"], words["reason"]) == ("AfterTrainingFailed", "KeyError")
     assert words["message"] == "'no model of step 4'"
@@ -118,12 +118,12 @@ def test_after_training_sigterm_and_exit_codes_are_the_script_s(job, tmp_path: P
     tiny.server(0)
     waits, exits = tiny.worker(0, AFTER="wait"), tiny.worker(1, AFTER="exit").may_end_with(3)
     says = tiny.worker(2, AFTER="says").may_end_with(1)
-    assert exits.wait() == 3
-    assert says.wait() == 1
+    assert exits.may_end_with(3).wait() == 3
+    assert says.may_end_with(1).wait() == 1
     assert str(says.final_message()["stderr"]).endswith("no place to export to"), "no hook is called for SystemExit"
     tiny.wait_for(waits, "exporting")
     waits.process.send_signal(signal.SIGTERM)
-    assert waits.wait() == TERMINATED
+    assert waits.may_end_with(TERMINATED).wait() == TERMINATED
     assert {pod.final_message()["result"] for pod in (waits, exits, says)} == {"Trained"}
 
 
@@ -131,7 +131,7 @@ def test_a_second_training_in_one_pod_fails_with_its_reason(job, tmp_path: Path)
     tiny = stored(job, tmp_path, AFTER="twice")
     tiny.server(0)
     worker = tiny.worker(0)
-    assert worker.wait() == 1
+    assert worker.may_end_with(1).wait() == 1
     assert worker.final_message()["result"] == "AfterTrainingFailed"
     assert "train was called a second time in one pod" in str(worker.final_message()["message"])
 

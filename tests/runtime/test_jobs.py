@@ -183,14 +183,14 @@ def test_a_pod_of_another_job_is_refused_and_states_the_reason(job) -> None:
     tiny.worker(2, 1)
     other = tiny.worker(0, WIDTH="17")
     forged = tiny.worker(1, BACKSTAY_TOKEN="fedcba9876543210").may_end_with(1)
-    assert other.wait() == 1
+    assert other.may_end_with(1).wait() == 1
     said = str(other.final_message()["message"])
     assert "dense.bias is float32[16] on the server and float32[17] in the caller" in said
     assert other.final_message()["result"] == "Refused"  # a replacement would be, too
-    assert forged.wait() == 1
+    assert forged.may_end_with(1).wait() == 1
     assert "UNAUTHENTICATED" in str(forged.final_message()["message"])
     old = tiny.worker(2, 0)
-    assert old.wait() == 1
+    assert old.may_end_with(1).wait() == 1
     assert "incarnation 1" in old.output()
     reply = progress(tiny, world=4, stall_seconds=300)
     assert (reply.term, reply.step, reply.world, reply.live_workers) == (1, 0, 3, 1)
@@ -213,8 +213,8 @@ def test_a_pod_of_another_job_is_refused_and_states_the_reason(job) -> None:
     # After SIGTERM, a server without checkpoints ends immediately, and its worker leaves too.
     for pod in (server, tiny.pods[1]):
         pod.process.send_signal(signal.SIGTERM)
-    assert server.wait() == 143
-    assert tiny.pods[1].wait() == 143
+    assert server.may_end_with(143).wait() == 143
+    assert tiny.pods[1].may_end_with(143).wait() == 143
 
 
 def test_gradients_that_are_not_finite_fail_the_job(job) -> None:
@@ -236,7 +236,7 @@ def test_a_script_that_raises_leaves_a_termination_message(job) -> None:
     tiny = job(1, 1)
     tiny.environment = {"RAISE_AT": "2"}
     tiny.start_all()
-    assert tiny.pods[1].wait() == 1
+    assert tiny.pods[1].may_end_with(1).wait() == 1
     assert "Traceback" in tiny.pods[1].output()
     words = tiny.pods[1].final_message()
     assert (words["reason"], words["message"]) == ("RuntimeError", "the data is\ngone")
@@ -253,9 +253,9 @@ def test_suspended_and_resumed_it_is_the_same_run(job, tmp_path: Path) -> None:
     worker = tiny.worker(0, HOLD_AT="7")
     tiny.wait_for(worker, "step 6/12")
     worker.process.send_signal(signal.SIGTERM)
-    assert worker.wait() == 143
+    assert worker.may_end_with(143).wait() == 143
     server.process.send_signal(signal.SIGTERM)
-    assert server.wait() == 143
+    assert server.may_end_with(143).wait() == 143
     assert len(list((tmp_path / "checkpoints").glob("*.manifest.json"))) == 1
     server, worker = tiny.server(0, 1), tiny.worker(0, 1)
     assert [server.wait(), worker.wait()] == [0, 0]

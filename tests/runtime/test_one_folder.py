@@ -23,11 +23,11 @@ def test_t7_two_jobs_side_by_side_do_not_share_a_folder(job, tmp_path: Path) -> 
     other = job(1, 1, checkpoint={"uri": str(tmp_path / "folder"), "every_steps": 2})
     other.environment = {"BACKSTAY_JOB": "b", "BACKSTAY_JOB_UID": "2", "SEED": "7", "STEPS": "3"}
     second = other.server(0)
-    assert second.wait() == 1
+    assert second.may_end_with(1).wait() == 1
     assert (second.final_message()["result"], second.final_message()["reason"]) == ("Failed", "CheckpointInUse")
     assert "job default/a (uid 1, pod parameter-server-0)" in str(second.final_message()["message"])
     server.process.send_signal(signal.SIGKILL)
-    assert server.wait() == KILLED
+    assert server.may_end_with(KILLED).wait() == KILLED
     # Its next incarnation continues its history immediately, although another job requests the folder.
     third = other.server(0, 1)
     server = tiny.server(0, 1)
@@ -36,10 +36,10 @@ def test_t7_two_jobs_side_by_side_do_not_share_a_folder(job, tmp_path: Path) -> 
     tiny.let()
     assert [server.wait(), worker.wait()] == [0, 0]
     assert server.final_message()["result"] == "Succeeded"
-    assert third.wait() == 1
+    assert third.may_end_with(1).wait() == 1
     assert third.final_message()["reason"] in ("CheckpointInUse", "CheckpointOfAnotherJob")
     fourth = other.server(0, 2)
-    assert fourth.wait() == 1
+    assert fourth.may_end_with(1).wait() == 1
     assert fourth.final_message()["reason"] == "CheckpointOfAnotherJob"
     said = str(fourth.final_message()["message"])
     assert "belong to job default/a with seed 0 (step 12), this is job default/b with seed 7" in said
@@ -62,7 +62,7 @@ def test_t8_a_lease_file_of_0_bytes_delays_a_run_and_is_reported(job, tmp_path: 
     assert start.taken_over == (text,)
     assert f"{text}: taking over the checkpoint folder" in server.output()
     tiny.let()
-    assert server.wait() == KILLED
+    assert server.may_end_with(KILLED).wait() == KILLED
     names = {path.name for path in folder.iterdir()}
     server = tiny.server(0, 2)
     assert [server.wait(), worker.wait(), evaluator.wait()] == [0, 0, 0]
@@ -107,14 +107,14 @@ def test_t6_a_writer_that_was_stopped_stores_nothing_more(job, tmp_path: Path) -
     stopped.process.send_signal(signal.SIGCONT)
     first.let()
     worker.may_end_with(1)
-    assert stopped.wait() == 1
+    assert stopped.may_end_with(1).wait() == 1
     assert stopped.final_message()["reason"] == "CheckpointInUse"
     assert "job default/a (uid 2" in str(stopped.final_message()["message"])
     assert {name: (folder / name).read_bytes() for name in before} == before
     newest = CheckpointStore(str(folder)).newest().manifest
     assert newest is not None
     assert (newest.version, newest.origin.job.uid) == (12, "2")
-    assert worker.wait() == 1
+    assert worker.may_end_with(1).wait() == 1
 
 
 def test_t7_another_seed_is_refused_and_any_history_may_be_requested(job, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_t7_another_seed_is_refused_and_any_history_may_be_requested(job, tmp_pa
     assert [pod.wait() for pod in first.pods] == [0, 0]
     theirs = {path.name for path in folder.iterdir() if path.name.startswith("step-")}
     seed = first.server(0, 1, SEED="7")
-    assert seed.wait() == 1
+    assert seed.may_end_with(1).wait() == 1
     assert seed.final_message()["reason"] == "CheckpointOfAnotherJob"
     assert "with seed 0 (step 4), this is job default/a with seed 7" in str(seed.final_message()["message"])
     again = first.server(0, 1, BACKSTAY_JOB_UID="9")
@@ -136,7 +136,7 @@ def test_t7_another_seed_is_refused_and_any_history_may_be_requested(job, tmp_pa
     other = job(1, 1, checkpoint={**checkpoint, "continue_from": "Any"})
     other.environment = {"BACKSTAY_JOB": "b", "BACKSTAY_JOB_UID": "2"}
     short = other.server(0, STEPS="4")
-    assert short.wait() == 1
+    assert short.may_end_with(1).wait() == 1
     assert short.final_message()["reason"] == "CheckpointOfAnotherJob"
     assert "set steps to more than 4" in str(short.final_message()["message"])
     server, worker = other.server(0, 1), other.worker(0)

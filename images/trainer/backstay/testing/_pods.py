@@ -90,9 +90,7 @@ class Pod:
         deadline = time.monotonic() + SECONDS
         while True:
             with contextlib.suppress(TimeoutError):
-                code = self.process.wait(0.01)
-                self.may_end_with(code)  # the caller has it now
-                return code
+                return self.process.wait(0.01)
             self.job.check_others(self)
             if time.monotonic() > deadline:
                 self.process.kill()

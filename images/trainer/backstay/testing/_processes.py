@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -26,6 +27,7 @@ from backstay_cluster.kubelet.runtime import Process, ProcessRuntime
 _T = TypeVar("_T")
 KILLED, TERMINATED = 137, 143
 """Exit codes of SIGKILL and SIGTERM."""
+_ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGABRT, signal.SIGKILL, signal.SIGTERM)
 
 
 class PodProcess:
@@ -33,7 +35,7 @@ class PodProcess:
 
     Attributes:
         pid: its number.
-        signalled: whether this object has sent it a signal, so that its end is expected.
+        signalled: whether this object has sent it a signal that ends it, so that its end is expected.
     """
 
     def __init__(self, process: Process) -> None:
@@ -62,7 +64,7 @@ class PodProcess:
     def send_signal(self, number: int) -> None:
         """Nothing happens when it has ended."""
         if self.returncode is None:
-            self.signalled = True
+            self.signalled = self.signalled or number in _ENDING
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
