@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from backstay_client.view.follow import JobView
-from backstay_client.words import count, number, on_one_line, plain, shown
+from backstay_client.words import count, loss, on_one_line, plain, shown
 from backstay_spec import contract
 
 __all__ = [
@@ -113,8 +113,8 @@ def checks_of(view: JobView, job: dict[str, Any], read: Callable[[str], tuple[bo
         trains = divided
     else:
         trains = True
-    loss = "" if view.report.loss is None else f", loss {number(view.report.loss)}"
-    found.append(check(f"{count(_UPDATES, 'update')}", trained, f"{count(step, 'update')} with {pods}{loss}", trains))
+    newest = f", loss {text}" if (text := loss(view.report)) else ""
+    found.append(check(f"{count(_UPDATES, 'update')}", trained, f"{count(step, 'update')} with {pods}{newest}", trains))
     if view.report.evaluation_error:
         found.append(CheckOutcome("evaluation", _FAILED, on_one_line(view.report.evaluation_failed)))
     elif view.report.metrics:

@@ -15,7 +15,7 @@ from backstay_client.view import explain
 from backstay_client.view.follow import JobView, carried, ready_of, spent
 from backstay_client.view.pods import PodRow, rows, summary
 from backstay_client.view.waiting import no_update, waiting_for
-from backstay_client.words import clock, count, duration, number, on_one_line, shown
+from backstay_client.words import clock, count, duration, loss, number, on_one_line, shown
 from backstay_spec import contract
 
 __all__ = ["Picture", "page"]
@@ -109,9 +109,10 @@ class Picture:
 
     def _numbers(self, width: int) -> Iterator[RenderableType]:
         view = self._view
-        if view.report.loss is None and not view.report.examples_per_second:
+        newest = loss(view.report)
+        if not newest and not view.report.examples_per_second:
             return
-        text = Text.assemble(("loss ", "dim"), number(view.report.loss), no_wrap=True, overflow="ellipsis")
+        text = Text.assemble(("loss ", "dim"), newest or number(None), no_wrap=True, overflow="ellipsis")
         if view.report.examples_per_second and not view.ended:
             text.append_text(Text.assemble(("   examples/s ", "dim"), number(view.report.examples_per_second, 3)))
         if view.goodput is not None:

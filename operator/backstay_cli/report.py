@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from backstay_client.view.follow import JobView, carried, spent
-from backstay_client.words import count, number, on_one_line, plain, printable, shortened, shown
+from backstay_client.words import count, loss, number, on_one_line, plain, printable, shortened, shown
 
 _TAIL_LINES = 15
 _MISSING_PACKAGE = "ModuleNotFoundError: No module named"
@@ -44,6 +44,7 @@ def summary(
         "seconds": round(seconds, 3),
         "examplesPerSecond": _finite(view.report.examples_per_second),
         "loss": _finite(view.report.loss),
+        "nonFiniteLoss": view.report.non_finite_loss,
         "metrics": {name: _finite(value) for name, value in view.report.metrics.items()},
         "trainMetrics": {name: _finite(value) for name, value in view.report.train_metrics.items()},
         "goodput": _finite(view.goodput),
@@ -85,11 +86,13 @@ def lines(view: JobView, seconds: float, logs: Path) -> Iterator[str]:
             yield f"  {line}"
         if view.phase == "Failed" and _MISSING_PACKAGE in view.message:
             yield f"  the pods run the Python of this command, {sys.executable}: install the package there"
-    if view.report.loss is not None or view.report.examples_per_second is not None:
+    if (loss_now := loss(view.report)) or view.report.examples_per_second is not None:
         rate = (
             "" if not view.report.examples_per_second else f", {number(view.report.examples_per_second, 3)} examples/s"
         )
-        yield f"  loss {number(view.report.loss)}{rate}"
+        yield f"  loss {loss_now or number(None)}{rate}"
+    if view.report.loss is not None and view.report.non_finite_loss is not None:
+        yield f"  the loss of step {number(view.report.non_finite_loss)} was NaN or infinite: see `backstay history`"
     if goodput := spent(view):
         yield f"  {goodput}"
     if traffic := carried(view):

@@ -8,6 +8,10 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from backstay_spec.job_report import ReportedStatus
 
 # The part of a traceback before the line with the exception; the rest is in the pod's log.
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t].*(?:\n|$))*")
@@ -85,6 +89,13 @@ def number(value: float | None, digits: int = 4) -> str:
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
+
+
+def loss(report: ReportedStatus) -> str:
+    """Returns the newest loss to print; empty if it is not known."""
+    if report.loss is not None:
+        return number(report.loss)
+    return "" if report.non_finite_loss is None else f"NaN or infinite, first at step {number(report.non_finite_loss)}"
 
 
 def size(nbytes: float) -> str:

@@ -191,6 +191,9 @@ class ReportedStatus(StatusModel):
     mistakes_of_batches: Annotated[list[str], FailFast(), ReportRow(with_event=True)] = Field(default_factory=list)
     """Mistakes of `batches` that were found: `SameBatches`, `ImpureBatches`. Their events describe them."""
 
+    non_finite_loss: Annotated[Count | None, ReportRow(unit="updates", with_event=True)] = None
+    """The first step whose loss was NaN or infinite although its gradients were finite; absent: there was none."""
+
     train_metrics: Annotated[Numbers, ReportRow(digits=6)] = Field(default_factory=dict)
     """The metrics that `loss` returned, mean of the newest update; finite values only."""
 

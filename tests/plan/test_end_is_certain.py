@@ -146,6 +146,7 @@ LAST_REPORT = {
     "traffic": {"carried": 100.0, "exact": 400.0},
     "untrainedLeaves": ["norm.mean"],
     "mistakesOfBatches": ["SameBatches", "ImpureBatches"],
+    "nonFiniteLoss": 7,
     "termStart": {"term": 1, "step": 10, "checkpoint": "/c/10", "changes": ["seed 1 -> 2"]},
     "stepsRedone": 4,
 }
@@ -169,7 +170,17 @@ def test_o10_the_last_report_needs_no_answer_to_a_call(make_cluster, result):
     assert (status["evaluatedStep"], status["traffic"]) == (20, {"carried": 100.0, "exact": 400.0})
     assert (status["untrainedLeaves"], status["mistakesOfBatches"]) == (["norm.mean"], ["SameBatches", "ImpureBatches"])
     assert "examplesPerSecond" not in status, "the job does not train any more"
-    once = ("ZeroGradients", "SameBatches", "ImpureBatches", "Continued", "SettingsChanged", "EvaluationFailed")
+    assert status["nonFiniteLoss"] == 7
+    assert result == "Failed" or "the loss was NaN or infinite, first at step 7" in str(status["conditions"])
+    once = (
+        "ZeroGradients",
+        "SameBatches",
+        "ImpureBatches",
+        "NonFiniteLoss",
+        "Continued",
+        "SettingsChanged",
+        "EvaluationFailed",
+    )
     reasons = [reason for reason, _ in cluster.events]
     assert {reason: reasons.count(reason) for reason in once} == dict.fromkeys(once, 1)
     assert not cluster.deaths

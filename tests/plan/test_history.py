@@ -175,6 +175,18 @@ def test_mistakes_of_batches_are_named_once_each(running: Any) -> None:
     assert job.status["mistakesOfBatches"] == ["ImpureBatches", "SameBatches"]
 
 
+def test_a_loss_that_is_not_finite_is_named_once_and_until_the_end(running: Any) -> None:
+    job = running()
+    job.answer(term=1, step=9, non_finite_loss=4)
+    job.settle()
+    job.restart_operator()
+    job.answer(term=1, step=50, non_finite_loss=4, loss=0.5)
+    job.settle()
+    [(_, text)] = sent_events(job, "NonFiniteLoss")
+    assert "the loss of step 4 was NaN or infinite" in text
+    assert job.status["nonFiniteLoss"] == 4
+
+
 def test_a_report_about_a_dead_pod_is_named_once_and_its_death_remembers_it(running: Any) -> None:
     job = running()
     job.answer(term=1, step=5)

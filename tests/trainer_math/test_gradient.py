@@ -192,3 +192,34 @@ def test_a_call_after_compile_compiles_nothing(sharded):
 def test_compile_refuses_what_a_call_refuses():
     with pytest.raises(ConfigurationError, match="loss returned"):
         GradientFn(lambda params, batch: params["w"], describe(PARAMS)).compile(BATCH)
+
+
+SHARDED = """
+import jax, jax.numpy as jnp, numpy as np, optax, backstay
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+mesh = Mesh(np.asarray(jax.local_devices()), ("batch",))
+columns = NamedSharding(mesh, PartitionSpec(None, "batch"))
+arguments = dict(
+    loss=lambda p, b: jnp.mean(jax.lax.with_sharding_constraint(b @ p["a"]["w"], columns) ** 2),
+    batches=lambda key: np.ones((6, 4), np.float32), optimizer=optax.sgd(0.1), steps=3,
+)
+for place in (lambda w: jax.device_put(w, columns), lambda w: jax.lax.with_sharding_constraint(w, columns)):
+    try:
+        backstay.train(init=lambda key: {"a": {"w": place(jnp.ones((4, 8)))}}, **arguments)
+    except backstay.errors.ConfigurationError as error:
+        print(error)
+print(backstay.train(init=lambda key: {"a": {"w": jnp.ones((4, 8))}}, **arguments).step)
+"""
+
+
+def test_a_divided_model_is_refused_and_a_batch_that_devices_do_not_divide_is_reported_once():
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", SHARDED], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    *refused, step = done.stdout.splitlines()
+    assert step == "3"
+    assert len(refused) == 2
+    for text in refused:
+        assert "init returned ['a']['w'] divided over 4 devices: must return whole arrays" in text
+        assert 'Mesh(np.asarray(jax.local_devices()), ("batch",))' in text
+    assert done.stderr.count("has 6 rows, which the 4 devices of this process do not divide") == 1

@@ -77,7 +77,8 @@ def train(
             with `has_rng` a key is its last argument.
         gradients: instead of `loss`, a function with the same arguments that returns ``(result, gradients)``, such as
             ``jax.value_and_grad(loss)``. `result` is what `loss` would return, and `gradients` has the tree, shapes and
-            dtypes of the parameters. For gradients that are not those of one loss, such as in a GAN.
+            dtypes of the parameters. For gradients that are not those of one loss, such as in a GAN. For complex
+            parameters, return the conjugates of what JAX computes, because optimizers of optax subtract them.
         batches: ``batches(key)`` returns the batch of a `BatchKey`, any pytree of arrays. It must be a pure function.
             Another thread calls it before the batch is needed.
         optimizer: any optax optimizer that shards can compute exactly. With `local`, this is the outer optimizer, and
@@ -138,6 +139,7 @@ def train(
     environment: Environment | None = None
     try:
         environment = Environment.read(os.environ)
+        _refuse_without_jit()
         if environment is not None:
             _once()
         mode = MODES["Sync" if environment is None else environment.config.mode]
@@ -179,6 +181,17 @@ def train(
         from ._pod import fail
 
         fail(environment, error)
+
+
+def _refuse_without_jit() -> None:
+    """Training compiles ahead of time, which JAX then refuses with a message about an internal path."""
+    jax = sys.modules.get("jax")
+    if jax is not None and jax.config.jax_disable_jit:
+        raise ConfigurationError(
+            "jit is disabled, by JAX_DISABLE_JIT or jax.disable_jit(), and train compiles loss ahead of time: enable "
+            "it. To debug without it, call loss(params, batch) by itself; jax.debug.print and jax.debug.breakpoint "
+            "work in train"
+        )
 
 
 def _refuse_in_child() -> None:

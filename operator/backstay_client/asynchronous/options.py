@@ -17,16 +17,19 @@ from backstay_client.jobfiles.jobfile import (
     BadInput,
     ScriptOptions,
     check,
+    escaped,
     folder_of,
     job_of_command,
     localise,
     read_job,
     relative_checkpoint,
+    with_name,
     with_variables,
 )
 from backstay_spec import contract
 from backstay_spec.merge import merged
 from backstay_spec.types import TrainingJob
+from backstay_spec.whole import whole
 
 __all__ = ["Submission", "SubmitOptions", "submission_of"]
 
@@ -129,6 +132,7 @@ def _whole_job(what: Any, options: Mapping[str, Any], cluster: FoundCluster) -> 
     metadata = job.setdefault("metadata", {})
     if options.get("name") is not None:
         metadata["name"] = options["name"]
+    job = with_name(job)
     if cluster.folder is not None and isinstance(what, str | Path) and not (job["spec"].get("code") or {}):
         job = localise(job, folder)  # as `backstay run` does
     return _finished(job, options, cluster)
@@ -145,7 +149,7 @@ def _of_sources(
             "the whole client: Client(image=...)"
         )
     checkpoint = options.get("checkpoint")
-    chosen: dict[str, Any] = {name: options.get(name) for name in _FIELDS - {"checkpoint"}}
+    chosen: dict[str, Any] = {name: whole(options.get(name)) for name in _FIELDS - {"checkpoint"}}
     if chosen["backups"] is not None:
         chosen["backups"] = str(chosen["backups"])
     name = chosen["name"] or sources.name
@@ -161,7 +165,8 @@ def _of_sources(
     command = sources.command(options.get("args"), Path.cwd() if embedded else None)
     # A whole spec.checkpoint replaces the options about checkpoints, whose place it is not checked with.
     stand_in = "memory://" if whole is not None else text
-    job = job_of_command(command, ScriptOptions(**{**chosen, "checkpoint": stand_in}), name=name, image=image)
+    words = [escaped(word) for word in command]
+    job = job_of_command(words, ScriptOptions(**{**chosen, "checkpoint": stand_in}), name=name, image=image)
     spec = job["spec"]
     if whole is not None:
         spec["checkpoint"] = {**{key: value for key, value in spec["checkpoint"].items() if key != "uri"}, **whole}

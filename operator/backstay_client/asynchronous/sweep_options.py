@@ -14,6 +14,7 @@ from backstay_client.jobfiles.jobfile import BadInput
 from backstay_client.sweeps.runner import SweepRunner, TrialJobs
 from backstay_client.sweeps.space import distributions_of, example_of
 from backstay_client.sweeps.store import SweepPlan, SweepStore
+from backstay_spec.whole import whole
 
 __all__ = ["PreparedSweep", "SweepOptions", "prepared_sweep"]
 
@@ -100,7 +101,7 @@ def prepared_sweep(
         BadInput: an option is invalid.
         MissingPackage: Optuna is not installed.
     """
-    own = {name: value for name, value in options.items() if name in _OWN}
+    own = {name: whole(value) for name, value in options.items() if name in _OWN}
     job = {name: value for name, value in options.items() if name not in _OWN}
     for name in ("trials", "parallel"):
         value = own.get(name, 1)

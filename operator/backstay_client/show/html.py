@@ -10,7 +10,7 @@ from html import escape
 from backstay_client.show.curve import thin
 from backstay_client.view.explain import progress_of
 from backstay_client.view.status import JobStatus
-from backstay_client.words import clock, duration, number, plain, shown
+from backstay_client.words import clock, duration, loss, number, plain, shown
 
 __all__ = ["job_card", "job_rows", "line_chart", "table"]
 
@@ -27,8 +27,8 @@ def job_card(status: JobStatus, curve: Sequence[tuple[float, float]] = ()) -> st
         curve: (step, loss) in order of steps.
     """
     rows = [("phase", _phase(status)), ("step", escape(_step(status)))]
-    if status.loss is not None:
-        rows.append(("loss", escape(number(status.loss))))
+    if text := loss(status.report):
+        rows.append(("loss", escape(text)))
     for name, metrics in (("metrics", status.report.train_metrics), ("evaluation", status.metrics)):
         if metrics:
             rows.append((name, escape(shown(metrics))))

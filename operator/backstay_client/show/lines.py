@@ -10,7 +10,7 @@ from typing import Protocol, Self
 
 from backstay_client.view.follow import JobView
 from backstay_client.view.waiting import no_update, waiting_for
-from backstay_client.words import duration, number, plain, shown, without_folder
+from backstay_client.words import duration, loss, number, plain, shown, without_folder
 
 __all__ = ["SCRIPT", "Display", "LineDisplay", "shown_events"]
 
@@ -94,7 +94,7 @@ class LineDisplay:
             self._no_update_at = -math.inf
         if (
             view.report.step
-            and view.report.loss is not None
+            and (loss_now := loss(view.report))
             and view.report.step != self._step
             and not view.ended
             and now - self._last >= self._interval
@@ -111,7 +111,7 @@ class LineDisplay:
             left = f"  {duration(seconds)} left" if (seconds := view.seconds_left) is not None else ""
             restarts = f"  restarts {view.restarts}" if view.restarts else ""
             where = f"step {number(view.report.step)}{goal}{local}"
-            self._write_line(f"{where}  loss {number(view.report.loss)}{metrics}{rate}{left}{restarts}")
+            self._write_line(f"{where}  loss {loss_now}{metrics}{rate}{left}{restarts}")
         if view.report.evaluated_step is not None and view.report.evaluated_step != self._evaluated and not view.ended:
             self._evaluated = view.report.evaluated_step
             self._write_line(f"evaluation of step {number(view.report.evaluated_step)}: {shown(view.report.metrics)}")

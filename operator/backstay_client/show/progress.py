@@ -13,7 +13,7 @@ from backstay_client.show.lines import LineDisplay
 from backstay_client.view.explain import progress_of
 from backstay_client.view.follow import JobView
 from backstay_client.view.status import status_of
-from backstay_client.words import clock, number, on_one_line, printable
+from backstay_client.words import clock, loss, number, on_one_line, printable
 
 __all__ = ["ProgressDisplay", "TextDisplay", "display_for", "notebook_display", "text_display_for"]
 
@@ -87,8 +87,8 @@ def bar_line(view: JobView, trouble: str = "") -> str:
         parts.append(f"{bar(fraction, 20)} {100 * fraction:3.0f} %")
     if status.step is not None:
         parts.append(number(status.step) + (f"/{number(status.report.goal_steps)}" if status.report.goal_steps else ""))
-    if status.loss is not None:
-        parts.append(f"loss {number(status.loss)}")
+    if text := loss(status.report):
+        parts.append(f"loss {text}")
     if status.seconds_left is not None:
         parts.append(f"{clock(status.seconds_left)} left")
     if problem := trouble or status.waiting:

@@ -122,6 +122,8 @@ def trained(facts: Facts, record: Record, said: LastMessages) -> TrainingEnded |
         reason, text = known.reason, known.message
     else:
         reason, text = said.reason, _text(said.reason, fields, facts.old.step)
+        wrong = facts.old.non_finite_loss or (facts.progress and facts.progress.report.non_finite_loss)
+        text += "" if wrong is None else f"; the loss was NaN or infinite, first at step {wrong}"
     found = TrainingEnded(
         reason=reason,
         message=text,

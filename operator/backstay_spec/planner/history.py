@@ -52,6 +52,7 @@ def judge(facts: Facts) -> Changes:
         _evaluation(facts, progress),
         _untrained(facts, progress),
         _batches(facts, progress),
+        _loss(facts, progress),
         _reports(facts, progress),
     ]
     return Changes(
@@ -130,6 +131,17 @@ def _batches(facts: Facts, progress: Progress) -> Changes:
         event for event in found if event.reason in progress.report.mistakes_of_batches and event.reason not in known
     )
     return Changes(new, {"mistakes_of_batches": [*known, *(event.reason for event in new)]}) if new else Changes()
+
+
+def _loss(facts: Facts, progress: Progress) -> Changes:
+    step = progress.report.non_finite_loss
+    if step is None or facts.old.non_finite_loss is not None:
+        return Changes()
+    text = (
+        f"the loss of step {step} was NaN or infinite although its gradients were finite, so the update was applied. A "
+        "mean over an empty batch is such a loss: see `batches` and `loss`."
+    )
+    return Changes((warning("NonFiniteLoss", text),), {"non_finite_loss": step})
 
 
 def _reports(facts: Facts, progress: Progress) -> Changes:

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from backstay_spec.whole import set_whole
+
 from ..errors import ConfigurationError
 from ._manifest import JobIdentity
 
@@ -42,6 +44,7 @@ class StoreTo:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "uri", str(self.uri))
+        set_whole(self, "every_steps", "every_seconds", "keep")
         if not self.uri:
             raise ConfigurationError("checkpoint has an empty uri: must name a folder")
         if self.every_steps is not None and not _is_count(self.every_steps, 1):

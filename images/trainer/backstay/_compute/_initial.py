@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any, Final
 
+from ..errors import ConfigurationError
+
 __all__ = ["initial"]
 
 # XLA takes seconds to optimize the random bits of each shape, and milliseconds to run them unoptimized.
@@ -25,10 +27,27 @@ def initial(init: Callable[[Any], Any], seed: int) -> Any:
     Args:
         init: PRNG key -> parameters, a pytree of arrays.
         seed: the seed of the random key.
+
+    Raises:
+        ConfigurationError: an array that `init` returns is divided over several devices.
     """
     import jax
 
-    key = jax.random.key(seed)
+    made = _made(init, jax.random.key(seed))
+    for path, leaf in jax.tree_util.tree_flatten_with_path(made)[0]:
+        if isinstance(leaf, jax.Array) and not leaf.sharding.is_fully_replicated:
+            name = jax.tree_util.keystr(path) or "an array"
+            raise ConfigurationError(
+                f"init returned {name} divided over {len(leaf.sharding.device_set)} devices: must return whole arrays, "
+                "because each device of a worker holds the whole model. loss may divide what it computes, with "
+                'Mesh(np.asarray(jax.local_devices()), ("batch",)), which is the mesh of Backstay'
+            )
+    return made
+
+
+def _made(init: Callable[[Any], Any], key: Any) -> Any:
+    import jax
+
     if jax.default_backend() != "cpu":
         return init(key)
     try:
@@ -37,6 +56,8 @@ def initial(init: Callable[[Any], Any], seed: int) -> Any:
         constants = sum(getattr(value, "nbytes", 0) for value in traced.jaxpr.consts)
         if elements > _MOST_ELEMENTS or constants > _MOST_CONSTANT_BYTES:
             return init(key)
+        if jax.local_device_count() > 1 and "Sharding" in str(traced.jaxpr):
+            return init(key)  # XLA may choose another sharding for the results than `init` names
         program = traced.lower().compile(compiler_options=_UNOPTIMIZED)
     except Exception:  # noqa: BLE001  # without the program in between, the error is that of `init` itself
         return init(key)

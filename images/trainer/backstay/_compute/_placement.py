@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .._update import TreeSpec
 
 __all__ = ["Placement"]
+
+_LOG = logging.getLogger(__name__)
 
 
 class Placement:
@@ -34,6 +37,7 @@ class Placement:
         spec: Any = PartitionSpec  # which JAX leaves untyped
         self.everywhere = NamedSharding(mesh, spec())
         self._split = NamedSharding(mesh, spec("batch"))
+        self._warned = False
 
     def batch(self, batch: Any) -> Any:
         """Places `batch` on the devices, where arrays are cut if the number of devices divides their leading axis. Safe
@@ -95,5 +99,15 @@ class Placement:
 
     def _layout(self, leaf: Any) -> NamedSharding:
         shape = np.shape(leaf)
-        divides = bool(shape) and shape[0] > 0 and shape[0] % len(self.devices) == 0
-        return self._split if divides else self.everywhere
+        if shape and shape[0] > 0 and shape[0] % len(self.devices) == 0:
+            return self._split
+        if shape and shape[0] > 1 and not self._warned:
+            self._warned = True
+            _LOG.warning(
+                "an array of a batch has %d rows, which the %d devices of this process do not divide. Each device "
+                "computes all rows: use a multiple of %d",
+                shape[0],
+                len(self.devices),
+                len(self.devices),
+            )
+        return self.everywhere

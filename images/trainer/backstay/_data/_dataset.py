@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from backstay_spec.whole import whole
+
 from ..errors import ConfigurationError
 from ._batch_key import BatchKey
 from ._iterator import from_iterator
@@ -151,6 +153,7 @@ def from_dataset(
         ConfigurationError: an argument is invalid, columns have different lengths, or there are fewer samples than a
             batch has.
     """
+    batch_size, seed, workers, ahead = whole(batch_size), whole(seed), whole(workers), whole(ahead)
     for name, value in (("batch_size", batch_size), ("workers", workers), ("ahead", 1 if ahead is None else ahead)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigurationError(f"from_dataset: {name} is {value!r}, must be a whole number of 1 or more")

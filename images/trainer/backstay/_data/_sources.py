@@ -10,6 +10,8 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from backstay_spec.whole import whole
+
 from ..errors import ConfigurationError
 
 __all__ = ["Source", "TokenFile", "source_of"]
@@ -174,6 +176,7 @@ class TokenFile:
         Raises:
             ConfigurationError: a file cannot be mapped, has no whole tokens, or is shorter than a window.
         """
+        window = whole(window)
         if isinstance(window, bool) or not isinstance(window, int) or window < 1:
             raise ConfigurationError(f"TokenFile: window is {window!r}, must be a whole number of 1 or more")
         self._window = window

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from backstay_rpc.control_pb2 import Leaf
+from backstay_spec.whole import set_whole
 
 from .._coordination import Samples
 from .._data import Batches, BatchKey
@@ -130,6 +131,7 @@ class Script:
             raise ConfigurationError("stop_when needs evaluations, but train was called without evaluate")
         if self.evaluate_every is not None and self.evaluate is None:
             raise ConfigurationError("evaluate_every is given without evaluate: give both, or leave it out")
+        set_whole(self, "steps", "seed", "evaluate_every")
         every = self.evaluate_every
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
             raise ConfigurationError(f"evaluate_every is {every!r}: must be a whole number of updates, 1 or more")

@@ -10,6 +10,8 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from backstay_spec.whole import whole
+
 from ..errors import ConfigurationError
 from ._signature import Signature, TensorSpec, most_request_bytes, tensors_of
 
@@ -25,10 +27,11 @@ def padded_sizes(batch: int | Sequence[int]) -> tuple[int, ...]:
     Raises:
         ConfigurationError: a number is not a positive integer.
     """
+    batch = whole(batch)
     if isinstance(batch, int) and not isinstance(batch, bool):
         given = [batch, *(2**power for power in range(20) if 2**power < batch)]
     else:
-        given = list(batch) if isinstance(batch, Sequence) else []
+        given = [whole(size) for size in batch] if isinstance(batch, Sequence) else []
     valid = all(isinstance(size, int) and not isinstance(size, bool) and 0 < size <= 1 << 20 for size in given)
     if not given or not valid:
         raise ConfigurationError(f"`batch` is {batch!r:.100}: must be a positive integer, or a list of them")

@@ -27,6 +27,7 @@ from .._data import IMPURE, BatchKey, CheckedBatches, Prefetcher
 from .._result import History, Result
 from .._roles import Script, epochs_of, evaluated
 from .._update import (
+    NON_FINITE_LOSS,
     UPDATES,
     Objective,
     Rounding,
@@ -458,7 +459,8 @@ class Lead:
 
 
 class _Judge:
-    """Ends training after too many gradients that are not finite, and warns of leaves that no gradient reaches."""
+    """Ends training after too many gradients that are not finite. Warns of leaves that no gradient reaches, and of the
+    first loss that is not finite."""
 
     def __init__(self, tree: TreeSpec, max_non_finite: int, in_a_row: int) -> None:
         """`in_a_row` counts the newest updates before the first one that had such a gradient."""
@@ -466,6 +468,7 @@ class _Judge:
         self._most = max_non_finite
         self._in_a_row = in_a_row
         self._zero, self._untrained = ZeroLeaves(tree), Untrained()
+        self._warned = False
 
     def examine(self, report: StepReport) -> None:
         """
@@ -475,6 +478,9 @@ class _Judge:
         if found := self._untrained.update([self._zero.examine(report.step - 1, report.nonzero)]):
             leaves = self._tree.parameters.leaves
             _LOG.warning("%s", warning([leaves[leaf].path for leaf in found], len(leaves)))
+        if report.applied and not self._warned and not math.isfinite(report.loss):
+            self._warned = True
+            _LOG.warning(NON_FINITE_LOSS, report.step, report.loss)
         self._in_a_row = 0 if report.applied else self._in_a_row + 1
         if self._in_a_row >= self._most:
             raise JobFailed(

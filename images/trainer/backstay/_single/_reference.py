@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from backstay_spec.whole import whole
+
 from .._compute import Gradient, GradientFn, LocalProgram, LocalTraining, Placement, initial
 from .._data import BatchKey, draw
 from .._result import Result
@@ -111,6 +113,7 @@ def train_local(
         ConfigurationError: an argument, or a function's result, is invalid.
         JobFailed: ``NonFiniteGradients``.
     """
+    steps, world = whole(steps), whole(world)
     check_arguments(steps=steps, clip_norm=clip_norm, world=world)
     model = initial(init, seed)
     tree = describe(model, has_state=has_state)

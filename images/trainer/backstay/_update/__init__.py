@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ._engine._sums import BRANCHES, Tree
     from ._fragments import Turns, fragments_of
     from ._local_steps import LocalSteps, default_outer, local_settings, outer_optimizer
-    from ._objective import Objective, OwnGradients, all_finite
+    from ._objective import NON_FINITE_LOSS, Objective, OwnGradients, all_finite
     from ._partition import Partition, Piece, partition, parts_of_leaves
     from ._rules import Rule, analyse, called
     from ._selection import ALL, Selection
@@ -47,6 +47,7 @@ __all__ = [
     "BRANCHES",
     "CODECS",
     "MODEL_STATE",
+    "NON_FINITE_LOSS",
     "PARAMS",
     "STATE",
     "UPDATES",
@@ -114,6 +115,7 @@ _HOMES: Final = {
     "LeafSpec": "._tree",
     "LocalSteps": "._local_steps",
     "Mean": "._engine._kernels",
+    "NON_FINITE_LOSS": "._objective",
     "Objective": "._objective",
     "OwnGradients": "._objective",
     "Partition": "._partition",

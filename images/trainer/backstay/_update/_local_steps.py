@@ -7,6 +7,8 @@ from dataclasses import KW_ONLY, dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from backstay_spec.whole import set_whole
+
 from ..errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ class LocalSteps:
     mixing: float = 0.5
 
     def __post_init__(self) -> None:
+        set_whole(self, "count", "fragments", "overlap")
         if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
             raise ConfigurationError(f"LocalSteps: count is {self.count!r}: must be a whole number of steps, 1 or more")
         if not (callable(getattr(self.optimizer, "init", None)) and callable(getattr(self.optimizer, "update", None))):
@@ -128,12 +131,24 @@ def outer_optimizer(*, warmup: int = WARM_UP, fragments: int = 1) -> optax.Gradi
         raise ConfigurationError(
             f"outer_optimizer: warmup is {warmup!r} and fragments is {fragments!r}: must be at least 0 and at least 1"
         )
+    import jax
+    import jax.numpy as jnp
     import optax
 
     if not warmup:
         return optax.sgd(OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True)
     momentum = optax.linear_schedule(0.0, OUTER_MOMENTUM, warmup * fragments)
-    return optax.inject_hyperparams(optax.sgd)(learning_rate=OUTER_RATE, momentum=momentum, nesterov=True)
+
+    def sgd(params: Any) -> optax.GradientTransformationExtraArgs:
+        # By default, the hyperparameters have the dtype of the parameters, which may be complex.
+        real = jnp.zeros((), jnp.result_type(*(leaf.dtype for leaf in jax.tree_util.tree_leaves(params)))).real.dtype
+        injected = optax.inject_hyperparams(optax.sgd, hyperparam_dtype=real)
+        return injected(learning_rate=OUTER_RATE, momentum=momentum, nesterov=True)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return sgd(params).update(updates, state, params)
+
+    return optax.GradientTransformation(lambda params: sgd(params).init(params), update)
 
 
 def default_outer(local: LocalSteps, *, late: bool) -> tuple[optax.GradientTransformation, str]:

@@ -17,6 +17,10 @@ from ._tree import LeafSpec, TreeSpec, leaf_names
 _ADDED_TOGETHER = 64
 NEW_STATE = "loss returned a new state"
 GRADIENTS = "gradients returned gradients"
+NON_FINITE_LOSS = (
+    "the loss of step %d is %s although its gradients are finite, so the update was applied. A mean over an empty "
+    "batch is such a loss"
+)
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,8 @@ class OwnGradients:
 
     Attributes:
         function: gets what ``loss`` gets, and returns ``(result, gradients)``, as ``jax.value_and_grad`` makes it.
-            `result` is what ``loss`` would return, and `gradients` has the tree of the parameters.
+            `result` is what ``loss`` would return, and `gradients` has the tree of the parameters. For complex
+            parameters they are the conjugates of what JAX returns: optimizers of optax subtract them.
     """
 
     function: Callable[..., Any]
@@ -102,6 +107,7 @@ class Objective:
             )
         else:
             (loss, (metrics, state)), gradients = jax.value_and_grad(objective, has_aux=True)(trained)
+            gradients = [_ascent(leaf) for leaf in gradients]
         finite = all_finite(gradients)
         if state:
             finite = finite & _stays_finite(state, untrained)
@@ -189,6 +195,15 @@ def _as_leaf(leaf: LeafSpec, value: Any, what: str) -> Any:
         f"{role[0]} returned {_kind(value)} as the {role[1]} of {leaf.path}: must be {leaf.dtype.name}"
         f"{list(leaf.shape)}, as init returned it"
     )
+
+
+def _ascent(gradient: Any) -> Any:
+    """The direction in which the loss grows fastest, as optimizers of optax want it.
+
+    For a complex parameter, JAX returns its conjugate.
+    https://docs.jax.dev/en/latest/notebooks/autodiff_cookbook.html#complex-numbers-and-differentiation
+    """
+    return jnp.conj(gradient) if jnp.issubdtype(gradient.dtype, jnp.complexfloating) else gradient
 
 
 def _stays_finite(new: Sequence[Any], old: Sequence[Any]) -> Any:

@@ -47,7 +47,7 @@ def model_from(rule: Rule, read: _Read) -> Any:
 
 
 def optimizer_state_from(rule: Rule, initial: Any, read: _Read) -> Any:
-    """The optimizer's state that `read` returns.
+    """The optimizer's state that `read` returns, with the `Rule.constants` of the initial one.
 
     Args:
         initial: a state that ``optimizer.init`` returned.
@@ -55,7 +55,10 @@ def optimizer_state_from(rule: Rule, initial: Any, read: _Read) -> Any:
     specs = array_specs(rule)[len(rule.tree.leaves) :]
     leaves, treedef = jax.tree_util.tree_flatten(initial)
     restored = []
-    for leaf, state, spec in zip(leaves, rule.states, specs, strict=True):
+    for index, (leaf, state, spec) in enumerate(zip(leaves, rule.states, specs, strict=True)):
+        if index in rule.constants:
+            restored.append(leaf)
+            continue
         stored = read(spec.key, 0, spec.size) if spec.size else np.empty(0, spec.dtype)
         value = jnp.asarray(stored.reshape(spec.shape))
         if state.is_key:

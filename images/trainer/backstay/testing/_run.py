@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from backstay_client.embedded.preload import imports_of
 from backstay_spec import contract
 from backstay_spec.runtime import RuntimeConfig
+from backstay_spec.whole import whole
 
 from .._faults import ENV_FAULTS, parse
 from ..errors import ConfigurationError, JobFailed
@@ -121,6 +122,8 @@ def run(
         parse(text)
     except ValueError as error:
         raise ConfigurationError(str(error)) from None
+    workers, servers, standbys, backups = whole(workers), whole(servers), whole(standbys), whole(backups)
+    checkpoint_every, settings = whole(checkpoint_every), {name: whole(value) for name, value in settings.items()}
     fields = sorted(set(RuntimeConfig.model_fields) - _DISTINCT)
     if unknown := sorted(set(settings) - set(fields)):
         raise ConfigurationError(f"{unknown[0]} is not a setting of a job: must be one of {', '.join(fields)}")

@@ -64,6 +64,11 @@ def changes_of(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, 
     if different and "optimizer" in different:
         mine, theirs = now.get("optimizer_constants", "").split(), before.get("optimizer_constants", "").split()
         old, new = [one for one in theirs if one not in mine], [one for one in mine if one not in theirs]
-        shown = f": {' '.join(old) or 'nothing'} was replaced by {' '.join(new) or 'nothing'}" if old or new else ""
-        changes.insert(0, f"the optimizer computes another update{shown}")
+        changes.insert(0, f"the optimizer computes another update{_replaced(' '.join(old), ' '.join(new))}")
     return tuple(changes)
+
+
+def _replaced(old: str, new: str) -> str:
+    if old and new:
+        return f": {old} was replaced by {new}"
+    return f": it no longer has {old}" if old else f": {new} is new in it" if new else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Sequence
 
@@ -11,7 +12,7 @@ from backstay_spec.job_report import JobReport
 
 from ..._coordination import SAME, SameLosses
 from ..._data import IMPURE
-from ..._update import Untrained, warning
+from ..._update import NON_FINITE_LOSS, Untrained, warning
 
 __all__ = ["Mistakes"]
 
@@ -30,9 +31,15 @@ class Mistakes:
         self._lock = threading.Lock()
         self._untrained_leaves: list[str] = []
         self._of_batches: set[str] = set()
+        self._non_finite_loss: int | None = None
 
-    def examine(self, infos: Sequence[GradientInfo]) -> None:
-        """Look at the contributions of an update that was not skipped."""
+    def examine(self, step: int, infos: Sequence[GradientInfo]) -> None:
+        """Look at the contributions of the update to version `step`, which was not skipped."""
+        wrong = next((info.loss for info in infos if not math.isfinite(info.loss)), None)
+        if wrong is not None and self._non_finite_loss is None:
+            with self._lock:
+                self._non_finite_loss = step
+            _LOG.warning(NON_FINITE_LOSS, step, wrong)
         if self._same_losses.update([info.loss for info in infos]):
             self._name("SameBatches", SAME)
         if any(info.impure for info in infos):
@@ -48,7 +55,9 @@ class Mistakes:
         """The rows about mistakes."""
         with self._lock:
             return JobReport(
-                untrained_leaves=list(self._untrained_leaves), mistakes_of_batches=sorted(self._of_batches)
+                untrained_leaves=list(self._untrained_leaves),
+                mistakes_of_batches=sorted(self._of_batches),
+                non_finite_loss=self._non_finite_loss,
             )
 
     def _name(self, reason: str, text: str) -> None:

@@ -116,7 +116,7 @@ class JobObserver:
             loss=loss,
         )
         if not commit.skip:
-            self._mistakes.examine(infos)
+            self._mistakes.examine(self._step, infos)
         for epoch in updated.ended:
             _LOG.info("%s (step %d)", epoch, self._step, extra={"fields": {"epoch": asdict(epoch)}})
         rates = self._rates.at_update(now, last=commit.final)

@@ -78,7 +78,7 @@ class ShardEngine:
         """Start from a checkpoint, which may be of another number of shards.
 
         Args:
-            partition, shard, rule: as in the constructor.
+            partition, shard, rule: as in the constructor. `Rule.constants` are the rule's and not the checkpoint's.
             read: ``read(key, start, stop)`` gives elements ``start:stop`` of the flattened array `key` of
                 `array_specs(rule)`, 1-D, of its dtype.
             version: the checkpoint's version.
@@ -88,7 +88,8 @@ class ShardEngine:
         """
         engine = cls.__new__(cls)
         engine._prepare(partition, shard, rule, version)
-        engine._load(read)
+        constants = _Whole(rule, [], dict(zip(rule.constants, rule.initial_state((), rule.constants), strict=True)))
+        engine._load(lambda *part: constants.read(*part) if part[0] in constants else read(*part))
         return engine
 
     @property
@@ -519,14 +520,17 @@ class _WholeGroup:
 
 
 class _Whole:
-    """`read` of whole arrays in memory."""
+    """`read` of whole arrays in memory; `leaves` may be empty."""
 
     def __init__(self, rule: Rule, leaves: Sequence[Array], states: Mapping[int, jax.Array]) -> None:
         self._rule = rule
         self._flat: dict[str, Array] = {
-            spec.key: leaf.reshape(-1) for spec, leaf in zip(rule.tree.leaves, leaves, strict=True)
+            spec.key: leaf.reshape(-1) for spec, leaf in zip(rule.tree.leaves[: len(leaves)], leaves, strict=True)
         }
         self._flat |= {STATE + rule.states[index].path: _view(value) for index, value in states.items()}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._flat
 
     def read(self, key: str, start: int, stop: int) -> Array:
         return self._flat[key][start:stop]

@@ -74,6 +74,9 @@ class Flat:
     def shape(self, atom: Atom) -> tuple[int, ...]:
         return atom.shape if isinstance(atom, Literal) else tuple(self.avals[atom].shape)
 
+    def dtype(self, atom: Atom) -> Any:
+        return atom.value.dtype if isinstance(atom, Literal) else self.avals[atom].dtype
+
 
 def flatten(closed: Any) -> Flat:
     """Inline the calls of a closed jaxpr."""
@@ -180,6 +183,36 @@ def dependencies(flat: Flat, masks: Sequence[int]) -> list[int]:
             results = [union] * len(equation.outputs)
         env.update(zip(equation.outputs, results, strict=True))
     return [read(atom) for atom in flat.outputs]
+
+
+def unchanged(flat: Flat, atom: Atom) -> int | None:
+    """The index of the input that `atom` always equals; None: `atom` may be something else.
+
+    A condition passes an input on if each of its branches does.
+    """
+    positions = {var: index for index, var in enumerate(flat.inputs)}
+    producers = {out: eqn for eqn in flat.equations for out in eqn.outputs}
+
+    def find(atom: Atom) -> int | None:
+        if isinstance(atom, Literal):
+            return None
+        if atom in positions:
+            return positions[atom]
+        equation = producers[atom]
+        if equation.branches:
+            place = equation.outputs.index(atom)
+            inner = [unchanged(branch, branch.outputs[place]) for branch in equation.branches]
+            return common(None if at is None else find(equation.inputs[1 + at]) for at in inner)
+        if equation.name == "select_n":
+            return common(map(find, equation.inputs[1:]))
+        same = equation.name == "convert_element_type" and flat.dtype(equation.inputs[0]) == flat.dtype(atom)
+        return find(equation.inputs[0]) if same or equation.name in ("copy", "copy_p") else None
+
+    def common(found: Iterable[int | None]) -> int | None:
+        one, *others = set(found)
+        return None if others else one
+
+    return find(atom)
 
 
 def _branch(flat: Flat) -> Any:

@@ -16,7 +16,7 @@ from .._tree import LeafSpec, TreeSpec
 from ._advice import factories, together
 from ._digest import ProgramDigest, program_digest, structure_digest
 from ._elementwise import Expressions, NotElementwiseError
-from ._flat import Flat, Slicer, evaluate
+from ._flat import Flat, Slicer, dependencies, evaluate, unchanged
 from ._groups import Split, split
 from ._signature import of_flat
 from ._trace import StateSpec, Trace, trace
@@ -120,6 +120,9 @@ class Rule:
         treedef: the structure of the state, of which `states` are the leaves.
         groups: every leaf of the model in exactly one, ordered by their first leaf.
         shared: the state leaves that no gradient reaches; every shard keeps and advances a copy.
+        constants: the state leaves that no update changes, and that no parameter had a part in, such as the
+            hyperparameters of `optax.inject_hyperparams`. They are values of the script. So a checkpoint's values of
+            them are not used.
         programs: what updates groups; groups with the same program are updated in the same way.
         cache: values that users of the rule compile and want to keep as long as the rule.
     """
@@ -129,6 +132,7 @@ class Rule:
     treedef: Any
     groups: tuple[Group, ...]
     shared: tuple[int, ...]
+    constants: tuple[int, ...]
     programs: tuple[Program, ...]
     _init: Flat  # parameters to states
     _advance: Flat
@@ -254,12 +258,23 @@ class _Analysis:
             treedef=self.trace.treedef,
             groups=tuple(groups),
             shared=self.parts.shared,
+            constants=self._constants(),
             programs=tuple(self.programs),
             _init=self.trace.init,
             _advance=advance,
             _advance_inputs=tuple(index - leaves for index in used),
             _split=self.parts,
             _made_by=self.made_by,
+        )
+
+    def _constants(self) -> tuple[int, ...]:
+        """See `Rule.constants`."""
+        flat, init, leaves = self.trace.flat, self.trace.init, len(self.trace.tree.leaves)
+        read = dependencies(init, [1] * len(init.inputs))
+        return tuple(
+            index
+            for index in range(len(self.trace.states))
+            if not read[index] and unchanged(flat, flat.outputs[leaves + index]) == leaves + index
         )
 
     def _group(self, members: tuple[int, ...], states: tuple[int, ...]) -> Group:

@@ -1,0 +1,27 @@
+"""Whole numbers that users pass, which may be those of NumPy or JAX."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+__all__ = ["set_whole", "whole"]
+
+
+def whole(value: Any) -> Any:
+    """The `int` of a whole number of any type, such as ``np.int64(3)`` or ``jnp.asarray(3)``.
+
+    Everything else is returned unchanged, and so are booleans: the caller refuses them.
+    """
+    if isinstance(value, bool | int | float | str) or value is None:
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return value
+
+
+def set_whole(instance: object, *names: str) -> None:
+    """Replace these attributes of a frozen dataclass by `whole` of them."""
+    for name in names:
+        object.__setattr__(instance, name, whole(getattr(instance, name)))

@@ -1,0 +1,59 @@
+"""Arguments of `train` and of its helpers in the types that scripts have."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import backstay
+from backstay import LocalSteps, StoreTo
+from backstay.errors import ConfigurationError
+from backstay_spec.whole import whole
+
+KINDS = [np.int64, np.int32, np.uint8, np.asarray, lambda value: jnp.asarray(value, jnp.int32)]
+
+
+def arguments(**more):
+    return {
+        "init": lambda key: {"w": jnp.zeros(())},
+        "loss": lambda params, batch: (params["w"] - 1.0) ** 2,
+        "batches": backstay.from_dataset(np.zeros((8, 1)), batch_size=2),
+        "optimizer": optax.sgd(0.1),
+        "steps": 2,
+        **more,
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_numbers_of_numpy_and_jax_are_whole_numbers(kind) -> None:
+    result = backstay.train(
+        **arguments(
+            steps=kind(2),
+            seed=kind(3),
+            evaluate_every=kind(1),
+            evaluate=lambda params: {"w": 1.0},
+            batches=backstay.from_dataset(
+                np.zeros((8, 1)), batch_size=kind(2), seed=kind(1), workers=kind(1), ahead=kind(1)
+            ),
+            local=LocalSteps(kind(2), optax.sgd(0.1), fragments=kind(1), overlap=kind(0)),
+            optimizer=None,
+        )
+    )
+    assert result.step == 2
+    kept = StoreTo("/tmp/x", every_steps=kind(3), keep=kind(2))
+    assert (type(kept.every_steps), kept.every_steps, kept.keep) == (int, 3, 2)
+
+
+@pytest.mark.parametrize("value", [True, 1.0, np.float64(2), "3", np.bool_(True), np.zeros(2, int), None])
+def test_what_is_not_a_whole_number_is_refused(value) -> None:
+    assert whole(value) is value
+    with pytest.raises(ConfigurationError, match="must be a whole number"):
+        backstay.train(**arguments(steps=value))
+
+
+def test_disabled_jit_is_refused_in_one_sentence_with_what_to_use_instead() -> None:
+    with jax.disable_jit(), pytest.raises(ConfigurationError, match=r"call loss\(params, batch\) by itself"):
+        backstay.train(**arguments())
