@@ -79,6 +79,7 @@ class Blocked(StrEnum):
     GATED = "SchedulingGated"
     REFUSED = "PodRefused"
     NOT_STARTED = "NotStarted"
+    NOT_ADMITTED = "NotAdmitted"
     NOT_JOINED = "NotJoined"
 
     @property
@@ -103,6 +104,8 @@ _WAITING: Final = {
 }
 #: Exit codes above it are 128 + the signal that ended the process: the convention of shells and container runtimes.
 SIGNALLED: Final = 128
+UNKNOWN_STATE: Final = "ContainerStatusUnknown"
+"""The reason of a container's end that its node does not know."""
 TRAINED: Final = "Trained"
 AFTER_TRAINING_FAILED: Final = "AfterTrainingFailed"
 STOPPED_EARLY: Final = "StoppedEarly"
@@ -264,23 +267,47 @@ def verdict_of(pod: Manifest) -> Verdict:
 
 
 def _exit_verdict(status: Mapping[str, Any], state: Mapping[str, Any] | None, reason: str, reported: str) -> Verdict:
+    if (failed := _failed_init(status, state)) is not None:
+        return failed
     states = [(s.get("state") or {}).get("terminated") for s in status.get("containerStatuses") or ()]
     if any(s is not None and s.get("reason") == "OOMKilled" for s in states):
         return Verdict(Cause.OUT_OF_MEMORY, "a container needed more memory than its limit (OOMKilled)")
     if state is None:
         return Verdict(Cause.CRASHED, _joined(reason or "its container has no exit status", reported))
-    if state.get("reason") == "ContainerStatusUnknown":
-        return Verdict(Cause.NODE_LOST, "the node lost its container (ContainerStatusUnknown)")
-    code = state.get("exitCode")
-    if code == 0:
+    if state.get("reason") == UNKNOWN_STATE:
+        return Verdict(Cause.NODE_LOST, f"the node lost its container ({UNKNOWN_STATE})")
+    if state.get("exitCode") == 0:
         why = "exit code 0 before the job was done: the script must call backstay.train, and wait for what it returns"
         return Verdict(Cause.EXITED_EARLY, why)
-    named = state.get("reason") or ""
-    text = exit_text(code if isinstance(code, int) else -1)
+    return Verdict(Cause.CRASHED, _end_text(state))
+
+
+def _failed_init(status: Mapping[str, Any], state: Mapping[str, Any] | None) -> Verdict | None:
+    """The verdict about a pod whose trainer never ran because an init container failed; None: none did.
+
+    An init container that runs beside the trainer, a sidecar, is restarted when it fails. It ends with the pod.
+    """
+    if state is not None and state.get("reason") != UNKNOWN_STATE:
+        return None
+    for container in status.get("initContainerStatuses") or ():
+        ended = (container.get("state") or {}).get("terminated")
+        if ended is None or ended.get("exitCode") == 0 or ended.get("reason") == UNKNOWN_STATE:
+            continue
+        name = f"the init container {container.get('name', '')}"
+        if ended.get("reason") == "OOMKilled":
+            return Verdict(Cause.OUT_OF_MEMORY, f"{name} needed more memory than its limit (OOMKilled)")
+        return Verdict(Cause.CRASHED, f"{name} failed with {_end_text(ended)}")
+    return None
+
+
+def _end_text(state: Mapping[str, Any]) -> str:
+    """The exit code of a container that has ended, with its reason and its final message."""
+    code, named = state.get("exitCode"), state.get("reason") or ""
+    number = code if isinstance(code, int) else -1
+    text = exit_text(number)
     if named not in ("", "Error"):
         text = f"{text}, {named}"
-    words = _final_message(state.get("message") or "", code if isinstance(code, int) else -1)
-    return Verdict(Cause.CRASHED, text + words)
+    return text + _final_message(state.get("message") or "", number)
 
 
 def exit_text(code: int) -> str:
@@ -301,6 +328,10 @@ def obstacle_of(pod: Manifest) -> Obstacle | None:
         for container in _statuses(pod, kind):
             state = container.get("state") or {}
             waiting = state.get("waiting") or {}
+            ended = (container.get("lastState") or {}).get("terminated")
+            if waiting.get("reason") == "CrashLoopBackOff" and ended is not None:
+                text = f"the container {container.get('name', '')} ends again and again: {_end_text(ended)}"
+                return Obstacle(Blocked.NOT_STARTED, text)
             blocked = _WAITING.get(waiting.get("reason") or "")
             if blocked is not None:
                 reported = _joined(waiting["reason"], waiting.get("message") or container.get("image") or "")

@@ -26,6 +26,7 @@ _NOT_TRAINED: Final = (
     "and must wait for what it returns"
 )
 
+_FOLDERS: Final = re.compile(r"[^\s'\":]*/")
 _FRAME: Final = re.compile(r'\s*File "([^"]+)", line (\d+)')
 _FINAL: Final = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Z_]\w*)(?:: (.*))?$")
 _PYTHON: Final = re.compile(r"\S*python[\d.]*: (.*)$")
@@ -72,8 +73,11 @@ class Raised:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Equal for the same exception at the same place; without a place, for the same exception and message."""
-        return self.type, self.at or self.text
+        """Equal for the same exception at the same place; without a place, for the same exception and message.
+
+        Folders do not count: the folder of a volume, such as that of `spec.code`, may have another path in each pod.
+        """
+        return self.type, _FOLDERS.sub("", self.at or self.text)
 
     @property
     def summary(self) -> str:

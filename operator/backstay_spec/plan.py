@@ -23,6 +23,7 @@ from typing import Any
 
 from backstay_spec import contract, manifests_pod, names, status
 from backstay_spec.actions import Action, CreatePod, DeletePod, Plan
+from backstay_spec.advice import advice
 from backstay_spec.causes import Blocked
 from backstay_spec.events import Event, normal, warning
 from backstay_spec.job_report import INTERRUPTED, NO_RATES
@@ -50,7 +51,6 @@ from backstay_spec.planner.pods import own_pods
 from backstay_spec.planner.record import Record, standby_key
 from backstay_spec.planner.report import NewStatus
 from backstay_spec.runtime import Trained
-from backstay_spec.sidecars import misspelt_containers
 from backstay_spec.types import ObjectMeta, TrainingJob
 from backstay_spec.types_status import Role, TrainingJobStatus
 
@@ -254,9 +254,9 @@ def _running(facts: Facts, outline: _Outline) -> _Outline:
     decided = _judge_slots(facts, outline.record, slots)
     outline = replace(outline, record=decided.record, effects=outline.effects + decided.effects)
     if facts.old.start_time is None:
-        advice = tuple(warning("UnusualContainerName", text) for text in misspelt_containers(facts.spec))
+        warnings = tuple(warning(reason, text) for reason, text in advice(facts.job))
         fields = {**outline.fields, "start_time": status.whole_seconds(facts.now)}
-        outline = replace(outline, effects=outline.effects + Effects(events=advice), fields=fields)
+        outline = replace(outline, effects=outline.effects + Effects(events=warnings), fields=fields)
     if decided.effects.failure is not None:
         return _ended(facts, outline, decided.effects.failure)
     record, obstructed = decided.record, decided.effects.obstructed

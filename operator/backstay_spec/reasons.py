@@ -69,6 +69,7 @@ _POD_START: Final = {
     "Unschedulable": "No node that the pod may use has enough free resources.",
     "SchedulingGated": "A queue or a person has set scheduling gates on a pod. The deadline does not count this time.",
     "PodRefused": "A quota or an admission webhook refused a pod.",
+    "NotAdmitted": "Pods of a slot end before they start. The message has the newest reason.",
     "NotStarted": "The kubelet has not started a container after 30 seconds.",
     "NotJoined": "A container runs, but its script has not called `train`, or `train` cannot reach the servers.",
 }
@@ -245,6 +246,18 @@ EVENTS: Final[tuple[EventDoc, ...]] = (
         "Free space, or correct the rights of the folder.",
     ),
     EventDoc(
+        "ArgsWithoutCommand",
+        "Warning",
+        "`spec.args` is given without `spec.command`. It replaces the command of an image without an entrypoint.",
+        'Write `spec.command`, such as `["python", "train.py"]`.',
+    ),
+    EventDoc(
+        "LabelIgnored",
+        "Warning",
+        "The job has a label or annotation that queues, schedulers or meshes read from pods. The pods do not get it.",
+        "Write it where the message says. For Kueue that is `spec.scheduling.queue`.",
+    ),
+    EventDoc(
         "UnusualContainerName",
         "Warning",
         "A template has a container whose name is similar to `trainer`. It runs beside the training container.",
@@ -286,6 +299,12 @@ EVENTS: Final[tuple[EventDoc, ...]] = (
         "Warning",
         "The gradient of the named parameters was exactly zero in the first updates of every worker.",
         "Remove these parameters, correct `loss`, or make them model state with `has_state=True`.",
+    ),
+    EventDoc(
+        "NonFiniteLoss",
+        "Warning",
+        "The loss of an update was NaN or infinite although its gradients were finite. The update was applied.",
+        "Look for an empty batch, a division by zero or a logarithm of zero in `batches` and `loss`.",
     ),
     EventDoc(
         "SameBatches",

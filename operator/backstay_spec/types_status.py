@@ -86,6 +86,15 @@ class Backoff(StatusModel):
     failures: int = 0
     """Crashes in a row before the first gradient."""
 
+    deaths: int = 0
+    """Deaths in a row, of any cause, of pods that did no work."""
+
+    unstarted_since: PreciseTime | None = None
+    """The first of these deaths, while no container of these pods has started."""
+
+    last: str = ""
+    """The reason for the newest of these deaths."""
+
     not_before: PreciseTime | None = None
     """The replacement is not created before this time."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from datetime import timedelta
 
 import pytest
@@ -147,3 +148,113 @@ def test_o4_a_rank_that_crashes_again_and_again_fails_a_job_that_has_not_trained
     if fails:
         assert cluster.condition("Failed")["reason"] == "CrashLoop"
         assert "not today" in cluster.condition("Failed")["message"]
+
+
+def refused(reason: str) -> dict:
+    """The status of a pod that its node did not admit, or lost before a container started."""
+    return {"phase": "Failed", "reason": reason, "message": "no room"}
+
+
+def disrupted(reason: str) -> dict:
+    condition = {"type": "DisruptionTarget", "status": "True", "reason": reason, "message": "higher priority"}
+    return {"phase": "Failed", "conditions": [condition]}
+
+
+def init_failed() -> dict:
+    ended = {"exitCode": 3, "reason": "Error", "message": "no such bucket"}
+    return {
+        "phase": "Failed",
+        "initContainerStatuses": [{"name": "download", "state": {"terminated": ended}}],
+        "containerStatuses": [{"name": "trainer", "state": {"waiting": {"reason": "PodInitializing"}}}],
+    }
+
+
+KILLERS = {
+    "UnexpectedAdmissionError": lambda: refused("UnexpectedAdmissionError"),
+    "OutOfcpu": lambda: refused("OutOfcpu"),
+    "NodeAffinity": lambda: refused("NodeAffinity"),
+    "Evicted": lambda: refused("Evicted"),
+    "NodeShutdown": lambda: refused("NodeShutdown"),
+    "preempted": lambda: disrupted("PreemptionByScheduler"),
+    "drained": lambda: disrupted("EvictionByEvictionAPI"),
+    "init container": init_failed,
+    "force-deleted": lambda: None,
+    "lost container": lambda: {
+        "phase": "Failed",
+        "containerStatuses": [
+            {"name": "trainer", "state": {"terminated": {"exitCode": 137, "reason": "ContainerStatusUnknown"}}}
+        ],
+    },
+}
+
+
+def storm(cluster, slot, status, seconds: int, per_second: int = 10) -> list[float]:
+    """Every pod of a slot dies as soon as it exists; returns the times of the pods that were created."""
+    created, known, began = [], set(cluster.pods), cluster.now
+    for _ in range(seconds * per_second):
+        for name in [name for name in cluster.living() if f"-{slot}-" in name]:
+            if status is None:
+                del cluster.pods[name]
+            else:
+                cluster.pods[name]["status"] = status
+        cluster.settle()
+        created += [(cluster.now - began).total_seconds() for name in cluster.pods if name not in known]
+        known |= set(cluster.pods)
+        if "Failed" in cluster.status.get("phase", ""):
+            break
+        cluster.tick(1 / per_second)
+    return created
+
+
+@pytest.mark.parametrize("standbys", [0, 1])
+@pytest.mark.parametrize("slot", ["ps-0", "worker-0"])
+@pytest.mark.parametrize("killer", list(KILLERS))
+def test_no_cause_of_death_makes_pods_without_limit(make_cluster, killer: str, slot: str, standbys: int) -> None:
+    """O4: from the third death in a row on, a slot gets at most one pod a second, and the waits grow."""
+    servers = {"replicas": 1, "standbys": standbys}
+    cluster = make_cluster({**SPEC, "parameterServers": servers})
+    cluster.settle()
+    created = storm(cluster, slot, KILLERS[killer](), 60)
+    assert len(created) <= 3 + 6 * (1 + (standbys and slot == "ps-0"))
+    if not standbys:
+        assert all(later - earlier >= 1 for earlier, later in itertools.pairwise(created[2:]))
+
+
+@pytest.mark.parametrize("slot", ["ps-0", "worker-0"])
+@pytest.mark.parametrize("killer", ["UnexpectedAdmissionError", "OutOfcpu", "preempted", "force-deleted"])
+def test_a_slot_whose_pods_never_start_counts_towards_the_deadline(running, killer: str, slot: str) -> None:
+    policy = {"pendingDeadlineSeconds": 120}
+    cluster = running({**SPEC, "workers": {"replicas": 1}, "runPolicy": policy})
+    storm(cluster, slot, KILLERS[killer](), 60, per_second=2)
+    ready = cluster.condition("PodsReady")
+    assert ready["reason"] == "NotAdmitted"
+    assert "pods in a row ended before they started, the last with" in ready["message"]
+    assert cluster.status["phase"] != "Failed"
+    storm(cluster, slot, KILLERS[killer](), 70, per_second=2)
+    failed = cluster.condition("Failed")
+    assert failed["reason"] == "NotAdmitted"
+    assert "within spec.runPolicy.pendingDeadlineSeconds (120 s)" in failed["message"]
+
+
+def test_an_init_container_that_fails_is_charged_and_ends_the_job_with_its_name(make_cluster) -> None:
+    cluster = make_cluster(SPEC)
+    cluster.settle()
+    created = storm(cluster, "worker-0", init_failed(), 60)
+    assert len(created) == 5
+    failed = cluster.condition("Failed")
+    assert failed["reason"] == "CrashLoop"
+    assert "the init container download failed with exit code 3: no such bucket" in failed["message"]
+
+
+def test_two_preemptions_in_a_row_cost_no_time_and_work_ends_the_row(running) -> None:
+    cluster = running(SPEC)
+    for _ in range(2):
+        name = cluster.named(WORKER, 0)
+        cluster.pods[name]["status"] = disrupted("PreemptionByScheduler")
+        cluster.settle()
+        assert cluster.named(WORKER, 0) != name
+    cluster.run_all()
+    cluster.tick(2)
+    cluster.run_all()
+    cluster.settle()
+    assert not cluster.status.get("backoff")

@@ -55,6 +55,27 @@ def test_most_workers_with_one_exception_fail_the_job_immediately(make_cluster):
     assert not cluster.living()
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        lambda folder: says("ValueError", f"{folder}/train.py:3"),
+        lambda folder: LOG.replace("/backstay/code", folder),
+        lambda folder: f"python: can't open file '{folder}/train.py': [Errno 2] No such file or directory",
+        lambda folder: f"usage: {folder}/train.py [-h] N\n{folder}/train.py: error: argument N: invalid int value: 'x'",
+    ],
+    ids=["message", "log", "no file", "usage"],
+)
+def test_the_folder_of_the_script_may_differ_between_pods(make_cluster, said):
+    """A node that runs pods as processes has another folder of `spec.code` for each."""
+    cluster = started(make_cluster)
+    for index, (role, number) in enumerate([(SERVER, 0), (SERVER, 1), (WORKER, 0), (WORKER, 1), (WORKER, 2)]):
+        if cluster.status["phase"] == "Failed":
+            break
+        crash(cluster, role, number, said(f"/run/{index:032x}/volumes/backstay-code"), 2 if "usage" in said("") else 1)
+    assert cluster.condition("Failed")["reason"] == "ScriptFailed"
+    assert "train.py" in cluster.condition("Failed")["message"]
+
+
 def test_an_import_that_fails_is_read_from_the_log(make_cluster):
     """A script that fails before it imports backstay leaves its log's end; all servers are enough."""
     cluster = started(make_cluster)
@@ -210,7 +231,8 @@ def test_what_python_prints_names_the_exception(make_cluster, log, key):
     cluster = started(make_cluster)
     name = cluster.named(WORKER, 0)
     cluster.end(name, 1, log)
-    assert raised_by(cluster.pods[name]).key == key
+    raised = raised_by(cluster.pods[name])
+    assert (raised.type, raised.at or raised.text) == key
 
 
 USAGE = "usage: train.py [-h] [--lr LR]\ntrain.py: error: unrecognized arguments: --rl 1\n"

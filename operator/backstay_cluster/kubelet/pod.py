@@ -19,7 +19,7 @@ from backstay_cluster.kubelet.container import QUICK_RETRY_SECONDS, RETRY_SECOND
 from backstay_cluster.kubelet.files import NotReadyError, Volumes, field_of
 from backstay_cluster.kubelet.node import GPU, PodNode, PoolEmptyError, is_set_within
 from backstay_cluster.kubelet.objects import Object, container_requests, is_terminal, timestamp
-from backstay_cluster.kubelet.status import ContainerRecord, conditions_of, covers, phase_of, terminated
+from backstay_cluster.kubelet.status import ContainerRecord, conditions_of, covers, phase_of, terminated, waiting
 
 logger = logging.getLogger(__name__)
 MAX_RETRY_SECONDS = 5.0
@@ -41,6 +41,8 @@ class PodWorker:
         spec = pod["spec"]
         self._init = [_record(c, init=True) for c in spec.get("initContainers") or []]
         self._records = [_record(c, init=False) for c in spec.get("containers") or []]
+        for record in [*self._init[1:], *(self._records if self._init else ())]:
+            record.state = waiting("PodInitializing")
         self._containers: dict[str, ContainerProcess] = {}
         self._address: str | None = None
         self._started_at: str | None = None
@@ -51,6 +53,7 @@ class PodWorker:
         self._leaving = asyncio.Event()  # deletionTimestamp is set, or the pod was deleted
         self.ended = asyncio.Event()  # no process runs, and none will start
         self._gone = False
+        self._over = False  # the containers have ended, or will never be started
         self._lent = False
         self._grace = DEFAULT_GRACE
         self._volumes: Volumes | None = None
@@ -179,6 +182,7 @@ class PodWorker:
         for record in [*self._init, *self._records]:
             if record.exit_code is None:
                 self._never_started(record)
+        self._over = True
         self._dirty.set()
 
     async def _run_containers(self, folders: Mapping[str, Any], policy: str) -> None:
@@ -228,11 +232,12 @@ class PodWorker:
         self._dirty.set()
 
     def _never_started(self, record: ContainerRecord) -> None:
-        if not record.last_state:
+        if record.last_state:
+            record.state = record.last_state
+        elif not record.init and all(init.exit_code == 0 for init in self._init):
             message = "The container was never started: its pod ended before"
             record.state = terminated(137, "ContainerStatusUnknown", message, finished=timestamp(time.time()))
-        else:
-            record.state = record.last_state
+        # Otherwise it waits for an init container, which did not succeed. A kubelet reports that permanently.
 
     def _fail(self, reason: str, message: str) -> None:
         self._failure = (reason, message)
@@ -250,7 +255,8 @@ class PodWorker:
         if self._stopping.is_set() and not alive and phase in ("Pending", "Running"):
             # It will not run again: the exit codes of its containers decide, independent of its restart policy.
             codes = [record.exit_code for record in [*self._init, *self._records]]
-            phase = "Succeeded" if all(code == 0 for code in codes) else phase if None in codes else "Failed"
+            if self._over or None not in codes:
+                phase = "Succeeded" if all(code == 0 for code in codes) else "Failed"
         status: Object = {"reason": None, "message": None}
         if self._failure is not None and not alive:
             phase = "Failed"

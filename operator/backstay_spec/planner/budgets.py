@@ -1,7 +1,8 @@
 """Decides the cost of a pod's death (O4), and whether its slot may have another pod.
 
 A crash is charged to its role's `maxRestarts`. A disruption is replaced without charge. A slot backs off if its pods
-crash before they did any work.
+die before they did any work. It waits after each crash, and from the third death in a row on after any death. So no
+cause makes pods without limit.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from typing import Final, TypeAlias
 
 from backstay_spec import contract
 from backstay_spec.causes import Verdict
+from backstay_spec.events import one_line
 from backstay_spec.names import Slot
 from backstay_spec.planner.effects import JobFailure
 from backstay_spec.planner.facts import Facts
-from backstay_spec.planner.pods import PodView, has_worked, is_settled
+from backstay_spec.planner.pods import PodView, created_at, has_run, has_worked, is_settled
 from backstay_spec.planner.record import Record, standby_key
 from backstay_spec.types import TrainingJobSpec
 from backstay_spec.types_status import Backoff
@@ -35,6 +37,11 @@ LONGEST_WAIT: Final = timedelta(seconds=60)
 # After this many crashes in a row of one slot before the first update, the script is considered broken. The waits are
 # 1 + 2 + 4 + 8 + 16 s. No work is lost by then. After the first update, the budgets decide.
 HOPELESS: Final = 6
+# Disruptions in a row without a wait.
+UNPACED: Final = 2
+# A pod that ran for this long before a disruption is not in a row of deaths, even without known work.
+LIVED: Final = LONGEST_WAIT
+_LAST: Final = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +50,7 @@ class Cost:
 
     Attributes:
         charged: the death is charged to the role's budget.
-        backoff: the slot's back-off after this death; None: no crashes in a row.
+        backoff: the slot's back-off after this death; None: its pods have worked.
         wait: the next pod is not created before this time; None: it is created immediately.
     """
 
@@ -65,8 +72,10 @@ def cost_of_pod(facts: Facts, record: Record, pod: PodView, verdict: Verdict) ->
     """The cost of the death of a slot's current pod; a failure of the job if no replacement can help."""
     slot = pod.slot
     known = record.backoff.get(slot.key)
+    # A crash in the first step may come before the next answer of the servers. It does not end a row of deaths.
+    worked = (has_worked if known is None else is_settled)(pod, facts.progress)
     if not verdict.cause.charged:
-        return Cost(charged=False, backoff=known)
+        return _uncharged(facts, pod, known, verdict, worked=worked)
     if is_spent(facts, record, slot):
         budget = max_restarts(facts.spec, slot.role)
         return JobFailure(
@@ -74,11 +83,9 @@ def cost_of_pod(facts: Facts, record: Record, pod: PodView, verdict: Verdict) ->
             f"{slot.text} (pod {pod.name}) died ({verdict.cause}: {verdict.text}), and the "
             f"{budget_field(slot.role)} of {budget} is used up",
         )
-    # A crash in the first step may come before the next answer of the servers. It does not end a row of crashes.
-    worked = has_worked if known is None else is_settled
-    if worked(pod, facts.progress):
+    if worked:
         return Cost(charged=True, backoff=None)
-    backoff = backed_off(known, facts.now, facts.settings.first_wait)
+    backoff = backed_off(facts, known, verdict, started=has_run(pod), charged=True)
     if backoff.failures >= HOPELESS and slot.role != contract.ROLE_EVALUATOR and not facts.trained:
         return JobFailure(
             "CrashLoop",
@@ -90,15 +97,24 @@ def cost_of_pod(facts: Facts, record: Record, pod: PodView, verdict: Verdict) ->
 
 def cost_of_standby(facts: Facts, record: Record, standby: PodView, verdict: Verdict) -> StandbyVerdict:
     """Returns the cost of the death of a standby, which is the same, but a spent budget ends only the standbys."""
-    known = record.backoff.get(standby_key(standby.slot))
+    known, worked = record.backoff.get(standby_key(standby.slot)), has_worked(standby, facts.progress)
     if not verdict.cause.charged:
-        return Cost(charged=False, backoff=known)
+        return _uncharged(facts, standby, known, verdict, worked=worked)
     if is_spent(facts, record, standby.slot):
         return NoReplacement()
-    if has_worked(standby, facts.progress):
+    if worked:
         return Cost(charged=True, backoff=known)
-    backoff = backed_off(known, facts.now, facts.settings.first_wait)
+    backoff = backed_off(facts, known, verdict, started=has_run(standby), charged=True)
     return Cost(charged=True, backoff=backoff, wait=backoff.not_before)
+
+
+def _uncharged(facts: Facts, pod: PodView, known: Backoff | None, verdict: Verdict, *, worked: bool) -> Cost:
+    created = created_at(pod)
+    lived = has_run(pod) and created is not None and facts.now - created >= LIVED
+    if worked or lived:
+        return Cost(charged=False, backoff=None)
+    backoff = backed_off(facts, known, verdict, started=has_run(pod))
+    return Cost(charged=False, backoff=backoff, wait=backoff.not_before)
 
 
 def is_spent(facts: Facts, record: Record, slot: Slot) -> bool:
@@ -131,7 +147,23 @@ def wait_after(failures: int, first: timedelta = timedelta(seconds=1)) -> timede
     return min(LONGEST_WAIT, first * (1 << min(failures - 1, 6)))
 
 
-def backed_off(before: Backoff | None, now: datetime, first_wait: timedelta) -> Backoff:
-    """The back-off after one more such crash."""
-    failures = (before.failures if before is not None else 0) + 1
-    return Backoff(failures=failures, not_before=now + wait_after(failures, first_wait))
+def backed_off(
+    facts: Facts, before: Backoff | None, verdict: Verdict, *, started: bool, charged: bool = False
+) -> Backoff:
+    """The back-off after the death of one more pod that did no work.
+
+    Args:
+        started: whether a container of the pod ran.
+        charged: whether its death is charged, so that the next pod waits after the first one.
+    """
+    known, first = before or Backoff(), facts.settings.first_wait
+    failures, deaths = known.failures + charged, known.deaths + 1
+    waits = [wait_after(failures, first)] if charged else []
+    waits += [wait_after(deaths - UNPACED, first)] if deaths > UNPACED else []
+    return Backoff(
+        failures=failures,
+        deaths=deaths,
+        not_before=facts.now + max(waits) if waits else None,
+        unstarted_since=None if started else facts.now if before is None else known.unstarted_since,
+        last=one_line(f"{verdict.cause}: {verdict.text}", _LAST),
+    )

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from backstay_spec import contract
-from backstay_spec.causes import parse_time, parsed, terminated_state
+from backstay_spec.causes import UNKNOWN_STATE, parse_time, parsed, terminated_state
 from backstay_spec.goodput import WorkerPod, is_measured
 from backstay_spec.names import ROLE_OF_LABEL, Slot
 from backstay_spec.observed import Manifest, Progress
@@ -149,6 +149,20 @@ def _measured(message: Any) -> tuple[float, ...]:
     except (ValueError, TypeError):
         return ()
     return found if is_measured(found) else ()
+
+
+def has_run(view: PodView) -> bool:
+    """Whether a container of the pod runs or ran, init containers included."""
+    status: Mapping[str, Any] = view.raw.get("status") or {}
+    states = (
+        container.get("state") or {}
+        for kind in ("initContainerStatuses", "containerStatuses")
+        for container in status.get(kind) or ()
+    )
+    return any(
+        "running" in state or ("terminated" in state and state["terminated"].get("reason") != UNKNOWN_STATE)
+        for state in states
+    )
 
 
 def has_worked(view: PodView, progress: Progress | None) -> bool:

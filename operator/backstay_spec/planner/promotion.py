@@ -115,10 +115,14 @@ def successor(facts: Facts, record: Record, slot: Slot, pod: str, verdict: Verdi
     return Promote(standby, pod, verdict, counted, _in_sync(facts, slot, standby))
 
 
-def promoted(record: Record, slot: Slot, found: Promote) -> Decision:
-    """The record and the effects of a promotion."""
+def promoted(facts: Facts, record: Record, slot: Slot, found: Promote) -> Decision:
+    """The record and the effects of a promotion. If the standby has done no work yet, the next one may have to wait."""
     before, charged = record.active[slot.key], found.verdict.cause.charged
-    after = record.with_backoff(slot.key, None).with_backoff(standby_key(slot), None)
+    row = None
+    if not found.standby.ready:
+        known = record.backoff.get(standby_key(slot))
+        row = budgets.backed_off(facts, known, found.verdict, started=True)
+    after = record.with_backoff(slot.key, None).with_backoff(standby_key(slot), row)
     after = after.with_active(slot, found.standby.incarnation)
     held = "" if found.in_sync else " from the newest checkpoint, unless it has caught up since"
     text = (

@@ -50,7 +50,7 @@ def judge(facts: Facts, record: Record, slot: Slot, *, hold: bool = False) -> De
         return Decision(record, Effects(wake=found.until))
     decided = Decision(record)
     if isinstance(found, promotion.Promote):
-        decided = promotion.promoted(record, slot, found)
+        decided = promotion.promoted(facts, record, slot, found)
     decided = decided.then(_judge_slot(facts, decided.record, slot))
     if decided.effects.failure is not None or hold:
         return decided
@@ -71,10 +71,12 @@ def _judge_slot(facts: Facts, record: Record, slot: Slot, *, held: bool = False)
     if current == 0 or outlived or (not facts.was_desired(slot) and not refused):
         return _create(facts, record, slot, None)
     if waits is not None:
+        obstructed = Effects(obstructed=_row_of_deaths(record, slot))
         if facts.now >= waits:
-            return _create(facts, record, slot, None)
+            return _create(facts, record, slot, None).also(obstructed)
         superseded = pod is not None and pod.alive
-        return Decision(record, (_delete(pod, "Superseded") if superseded and pod else Effects()) + Effects(wake=waits))
+        deleted = _delete(pod, "Superseded") if superseded and pod else Effects()
+        return Decision(record, deleted + obstructed + Effects(wake=waits))
     if pod is not None:
         left = leaving.judge(facts, pod)
         if left.in_order:
@@ -93,7 +95,10 @@ def _judge_living(facts: Facts, record: Record, pod: PodView) -> Decision:
     if obstacle is None:
         return _judge_running(facts, record, pod)
     since = max(created_at(pod) or facts.now, facts.observed.gated.get(pod.uid) or _LONG_AGO)
-    effects = Effects(obstructed=(Obstructed(pod.slot, obstacle, since),))
+    found: tuple[Obstructed, ...] = (Obstructed(pod.slot, obstacle, since),)
+    if obstacle.blocked in (Blocked.NOT_STARTED, Blocked.UNSCHEDULABLE):
+        found = _row_of_deaths(record, pod.slot) or found
+    effects = Effects(obstructed=found)
     if obstacle.blocked.permanent:
         text = f"{pod.slot.text} (pod {pod.name}) cannot start: {obstacle.text}"
         effects = replace(effects, failure=JobFailure(obstacle.blocked, text))
@@ -150,10 +155,22 @@ def _judge_unseen(facts: Facts, record: Record, slot: Slot, incarnation: int) ->
     if not (status.holds(facts.conditions, status.PODS_CREATED) or name in facts.observed.witnessed):
         # It may never have existed: the operator can die between the status write and the create.
         return _create(facts, record, slot, None)
-    created_again = _create(facts, record.with_death(slot, GONE.cause, charged=False), slot, GONE.cause)
+    backoff = budgets.backed_off(facts, record.backoff.get(slot.key), GONE, started=False)
+    after = record.with_death(slot, GONE.cause, charged=False).with_backoff(slot.key, backoff)
+    wait = backoff.not_before
+    decided = Decision(after, Effects(wake=wait)) if wait is not None else _create(facts, after, slot, GONE.cause)
     death = FoundDead(slot.role, slot.index, incarnation, name, GONE.cause, charged=False)
-    event = death_event(facts, created_again.record, slot, incarnation, GONE, None)
-    return created_again.also(Effects(events=(event,), deaths=(death,)))
+    event = death_event(facts, decided.record, slot, incarnation, GONE, wait)
+    return decided.also(Effects(events=(event,), deaths=(death,)))
+
+
+def _row_of_deaths(record: Record, slot: Slot) -> tuple[Obstructed, ...]:
+    """The obstacle of a slot whose pods die before they start; empty for other slots."""
+    known = record.backoff.get(slot.key)
+    if known is None or known.unstarted_since is None or known.deaths <= budgets.UNPACED:
+        return ()
+    text = f"{known.deaths} pods in a row ended before they started, the last with {known.last}"
+    return (Obstructed(slot, Obstacle(Blocked.NOT_ADMITTED, text), known.unstarted_since),)
 
 
 def _die(facts: Facts, record: Record, pod: PodView, verdict: Verdict) -> Decision:
@@ -161,7 +178,7 @@ def _die(facts: Facts, record: Record, pod: PodView, verdict: Verdict) -> Decisi
     if facts.has_standbys:
         found = promotion.successor(facts, record, slot, pod.name, verdict)
         if isinstance(found, promotion.Promote):
-            return promotion.promoted(record, slot, found)
+            return promotion.promoted(facts, record, slot, found)
     cost = budgets.cost_of_pod(facts, record, pod, verdict)
     if isinstance(cost, JobFailure):
         death = FoundDead(slot.role, slot.index, pod.incarnation, pod.name, verdict.cause, charged=False)
