@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -102,7 +104,25 @@ class Held(type(SAMPLES)):
         return super().__call__(key)
 
 
+def clean_up() -> None:
+    """Installs a handler of SIGTERM and a function of `atexit`, which write files."""
+    folder, pod = Path(os.environ["CLEAN_UP"]), f"{os.environ.get('BACKSTAY_ROLE')}-{os.environ.get('BACKSTAY_INDEX')}"
+
+    def handle(number, frame):
+        put(folder / f"{pod}-handler", str(number))
+
+    signal.signal(signal.SIGTERM, handle)
+    atexit.register(lambda: put(folder / f"{pod}-atexit", "done"))
+
+
+def put(file, text):
+    file.with_suffix(".new").write_text(text)
+    file.with_suffix(".new").replace(file)
+
+
 def main() -> None:
+    if "CLEAN_UP" in os.environ:
+        clean_up()
     arguments = {
         "init": init,
         "loss": loss,

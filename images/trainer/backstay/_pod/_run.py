@@ -24,6 +24,7 @@ from .._process import (
     Stop,
     configure,
     describe,
+    end_after_script,
     end_process,
     hand_over,
     keep_output,
@@ -93,7 +94,7 @@ def run(environment: Environment, script: Script, began: float, checkpoint: obje
     if environment.role == contract.ROLE_EVALUATOR:
         _evaluate(pod)
     if environment.role == contract.ROLE_SERVER:
-        end_process(pod.serve())
+        end_after_script(pod.serve(), stop)
     return _work(pod)
 
 
@@ -110,6 +111,7 @@ def _work(pod: PodRunner) -> Result:
             result = pod.restore(environment.trained)
     except Stopped:
         write_termination(environment.termination_log, _last_message(worker))
+        pod.stop.call_script()
         sys.exit(SIGTERM_EXIT)
     except Exception as error:  # noqa: BLE001  # the end of this process
         fail(environment, error, {} if worker is None else worker.position)
@@ -128,9 +130,9 @@ def _evaluate(pod: PodRunner) -> NoReturn:
     try:
         ended = pod.evaluate()
     except Stopped:
-        end_process(SIGTERM_EXIT)
+        end_after_script(SIGTERM_EXIT, pod.stop)
     write_termination(pod.environment.termination_log, ended)
-    end_process(0)
+    end_after_script(0, pod.stop)
 
 
 def _explain_unused(environment: Environment, checkpoint: object) -> None:

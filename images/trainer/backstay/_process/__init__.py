@@ -1,8 +1,8 @@
 """Provides a pod's environment, log lines and exit, and its sockets at the level of the operating system.
 
 - `Environment` is what the operator gives a pod; `show_role` shows it in the list of processes.
-- `Stop` receives SIGTERM; `write_termination`, `end_process` and `hand_over` end a pod, and `describe` and `printed`
-  report its exception. `Interrupts` keeps Ctrl-C until one process has stored a checkpoint.
+- `Stop` receives SIGTERM; `write_termination`, `end_after_script` and `hand_over` end a pod, and `describe` and
+  `printed` report its exception. `Interrupts` keeps Ctrl-C until one process has stored a checkpoint.
 - `configure`, `Reporter` and `Bar` write log lines and progress; `keep_output` keeps the end of them for a report.
 - `Callers` receives the first bytes of connections to a port, within `Bounds`, or refuses the `Caller` as
   `Unwelcome`.
@@ -16,7 +16,7 @@ from ._bar import Bar, on_terminal
 from ._callers import Bounds, Caller, Callers, Unwelcome
 from ._compiling import one_compiles
 from ._environment import Environment
-from ._exit import SIGTERM_EXIT, Stop, end_process, write_termination
+from ._exit import SIGTERM_EXIT, Stop, end_after_script, end_process, write_termination
 from ._failure import describe, printed
 from ._guard import ConnectionGuard, Warnings
 from ._hanging import HANGS, hang_report, keep_output, output_end, stacks
@@ -47,6 +47,7 @@ __all__ = [
     "Warnings",
     "configure",
     "describe",
+    "end_after_script",
     "end_process",
     "hand_over",
     "hang_report",

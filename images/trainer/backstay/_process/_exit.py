@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
@@ -17,7 +18,7 @@ from typing import Any, Final, NoReturn
 
 from backstay_spec.job_report import LEAST_NEEDED
 
-__all__ = ["SIGTERM_EXIT", "Stop", "end_process", "termination_message", "write_termination"]
+__all__ = ["SIGTERM_EXIT", "Stop", "end_after_script", "end_process", "termination_message", "write_termination"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -26,6 +27,9 @@ SIGTERM_EXIT: Final = 128 + signal.SIGTERM
 # https://kubernetes.io/docs/tasks/debug/debug-application/determine-reason-pod-failure/
 _LIMIT: Final = 4096
 _NEEDED: Final = ("result", "reason", "step", "term", "checkpoint", "returned")
+
+_SCRIPT_SECONDS: Final = 5.0
+"""The time of a script's own clean-up in a pod in which `train` does not return."""
 
 
 class Stop:
@@ -73,6 +77,13 @@ class Stop:
         self._before = None
         if self._came or self.requested.is_set():
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def call_script(self) -> None:
+        """Call the script's own handler of SIGTERM, if it has one, as the signal would have. For the main thread, when
+        the pod has done its part. The handler may raise `SystemExit`."""
+        handler, self._before = self._before, None
+        if callable(handler):
+            handler(signal.SIGTERM, None)
 
     def request(self) -> None:
         """Do what SIGTERM does."""
@@ -132,6 +143,26 @@ def write_termination(path: Path | None, fields: Mapping[str, Any]) -> None:
         path.write_bytes(termination_message(fields))
     except OSError as error:
         _LOG.warning("the termination message could not be written to %s: %s", path, error)
+
+
+def end_after_script(code: int, stop: Stop) -> NoReturn:
+    """End a pod in which `train` does not return, after the clean-up of its script.
+
+    That is the handler of SIGTERM, if the pod ends for this signal, and then the functions of `atexit`. They have five
+    seconds together.
+    """
+    late = threading.Timer(_SCRIPT_SECONDS, os._exit, (code,))
+    late.daemon = True
+    late.start()
+    try:
+        if code == SIGTERM_EXIT:
+            stop.call_script()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1 if end.code else 0
+    except BaseException:  # noqa: BLE001  # any that a script raises
+        _LOG.exception("the script's handler of SIGTERM failed")
+    atexit._run_exitfuncs()
+    end_process(code)
 
 
 def end_process(code: int) -> NoReturn:

@@ -24,7 +24,7 @@ from backstay_rpc.refusals import JOIN_AGAIN
 
 from .. import _instrument
 from .._compute import ComputedContribution, Encoder
-from .._process import ALREADY_COMPLETE, SIGTERM_EXIT, Environment, Stop, end_process, hang_report
+from .._process import ALREADY_COMPLETE, SIGTERM_EXIT, Environment, Stop, end_after_script, hang_report
 from .._result import Result
 from .._transport import (
     Arrangement,
@@ -140,7 +140,7 @@ class Worker:
         self._silent(0, "this pod received SIGTERM")
         if not self._gone.wait(self._env.timeouts.stop):
             self._control.leave()
-            end_process(SIGTERM_EXIT)
+            end_after_script(SIGTERM_EXIT, self._stop)
 
     def _run(self) -> Result:
         pulled, params = self._start()
