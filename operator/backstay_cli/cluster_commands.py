@@ -24,6 +24,7 @@ import yaml
 from rich.console import Console
 from rich.live import Live
 
+from backstay_cli.interrupts import on_signals
 from backstay_cli.program import FAILED, INTERRUPTED, is_of_output, refuse
 from backstay_client.finding.clusters import (
     FoundCluster,
@@ -128,8 +129,7 @@ def _reported(work: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
     async def run() -> _T:
         task = asyncio.current_task()
         assert task is not None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        on_signals((signal.SIGINT, signal.SIGTERM), task.cancel)
         return await work()
 
     try:

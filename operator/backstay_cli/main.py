@@ -18,6 +18,7 @@ from backstay_cli.cluster_commands import add_commands
 from backstay_cli.program import BAD_INPUT, FAILED, INTERRUPTED, OK, refuse, run_app
 from backstay_cli.script_command import ScriptCommand
 from backstay_cli.serve_command import add_serve
+from backstay_client.creating import HELD
 from backstay_client.jobfiles.jobfile import (
     LOCAL_IMAGE,
     BadInput,
@@ -25,20 +26,24 @@ from backstay_client.jobfiles.jobfile import (
     check,
     claims_of,
     folder_of,
+    is_script,
     job_of_script,
     load_job,
     localise,
     localise_script,
     read_job,
+    refuse_unwritable,
+    refuse_what_cannot_run,
     relative_checkpoint,
     validated,
     variables_of,
+    with_name,
     with_variables,
 )
 from backstay_client.jobfiles.template_fields import wrong_fields
 from backstay_client.view.follow import JobView
 from backstay_client.words import shortened
-from backstay_spec.sidecars import misspelt_containers
+from backstay_spec.advice import advice
 from backstay_spec.validation import parse_job
 
 _NAME = "Script only: the job's name. [default: the script's name, or its folder's for train.py and main.py]"
@@ -198,13 +203,15 @@ def run(
         evaluator=evaluator or None,
         continue_from=continue_from,
     )
-    is_script = file.suffix == ".py"
+    runs_script = is_script(file)
+    others: Sequence[dict[str, Any]] = ()
     try:
         variables = variables_of(env or [], os.environ)
-        if is_script:
+        if runs_script:
             job = job_of_script(file, options, arguments or [])
         else:
-            job = read_job(file)
+            loaded = load_job(file)
+            job, others = with_name(validated(loaded, file)), loaded.others
             if given := options.given():
                 raise BadInput(f"{given[0]} is for a script (.py): {file} is a TrainingJob, which has a field for it")
             if arguments:
@@ -213,13 +220,22 @@ def run(
         if print_job:
             print(as_yaml(job), end="")
             return
-        job = localise_script(job, file) if is_script else localise(job, folder_of(file))
+        job = localise_script(job, file) if runs_script else localise(job, folder_of(file))
         check(job, str(file))
+        refuse_what_cannot_run(job, file)
+        if trace is not None:
+            refuse_unwritable(trace, "--trace")
+        folder = new_folder(job["metadata"]["name"]) if data_dir is None and not dry_run else None
     except BadInput as error:
         refuse(str(error))
+    for one in others:
+        if (one.get("apiVersion"), one.get("kind")) not in HELD:
+            name = (one.get("metadata") or {}).get("name", "")
+            print(f"note: {file}: the {one.get('kind')} {name} is ignored on this machine", file=sys.stderr)
     if dry_run:
-        raise typer.Exit(_dry_run(job, user_environment=is_script, preloaded=preload, chosen=_chosen(job, servers)))
-    folder = new_folder(job["metadata"]["name"]) if data_dir is None else data_dir.resolve()
+        chosen = _chosen(job, servers)
+        raise typer.Exit(_dry_run(job, others, user_environment=runs_script, preloaded=preload, chosen=chosen))
+    folder = folder or Path(data_dir or "").resolve()
     volumes_in = folder if claims_of(job) and data_dir is None else None
     again = command_again(sys.argv, volumes_in)
     as_json = output == "json"
@@ -229,9 +245,10 @@ def run(
             folder,
             as_json=as_json,
             again=again,
-            user_environment=is_script,
+            user_environment=runs_script,
             preloaded=preload,
             trace=trace,
+            others=others,
         )
     except BadInput as error:
         refuse(str(error))
@@ -240,17 +257,27 @@ def run(
 
 def _chosen(job: dict[str, Any], servers: int | None) -> bool:
     """Whether the user chose the number of servers, by an option for a script or by a field of a TrainingJob."""
-    is_script = job["spec"].get("image") == LOCAL_IMAGE
-    return servers is not None if is_script else "replicas" in (job["spec"].get("parameterServers") or {})
+    runs_script = job["spec"].get("image") == LOCAL_IMAGE
+    return servers is not None if runs_script else "replicas" in (job["spec"].get("parameterServers") or {})
 
 
-def _dry_run(job: dict[str, Any], *, user_environment: bool, preloaded: bool, chosen: bool) -> int:
+def _dry_run(
+    job: dict[str, Any],
+    others: Sequence[dict[str, Any]],
+    *,
+    user_environment: bool,
+    preloaded: bool,
+    chosen: bool,
+) -> int:
     """Run the job as a dry run; return the exit status."""
     from backstay_cli import dry_run, report
     from backstay_cli.run import run_job
     from backstay_client.embedded.lasting import new_folder
 
-    folder = new_folder(f"{job['metadata']['name']}-dry-run")
+    try:
+        folder = new_folder(f"{job['metadata']['name']}-dry-run")
+    except BadInput as error:
+        refuse(str(error))
     ends: list[JobView] = []
 
     def closing(view: JobView, seconds: float, logs: Path) -> Iterator[str]:
@@ -266,6 +293,7 @@ def _dry_run(job: dict[str, Any], *, user_environment: bool, preloaded: bool, ch
             user_environment=user_environment,
             preloaded=preloaded,
             env=dry_run.ENVIRONMENT,
+            others=others,
             lines=closing,
         )
         if status in {INTERRUPTED, BAD_INPUT}:
@@ -299,8 +327,8 @@ def up(
     from backstay_cli.run import up as keep_up
     from backstay_client.embedded.lasting import new_folder
 
-    folder = new_folder("up") if data_dir is None else data_dir.resolve()
     try:
+        folder = new_folder("up") if data_dir is None else data_dir.resolve()
         ended = keep_up(folder, lambda line: print(line, flush=True), preloaded=preload)
     except BadInput as error:
         refuse(str(error))
@@ -371,6 +399,8 @@ def simulate(
         if file is None:
             raise BadInput("name a TrainingJob: backstay simulate job.yaml")
         job = read_job(file)
+        if trace is not None:
+            refuse_unwritable(trace, "--trace")
         fit = None if measured is None else str(measured)
         found = simulator.simulated(job, assumed, seed=seed, seeds=seeds, fit=fit, trace=trace)
     except BadInput as error:
@@ -392,16 +422,17 @@ def validate(files: Annotated[list[Path], typer.Argument(help="TrainingJobs (YAM
     invalid = False
     for file in files:
         try:
-            raw = load_job(file)
-            job = validated(raw, file)
+            loaded = load_job(file)
+            job = validated(loaded, file)
         except BadInput as error:
             print(f"error: {error}", file=sys.stderr)
             invalid = True
             continue
-        print(f"{file}: {job['metadata'].get('name', 'a TrainingJob')}: valid")
-        for text in (*misspelt_containers(parse_job(job).spec), *wrong_fields(job["spec"])):
+        name = job["metadata"].get("name") or f"{job['metadata'].get('generateName', '')}..."
+        print(f"{file}: {name}: valid")
+        for text in (*(text for _, text in advice(parse_job(job))), *wrong_fields(job["spec"])):
             print(f"{file}: warning: {text}")
-        if (uri := relative_checkpoint(raw)) is not None:
+        if (uri := relative_checkpoint(loaded.job)) is not None:
             print(
                 f"{file}: note: spec.checkpoint.uri is the relative path {uri!r}, which only `backstay run` accepts "
                 f"(as {job['spec']['checkpoint']['uri']}); a cluster needs an absolute path or a URI"

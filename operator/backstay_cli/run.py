@@ -7,7 +7,7 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,10 +17,11 @@ import yaml
 from rich.console import Console
 
 from backstay_cli import report, stopping
+from backstay_cli.interrupts import on_signals
 from backstay_cli.program import BAD_INPUT, FAILED, INTERRUPTED, OK, is_of_output
 from backstay_cli.script_output import ScriptOutput
 from backstay_cli.view import LiveDisplay
-from backstay_client.creating import create_job
+from backstay_client.creating import create_job, create_others
 from backstay_client.embedded import compiled
 from backstay_client.embedded.lasting import lasting_session, store_result
 from backstay_client.embedded.preload import preload
@@ -74,6 +75,7 @@ def run_job(
     preloaded: bool = True,
     trace: Path | None = None,
     env: Mapping[str, str] | None = None,
+    others: Sequence[dict[str, Any]] = (),
     lines: Callable[[JobView, float, Path], Iterator[str]] = report.lines,
 ) -> int:
     """Run one job to its end and report the outcome.
@@ -88,6 +90,7 @@ def run_job(
         preloaded: pods are forked from a process that has imported JAX and the script's imports.
         trace: write the job's timeline to this file.
         env: more variables of every pod.
+        others: objects that are created before the job, as far as the embedded cluster has their kind.
         lines: the report about a job that has ended.
 
     Returns:
@@ -120,7 +123,9 @@ def run_job(
 
     try:
         view = asyncio.run(
-            _interruptible(_run(job, folder, following, user_environment, preload(job) if preloaded else None, env))
+            _interruptible(
+                _run(job, folder, following, user_environment, preload(job) if preloaded else None, env, others)
+            )
         )
     except asyncio.CancelledError:
         closing = list(stopping.closing_lines(following.view, job, folder / _LOGS, again))
@@ -141,15 +146,15 @@ def run_job(
     seconds = time.monotonic() - started
     for line in lines(view, seconds, folder / _LOGS):
         write_line(line)
-    keep_trace(trace, following, folder / _LOGS, write_line)
+    kept = keep_trace(trace, following, folder / _LOGS, write_line)
     conclude()
-    return OK if view.phase == "Succeeded" else FAILED
+    return OK if view.phase == "Succeeded" and kept else FAILED
 
 
-def keep_trace(out: Path | None, following: Following, logs: Path, write_line: Callable[[str], None]) -> None:
-    """Write the timeline that the job's newest server of shard 0 has stored."""
+def keep_trace(out: Path | None, following: Following, logs: Path, write_line: Callable[[str], None]) -> bool:
+    """Write the timeline that the job's newest server of shard 0 has stored. Returns False if that failed."""
     if out is None:
-        return
+        return True
     from backstay_client.reading.trace import stored_trace
 
     # Not `NAME-*`: the pods of a job `digits-2` are not those of a job `digits`.
@@ -161,14 +166,14 @@ def keep_trace(out: Path | None, following: Following, logs: Path, write_line: C
         write_line(written.summary())
     except BadInput as error:
         print(f"error: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 async def _interruptible(work: Any) -> Any:
     """Run `work` until it ends, or is cancelled by SIGINT, SIGTERM or SIGHUP; it can always clean up."""
     task = asyncio.ensure_future(work)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, task.cancel)
+    on_signals((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), task.cancel)
     return await task
 
 
@@ -219,6 +224,7 @@ async def _run(
     user_environment: bool,
     modules: str | None,
     env: Mapping[str, str] | None,
+    others: Sequence[dict[str, Any]],
 ) -> JobView:
     # Runs below one common folder share their compiled programs through that folder.
     store = compiled.store_in(folder.parents[1] if folder.parent.name == "runs" else folder)
@@ -228,6 +234,7 @@ async def _run(
             async with start_session(
                 folder, following.stage, restarts=RESTARTS, user_environment=user_environment, preload=modules, env=env
             ) as session:
+                await create_others(session.api, others, following.namespace)
                 await create_job(session.api, job, embedded=True)
                 try:
                     view = await _follow(session, following)

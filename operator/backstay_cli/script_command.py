@@ -7,11 +7,13 @@ arguments, options of Backstay may follow.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from typer.core import TyperCommand
 
 from backstay_cli.program import refuse
+from backstay_client.jobfiles.jobfile import is_script
 
 __all__ = ["ScriptCommand"]
 
@@ -27,7 +29,7 @@ class ScriptCommand(TyperCommand):
             typer.Exit: an option of Backstay follows the script.
         """
         at = self._first_argument(ctx, args)
-        if at is None or not args[at].endswith(".py"):
+        if at is None or not is_script(Path(args[at])):
             return super().parse_args(ctx, args)
         before, script, arguments = args[:at], args[at], args[at + 1 :]
         if before[-1:] == ["--"]:

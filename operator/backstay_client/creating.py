@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, Final, TypeVar
 
 import aiohttp
 
@@ -16,7 +16,14 @@ from backstay_client.kube import ApiCalls, ApiRequestError
 from backstay_cluster.client import MERGE_PATCH
 from backstay_spec import contract
 
-__all__ = ["create_job", "create_job_once"]
+__all__ = ["HELD", "create_job", "create_job_once", "create_others"]
+
+HELD: Final = {
+    ("v1", "ConfigMap"): "configmaps",
+    ("v1", "PersistentVolumeClaim"): "persistentvolumeclaims",
+    ("v1", "Secret"): "secrets",
+}
+"""The kinds that a file may have beside its job for the embedded cluster: the names of their resources."""
 
 _SUBMISSION = f"{contract.GROUP}/submission"
 _ATTEMPTS = 4
@@ -50,6 +57,32 @@ async def create_job(api: ApiCalls, job: dict[str, Any], *, embedded: bool) -> d
                     },
                 )
     return await api.create_job(job)
+
+
+async def create_others(api: ApiCalls, others: Iterable[Mapping[str, Any]], namespace: str) -> None:
+    """Create objects of the kinds in `HELD` on an embedded cluster, or replace those of an earlier run.
+
+    Args:
+        namespace: the namespace of objects that name none.
+
+    Raises:
+        ApiRequestError: the API server refuses one.
+    """
+    for one in others:
+        resource = HELD.get((str(one.get("apiVersion")), str(one.get("kind"))))
+        if resource is None:
+            continue
+        meta = one.get("metadata") or {}
+        place = f"/api/v1/namespaces/{meta.get('namespace') or namespace}"
+        with contextlib.suppress(ApiRequestError):
+            await api.request("POST", "/api/v1/namespaces", {"metadata": {"name": place.rpartition("/")[2]}})
+        try:
+            await api.request("POST", f"{place}/{resource}", dict(one))
+        except ApiRequestError as error:
+            if error.reason != "AlreadyExists":
+                raise
+            if resource != "persistentvolumeclaims":  # its specification never changes
+                await api.request("PATCH", f"{place}/{resource}/{meta['name']}", dict(one), content_type=MERGE_PATCH)
 
 
 async def create_job_once(

@@ -17,6 +17,7 @@ import aiohttp
 from backstay_client.embedded.session import RESTARTS, Session, start_session
 from backstay_client.finding.known_runs import RESULT, KnownRun, write_json
 from backstay_client.finding.stored_run import StateFile
+from backstay_client.jobfiles.jobfile import BadInput
 from backstay_client.kube import ApiCalls, ApiRequestError
 from backstay_spec import contract
 
@@ -29,8 +30,20 @@ def new_folder(name: str, base: Path | None = None) -> Path:
     """Returns a new folder for one run, ``.backstay/runs/<job>-<time>-<pid>`` in the current folder.
 
     It is kept after the run, for the logs of all pods and the volumes with the checkpoints.
+
+    Raises:
+        BadInput: the current folder cannot be written.
     """
-    root = base if base is not None else Path.cwd() / ".backstay"
+    try:
+        return _made(name, base if base is not None else Path.cwd() / ".backstay")
+    except OSError as error:
+        raise BadInput(
+            f"the folder for logs and volumes cannot be created in {error.filename or 'the current folder'}: "
+            f"{error.strerror or error}. Name another one with --data-dir, or change to a folder of yours"
+        ) from None
+
+
+def _made(name: str, root: Path) -> Path:
     place = root / "runs" / f"{name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}-{os.getpid()}"
     place.parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):  # one process may start several in a second

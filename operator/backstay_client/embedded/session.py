@@ -14,7 +14,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from backstay_client.kube import CRDS, ApiCalls, ApiRequestError
 from backstay_spec.crd import build_crd
@@ -118,7 +118,10 @@ async def start_session(
                 "--die-with-parent",
                 *(["--user-environment"] if user_environment else []),
                 *([] if preload is None else ["--preload", preload]),
-                *(f"--env={name}={value}" for name, value in (env or {}).items()),
+                *(
+                    f"--env={name}={value}"
+                    for name, value in {**(for_scripts(os.environ) if user_environment else {}), **(env or {})}.items()
+                ),
             )
         )
         await _wait_for_file(kubeconfig, cluster, folder / "cluster.log")
@@ -150,6 +153,23 @@ async def start_session(
             await _end(died)
 
 
+_OF_START: Final = (
+    "PYTHONPATH",
+    "PYTHONHOME",
+    "PYTHONPLATLIBDIR",
+    "PYTHONNOUSERSITE",
+    "PYTHONUSERBASE",
+    "PYTHONSAFEPATH",
+)
+"""The variables of Python without which a process may not find Backstay."""
+
+
+def for_scripts(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that change how Python runs, such as `PYTHONWARNINGS`. They are meant for the script, and would end
+    a process of Backstay for a warning of a library."""
+    return {name: text for name, text in environ.items() if name.startswith("PYTHON") and name not in _OF_START}
+
+
 def without_proxy_to_itself(environ: Mapping[str, str]) -> dict[str, str]:
     """`environ`, in which a proxy for the network does not apply to this machine's own address."""
     hosts = [environ.get("no_proxy") or environ.get("NO_PROXY") or "", "127.0.0.1", "localhost"]
@@ -173,7 +193,11 @@ async def _process(name: str, folder: Path, module: str, *arguments: str) -> Asy
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env=without_proxy_to_itself(os.environ),
+            env={
+                name: text
+                for name, text in without_proxy_to_itself(os.environ).items()
+                if name not in for_scripts(os.environ)
+            },
             # A Ctrl-C at the terminal goes only to the command, which stops these two in order.
             start_new_session=True,
         )

@@ -104,7 +104,10 @@ def named_kubeconfig(where: Where, environ: Mapping[str, str] = os.environ) -> P
 
 def default_kubeconfig(where: Where) -> Path | None:
     """The user's kubeconfig; None: there is none, or only runs on this machine count."""
-    path = _DEFAULT.expanduser()
+    try:
+        path = _DEFAULT.expanduser()
+    except RuntimeError:  # no HOME, and no entry of this user in the system's list
+        return None
     return path if path.is_file() and not where.local else None
 
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -135,7 +136,12 @@ def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
     if own := environ.get(STATE_ENV):
         return Path(own)
     base = environ.get("XDG_STATE_HOME") or ""
-    return (Path(base) if os.path.isabs(base) else Path("~/.local/state").expanduser()) / "backstay"  # noqa: PTH117
+    if os.path.isabs(base):  # noqa: PTH117
+        return Path(base) / "backstay"
+    try:
+        return Path("~/.local/state").expanduser() / "backstay"
+    except RuntimeError:  # no HOME, and no entry of this user in the system's list
+        return Path(tempfile.gettempdir()) / f"backstay-{os.getuid()}"
 
 
 def register(folder: Path, job: Mapping[str, Any] | None, argv: Sequence[str] | None = None) -> KnownRun:

@@ -12,10 +12,11 @@ from typing import Any, Final
 
 import yaml
 
-__all__ = ["BoundedLoader", "load_all"]
+__all__ = ["BoundedLoader", "load_all", "scalars_of_all"]
 
 MAX_NODES: Final = 200_000
 MAX_DEPTH: Final = 100
+_STRING: Final = "tag:yaml.org,2002:str"
 _MERGE: Final = "tag:yaml.org,2002:merge"
 
 
@@ -66,6 +67,38 @@ def load_all(text: str | bytes) -> list[Any]:
         ValueError: a number or a timestamp in it is invalid, such as an integer of thousands of digits.
     """
     return list(yaml.load_all(text, BoundedLoader))  # a SafeLoader
+
+
+def scalars_of_all(text: str | bytes) -> list[dict[str, str]]:
+    """For each document of a YAML stream, its scalars that are not strings, as they are written, by their paths.
+
+    A path is ``spec.args[0]``. Scalars below an alias are left out.
+
+    Raises:
+        yaml.YAMLError: as `load_all`.
+    """
+    return [_scalars(root) for root in yaml.compose_all(text, BoundedLoader)]
+
+
+def _scalars(root: yaml.Node | None) -> dict[str, str]:
+    found: dict[str, str] = {}
+    seen: set[int] = set()
+
+    def visit(node: yaml.Node | None, path: str) -> None:
+        if node is None or id(node) in seen:
+            return
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                visit(value, f"{path}.{key.value}" if path else str(key.value))
+        elif isinstance(node, yaml.SequenceNode):
+            for number, value in enumerate(node.value):
+                visit(value, f"{path}[{number}]")
+        elif isinstance(node, yaml.ScalarNode) and node.tag != _STRING:
+            found[path] = node.value
+
+    visit(root, "")
+    return found
 
 
 def _expanded_nodes(root: yaml.Node) -> None:

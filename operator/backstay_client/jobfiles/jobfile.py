@@ -5,19 +5,25 @@ Invalid input raises `BadInput`. The command prints its message and ends with ex
 
 from __future__ import annotations
 
+import ast
 import copy
 import re
+import secrets
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, get_args
 
 import yaml
 
 from backstay_client.jobfiles import bounded_yaml
 from backstay_spec import contract
+from backstay_spec.advice import args_without_command
+from backstay_spec.crd_check import display
+from backstay_spec.errors import SpecError
 from backstay_spec.types import GradientCodec, ParameterCodec, UpdateMode
 from backstay_spec.validation import SpecErrors, parse_job
 
@@ -49,48 +55,108 @@ def read_job(path: Path) -> dict[str, Any]:
     Raises:
         BadInput: the file cannot be read, is not YAML, does not hold exactly one TrainingJob, or holds an invalid one.
     """
-    return validated(load_job(path), path)
+    loaded = load_job(path)
+    return with_name(validated(loaded, path))
 
 
-def validated(job: Any, path: Path) -> dict[str, Any]:
-    """`job`, read from `path`, validated and with an absolute `checkpoint.uri`.
+def with_name(job: dict[str, Any]) -> dict[str, Any]:
+    """A valid job with a name. One without a name gets its `generateName` and five random characters, as from an API
+    server."""
+    metadata = job["metadata"]
+    if metadata.get("name") or not metadata.get("generateName"):
+        return job
+    random = "".join(secrets.choice(_RANDOM) for _ in range(5))
+    return {**job, "metadata": {**metadata, "name": f"{metadata['generateName'][:_LONGEST_NAME]}{random}"}}
+
+
+_RANDOM = "bcdfghjklmnpqrstvwxz2456789"  # without vowels, so that no words are made
+_LONGEST_NAME = 35
+
+
+def validated(loaded: LoadedJob, path: Path) -> dict[str, Any]:
+    """The job of a file, validated and with an absolute `checkpoint.uri`.
 
     Raises:
         BadInput: the job is invalid.
     """
-    absolute = with_absolute_checkpoint(job, folder_of(path))
-    check(absolute, str(path))
+    absolute = with_absolute_checkpoint(loaded.job, folder_of(path))
+    check(absolute, str(path), loaded.written)
     found: dict[str, Any] = absolute
     return found
 
 
-def load_job(path: Path) -> Any:
-    """The one TrainingJob in a file, as it was written.
+@dataclass(frozen=True)
+class LoadedJob:
+    """The objects in a file.
+
+    Attributes:
+        job: its one TrainingJob, as it was written.
+        others: its other objects, in their order.
+        written: the text of each scalar of the job that YAML does not take as a string, by its path.
+    """
+
+    job: Any
+    others: tuple[dict[str, Any], ...] = ()
+    written: Mapping[str, str] = field(default_factory=dict)
+
+
+def load_job(path: Path) -> LoadedJob:
+    """The one TrainingJob in a file, and the other objects beside it.
 
     Raises:
         BadInput: the file cannot be read, is not YAML, or does not hold exactly one TrainingJob.
     """
     refuse_other_files(path)
+    text = _text_of(path)
     try:
-        text = sys.stdin.buffer.read().decode() if is_standard_input(path) else path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise BadInput(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
-    except OSError as error:
-        raise BadInput(f"cannot read {path}: {error.strerror}") from None
-    try:
-        documents = [document for document in bounded_yaml.load_all(text) if document is not None]
+        documents = bounded_yaml.load_all(text)
+        scalars = bounded_yaml.scalars_of_all(text)
     except yaml.YAMLError as error:
         raise BadInput(f"{path} is not YAML: {error}") from None
     except ValueError as error:
         raise BadInput(f"{path} holds an invalid value: {error}") from None
+    known = [number for number, document in enumerate(documents) if document is not None]
     jobs = [
-        document for document in documents if not isinstance(document, dict) or document.get("kind") == contract.KIND
+        number
+        for number in known
+        if not isinstance(documents[number], dict) or documents[number].get("kind") == contract.KIND
     ]
-    if len(documents) == 1:
-        jobs = documents
+    if len(known) == 1:
+        jobs = known
     if len(jobs) != 1:
         raise BadInput(f"{path} holds {len(jobs)} TrainingJobs: must hold exactly one")
-    return jobs[0]
+    others = tuple(documents[number] for number in known if number != jobs[0])
+    return LoadedJob(documents[jobs[0]], others, scalars[jobs[0]])
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return sys.stdin.buffer.read().decode() if is_standard_input(path) else path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    except OSError as error:
+        raise BadInput(f"cannot read {path}: {error.strerror}") from None
+
+
+def is_script(path: Path) -> bool:
+    """Whether a file is a Python script, by its name, or by its content if the name ends with neither of both kinds."""
+    if path.suffix == ".py":
+        return True
+    if path.suffix in {".yaml", ".yml", ".json", ".ipynb"} or is_standard_input(path) or not path.is_file():
+        return False
+    try:
+        text = path.read_text(encoding="utf-8")
+        if text.startswith("#!"):
+            return "python" in text.partition("\n")[0]
+        ast.parse(text)
+    except (OSError, ValueError, SyntaxError):  # a UnicodeDecodeError is a ValueError
+        return False
+    # A short YAML file may be valid Python: `kind: TrainingJob` is an annotation.
+    try:
+        documents = bounded_yaml.load_all(text)
+    except (yaml.YAMLError, ValueError):
+        return True
+    return not any(isinstance(document, dict) and document for document in documents)
 
 
 def refuse_other_files(path: Path) -> None:
@@ -106,7 +172,7 @@ def refuse_other_files(path: Path) -> None:
             f"{path} is a notebook: backstay runs Python scripts (.py) and TrainingJobs (.yaml). Convert the notebook "
             f"with `jupyter nbconvert --to script {shlex.quote(str(path))}`, and run the script."
         )
-    if path.suffix == ".py":
+    if is_script(path):
         raise BadInput(f"{path} is a Python script: this command reads TrainingJobs (.yaml)")
 
 
@@ -127,8 +193,14 @@ def relative_checkpoint(job: Any) -> str | None:
     return job if isinstance(job, str) and job and not job.startswith("/") and _URI.match(job) is None else None
 
 
-def check(job: Any, where: str) -> None:
+_IN_QUOTES = re.compile(r'; write ".*?" in quotes')
+
+
+def check(job: Any, where: str, written: Mapping[str, str] = MappingProxyType({})) -> None:
     """Refuse an invalid TrainingJob with all its mistakes, one per line.
+
+    Args:
+        written: `LoadedJob.written`; the advice to quote a value quotes what the user wrote.
 
     Raises:
         BadInput: the job is invalid.
@@ -136,9 +208,14 @@ def check(job: Any, where: str) -> None:
     try:
         parse_job(job)
     except SpecErrors as errors:
-        lines = "".join(f"\n  {error}" for error in errors.errors)
+        lines = "".join(f"\n  {_as_written(error, written)}" for error in errors.errors)
         count = f"{len(errors.errors)} mistakes" if len(errors.errors) > 1 else "a mistake"
         raise BadInput(f"{where} has {count}:{lines}") from None
+
+
+def _as_written(error: SpecError, written: Mapping[str, str]) -> str:
+    text = written.get(error.path)
+    return str(error) if text is None else _IN_QUOTES.sub(lambda _: f"; write {display(text)} in quotes", str(error))
 
 
 @dataclass(frozen=True)
@@ -195,7 +272,16 @@ def job_of_script(
     if not script.is_file():
         raise BadInput(f"{script} does not exist or is not a file")
     name = name_of_script(script)
-    return job_of_command(["python", script.name, *arguments], options, name=name, written=_as_option)
+    words = [escaped(word) for word in (script.name, *arguments)]
+    return job_of_command(["python", *words], options, name=name, written=_as_option)
+
+
+def escaped(word: str) -> str:
+    """A word of a command that Kubernetes does not expand: it replaces ``$(NAME)`` by a variable, and ``$$`` by ``$``.
+
+    https://kubernetes.io/docs/tasks/inject-data-application/define-interdependent-environment-variables/
+    """
+    return word.replace("$", "$$")
 
 
 def job_of_command(
@@ -268,8 +354,10 @@ def job_of_command(
     return job
 
 
+_WORDS = "the script with its arguments"
 _OPTIONS = {
     "metadata.name": "name",
+    "spec.command": _WORDS,
     "spec.parameterServers.replicas": "servers",
     "spec.parameterServers.standbys": "standbys",
     "spec.workers.replicas": "workers",
@@ -293,7 +381,12 @@ def _as_option(name: str) -> str:
 
 def _of_options(error: str, written: Callable[[str], str]) -> str:
     """An error that names the options in place of the fields that they set."""
-    return _FIELD.sub(lambda found: written(_OPTIONS[found.group()]), error).replace(": is ", " is ", 1)
+
+    def option(found: re.Match[str]) -> str:
+        name = _OPTIONS[found.group()]
+        return name if name == _WORDS else written(name)
+
+    return _FIELD.sub(option, error).replace(": is ", " is ", 1)
 
 
 def _spelled(word: str, valid: Any) -> str:
@@ -357,10 +450,41 @@ def localise(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     return job
 
 
+def refuse_what_cannot_run(job: dict[str, Any], path: Path) -> None:
+    """Refuse a valid job that would wait indefinitely on this machine.
+
+    Raises:
+        BadInput: the job is suspended, or has arguments and no command.
+    """
+    if (job["spec"].get("runPolicy") or {}).get("suspend"):
+        raise BadInput(
+            f"{path}: spec.runPolicy.suspend is true, so the job would create no pods and never end. Set it to false, "
+            "or use `backstay up` and kubectl"
+        )
+    for text in args_without_command(parse_job(job).spec):
+        raise BadInput(f"{path}: {text}")
+
+
+def refuse_unwritable(path: Path, option: str) -> None:
+    """Refuse a file that cannot be written later, before the work that takes long. Leaves no new file.
+
+    Raises:
+        BadInput: the file cannot be written.
+    """
+    try:
+        existed = path.exists()
+        with path.open("ab"):
+            pass
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise BadInput(f"{option} {path} cannot be written: {error.strerror or error}") from None
+
+
 def localise_script(job: dict[str, Any], script: Path) -> dict[str, Any]:
     """Returns the job of a script for this machine, which runs in the current folder as with ``python``."""
     job = localise(job, Path.cwd())
-    job["spec"]["command"][1] = str(script)
+    job["spec"]["command"][1] = escaped(str(script))
     return job
 
 
