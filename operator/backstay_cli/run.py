@@ -165,7 +165,7 @@ def keep_trace(out: Path | None, following: Following, logs: Path, write_line: C
             raise BadInput("--trace: the job has stored no timeline")
         write_line(written.summary())
     except BadInput as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {str(error).replace('--out', '--trace', 1)}", file=sys.stderr)
         return False
     return True
 

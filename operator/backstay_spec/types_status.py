@@ -86,13 +86,13 @@ class Backoff(StatusModel):
     failures: int = 0
     """Crashes in a row before the first gradient."""
 
-    deaths: int = 0
+    deaths: int | None = None
     """Deaths in a row, of any cause, of pods that did no work."""
 
     unstarted_since: PreciseTime | None = None
     """The first of these deaths, while no container of these pods has started."""
 
-    last: str = ""
+    last: str | None = None
     """The reason for the newest of these deaths."""
 
     not_before: PreciseTime | None = None

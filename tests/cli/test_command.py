@@ -401,6 +401,7 @@ def test_the_object_at_the_end_has_what_programs_need(tmp_path: Path) -> None:
         "seconds": 1.5,
         "examplesPerSecond": 1234.5,
         "loss": 0.5,
+        "nonFiniteLoss": None,
         "metrics": {"accuracy": 0.5, "bad": None},
         "trainMetrics": {},
         "goodput": 0.8,

@@ -116,8 +116,8 @@ def clean_up() -> None:
 
 
 def put(file, text):
-    file.with_suffix(".new").write_text(text)
-    file.with_suffix(".new").replace(file)
+    file.with_suffix(".part").write_text(text)
+    file.with_suffix(".part").replace(file)
 
 
 def main() -> None:

@@ -155,8 +155,8 @@ def _of_sources(
     name = chosen["name"] or sources.name
     if checkpoint is None and cluster.folder is not None:
         checkpoint = cluster.folder / _CHECKPOINTS / name  # so that the job has a result
-    whole = dict(checkpoint) if isinstance(checkpoint, Mapping) else None
-    text = None if checkpoint is None or whole is not None else str(checkpoint)
+    parts = dict(checkpoint) if isinstance(checkpoint, Mapping) else None
+    text = None if checkpoint is None or parts is not None else str(checkpoint)
     if text is not None and not embedded and relative_checkpoint({"spec": {"checkpoint": {"uri": text}}}) is not None:
         raise BadInput(
             f"checkpoint={text!r} is a relative path, and pods of {cluster.name} have another folder: must be a URI "
@@ -164,12 +164,12 @@ def _of_sources(
         )
     command = sources.command(options.get("args"), Path.cwd() if embedded else None)
     # A whole spec.checkpoint replaces the options about checkpoints, whose place it is not checked with.
-    stand_in = "memory://" if whole is not None else text
+    stand_in = "memory://" if parts is not None else text
     words = [escaped(word) for word in command]
     job = job_of_command(words, ScriptOptions(**{**chosen, "checkpoint": stand_in}), name=name, image=image)
     spec = job["spec"]
-    if whole is not None:
-        spec["checkpoint"] = {**{key: value for key, value in spec["checkpoint"].items() if key != "uri"}, **whole}
+    if parts is not None:
+        spec["checkpoint"] = {**{key: value for key, value in spec["checkpoint"].items() if key != "uri"}, **parts}
     namespace = cluster.namespace
     config_map = sources.config_map(f"{name}-code-{secrets.token_hex(3)}", namespace)
     config_map["metadata"]["labels"] = {contract.LABEL_JOB: name}

@@ -174,7 +174,7 @@ def write_trace(
         raise BadInput(f"{source}: the timeline has no spans")
     text = json.dumps(chrome_trace(job, history), allow_nan=False, separators=(",", ":")).encode()
     if not out.name or out.is_dir():
-        raise BadInput(f"the trace cannot be written to {out}: it is a folder; name a file")
+        raise BadInput(f"--out: {out} is a folder: name a file")
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(gzip.compress(text) if out.suffix == ".gz" else text)
@@ -182,5 +182,5 @@ def write_trace(
     except OSError as failed:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise BadInput(f"the trace cannot be written to {out}: {failed.strerror or failed}") from None
+        raise BadInput(f"--out: {out} cannot be written: {failed.strerror or failed}") from None
     return Written(out, job, source, error)

@@ -157,7 +157,7 @@ def backed_off(
         charged: whether its death is charged, so that the next pod waits after the first one.
     """
     known, first = before or Backoff(), facts.settings.first_wait
-    failures, deaths = known.failures + charged, known.deaths + 1
+    failures, deaths = known.failures + charged, (known.deaths or 0) + 1
     waits = [wait_after(failures, first)] if charged else []
     waits += [wait_after(deaths - UNPACED, first)] if deaths > UNPACED else []
     return Backoff(

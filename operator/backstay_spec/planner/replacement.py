@@ -167,7 +167,7 @@ def _judge_unseen(facts: Facts, record: Record, slot: Slot, incarnation: int) ->
 def _row_of_deaths(record: Record, slot: Slot) -> tuple[Obstructed, ...]:
     """The obstacle of a slot whose pods die before they start; empty for other slots."""
     known = record.backoff.get(slot.key)
-    if known is None or known.unstarted_since is None or known.deaths <= budgets.UNPACED:
+    if known is None or known.unstarted_since is None or (known.deaths or 0) <= budgets.UNPACED:
         return ()
     text = f"{known.deaths} pods in a row ended before they started, the last with {known.last}"
     return (Obstructed(slot, Obstacle(Blocked.NOT_ADMITTED, text), known.unstarted_since),)
