@@ -430,7 +430,7 @@ def validate(files: Annotated[list[Path], typer.Argument(help="TrainingJobs (YAM
             continue
         name = job["metadata"].get("name") or f"{job['metadata'].get('generateName', '')}..."
         print(f"{file}: {name}: valid")
-        for text in (*(text for _, text in advice(parse_job(job))), *wrong_fields(job["spec"])):
+        for text in (*(event.message for event in advice(parse_job(job))), *wrong_fields(job["spec"])):
             print(f"{file}: warning: {text}")
         if (uri := relative_checkpoint(loaded.job)) is not None:
             print(

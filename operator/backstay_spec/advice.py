@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from backstay_spec.events import Event, warning
 from backstay_spec.sidecars import misspelt_containers
 from backstay_spec.types import ObjectMeta, TrainingJob, TrainingJobSpec
 
@@ -32,14 +33,14 @@ _OF_PODS: Final = (
 """Prefixes of labels and annotations that queues, schedulers, meshes and other controllers read from pods."""
 
 
-def advice(job: TrainingJob) -> Iterator[tuple[str, str]]:
-    """The reason of the event, and the text, for each doubtful part of a valid job."""
+def advice(job: TrainingJob) -> Iterator[Event]:
+    """An event for each doubtful part of a valid job."""
     for text in misspelt_containers(job.spec):
-        yield "UnusualContainerName", text
+        yield warning("UnusualContainerName", text)
     for text in args_without_command(job.spec):
-        yield "ArgsWithoutCommand", text
+        yield warning("ArgsWithoutCommand", text)
     for text in _ignored(job.metadata, job.spec):
-        yield "LabelIgnored", text
+        yield warning("LabelIgnored", text)
 
 
 def args_without_command(spec: TrainingJobSpec) -> Iterator[str]:

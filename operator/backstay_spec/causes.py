@@ -79,7 +79,7 @@ class Blocked(StrEnum):
     GATED = "SchedulingGated"
     REFUSED = "PodRefused"
     NOT_STARTED = "NotStarted"
-    NOT_ADMITTED = "NotAdmitted"
+    NEVER_STARTED = "NeverStarted"
     NOT_JOINED = "NotJoined"
 
     @property

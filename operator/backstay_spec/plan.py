@@ -25,7 +25,7 @@ from backstay_spec import contract, manifests_pod, names, status
 from backstay_spec.actions import Action, CreatePod, DeletePod, Plan
 from backstay_spec.advice import advice
 from backstay_spec.causes import Blocked
-from backstay_spec.events import Event, normal, warning
+from backstay_spec.events import Event, normal
 from backstay_spec.job_report import INTERRUPTED, NO_RATES
 from backstay_spec.names import ROLE_OF_LABEL, Slot
 from backstay_spec.observed import Manifest, Observed, PlanSettings
@@ -254,7 +254,7 @@ def _running(facts: Facts, outline: _Outline) -> _Outline:
     decided = _judge_slots(facts, outline.record, slots)
     outline = replace(outline, record=decided.record, effects=outline.effects + decided.effects)
     if facts.old.start_time is None:
-        warnings = tuple(warning(reason, text) for reason, text in advice(facts.job))
+        warnings = tuple(advice(facts.job))
         fields = {**outline.fields, "start_time": status.whole_seconds(facts.now)}
         outline = replace(outline, effects=outline.effects + Effects(events=warnings), fields=fields)
     if decided.effects.failure is not None:

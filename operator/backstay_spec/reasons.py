@@ -69,7 +69,7 @@ _POD_START: Final = {
     "Unschedulable": "No node that the pod may use has enough free resources.",
     "SchedulingGated": "A queue or a person has set scheduling gates on a pod. The deadline does not count this time.",
     "PodRefused": "A quota or an admission webhook refused a pod.",
-    "NotAdmitted": "Pods of a slot end before they start. The message has the newest reason.",
+    "NeverStarted": "Pods of a slot end before they start. The message has the newest reason.",
     "NotStarted": "The kubelet has not started a container after 30 seconds.",
     "NotJoined": "A container runs, but its script has not called `train`, or `train` cannot reach the servers.",
 }

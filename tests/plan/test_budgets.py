@@ -227,12 +227,12 @@ def test_a_slot_whose_pods_never_start_counts_towards_the_deadline(running, kill
     cluster = running({**SPEC, "workers": {"replicas": 1}, "runPolicy": policy})
     storm(cluster, slot, KILLERS[killer](), 60, per_second=2)
     ready = cluster.condition("PodsReady")
-    assert ready["reason"] == "NotAdmitted"
+    assert ready["reason"] == "NeverStarted"
     assert "pods in a row ended before they started, the last with" in ready["message"]
     assert cluster.status["phase"] != "Failed"
     storm(cluster, slot, KILLERS[killer](), 70, per_second=2)
     failed = cluster.condition("Failed")
-    assert failed["reason"] == "NotAdmitted"
+    assert failed["reason"] == "NeverStarted"
     assert "within spec.runPolicy.pendingDeadlineSeconds (120 s)" in failed["message"]
 
 

@@ -20,7 +20,7 @@ def of(metadata: dict[str, Any], **spec: Any) -> list[tuple[str, str]]:
         "metadata": {"name": "a", **metadata},
         "spec": {"image": "x", "command": ["python", "train.py"], **spec},
     }
-    return list(advice(parse_job(job)))
+    return [(event.reason, event.message) for event in advice(parse_job(job))]
 
 
 def test_the_queue_as_a_label_names_the_field() -> None:

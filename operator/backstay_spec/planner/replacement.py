@@ -170,7 +170,7 @@ def _row_of_deaths(record: Record, slot: Slot) -> tuple[Obstructed, ...]:
     if known is None or known.unstarted_since is None or (known.deaths or 0) <= budgets.UNPACED:
         return ()
     text = f"{known.deaths} pods in a row ended before they started, the last with {known.last}"
-    return (Obstructed(slot, Obstacle(Blocked.NOT_ADMITTED, text), known.unstarted_since),)
+    return (Obstructed(slot, Obstacle(Blocked.NEVER_STARTED, text), known.unstarted_since),)
 
 
 def _die(facts: Facts, record: Record, pod: PodView, verdict: Verdict) -> Decision:

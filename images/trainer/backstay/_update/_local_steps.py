@@ -141,7 +141,8 @@ def outer_optimizer(*, warmup: int = WARM_UP, fragments: int = 1) -> optax.Gradi
 
     def sgd(params: Any) -> optax.GradientTransformationExtraArgs:
         # By default, the hyperparameters have the dtype of the parameters, which may be complex.
-        real = jnp.zeros((), jnp.result_type(*(leaf.dtype for leaf in jax.tree_util.tree_leaves(params)))).real.dtype
+        dtypes = [jnp.result_type(leaf) for leaf in jax.tree_util.tree_leaves(params)]
+        real = jnp.zeros((), jnp.result_type(*dtypes)).real.dtype if dtypes else None
         injected = optax.inject_hyperparams(optax.sgd, hyperparam_dtype=real)
         return injected(learning_rate=OUTER_RATE, momentum=momentum, nesterov=True)
 
