@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from .._data import BatchKey
-from .._update import Selection, TreeSpec
+from .._update import DeviceBlock, Selection, TreeSpec
 from ._gradient import Gradient, GradientFn
 
 __all__ = [
@@ -88,10 +88,11 @@ class ComputedContribution(Protocol):
         ...
 
     @property
-    def blocks(self) -> Sequence[Sequence[np.ndarray]]:
-        """``[s][b]`` is block `b` of shard `s` in host memory, 1-D, of the block's size and dtype.
+    def blocks(self) -> Sequence[Sequence[np.ndarray | DeviceBlock]]:
+        """``[s][b]`` is block `b` of shard `s`, of the block's size and dtype: 1-D in host memory, where reading it
+        waits until it is computed; or on an accelerator.
 
-        Reading one waits until it is computed; the values never change, so that they can be sent again. Any thread.
+        The values never change, so that they can be sent again. Any thread.
         """
         ...
 
@@ -149,8 +150,8 @@ class Layout(Protocol):
         """The arrays that travel, out of all leaves of the tree; to be traced."""
         ...
 
-    def gradient_blocks(self, packed_leaves: Sequence[Any]) -> Sequence[Sequence[np.ndarray]]:
-        """``[s][b]``, out of what `pack` returned, on the host."""
+    def gradient_blocks(self, packed_leaves: Sequence[Any]) -> Sequence[Sequence[np.ndarray | DeviceBlock]]:
+        """`ComputedContribution.blocks` out of what `pack` returned."""
         ...
 
 
@@ -166,7 +167,7 @@ class PackedContribution:
         """
         self.key = key
         self._result = result
-        self.blocks: Sequence[Sequence[np.ndarray]] = layout.gradient_blocks(result.leaves)
+        self.blocks = layout.gradient_blocks(result.leaves)
 
     def wait(self) -> None:
         self._result.finite  # noqa: B018  # waits: all results of a jitted function are ready together
@@ -183,7 +184,12 @@ class GradientComputation:
     batches = 1
 
     def __init__(
-        self, gradient_of: GradientFn, tree: TreeSpec, layout: Layout, batch_of: Callable[[BatchKey], Any]
+        self,
+        gradient_of: GradientFn,
+        tree: TreeSpec,
+        layout: Layout,
+        batch_of: Callable[[BatchKey], Any],
+        dispatched: Callable[[ComputedContribution], None] = lambda contribution: None,
     ) -> None:
         """
         Args:
@@ -191,8 +197,10 @@ class GradientComputation:
             tree: the parameters' tree.
             layout: the layout of the partition's blocks.
             batch_of: returns the batch of a key; may wait.
+            dispatched: called with each contribution before the devices get more work (`Encoder.begin`).
         """
         self._gradient_of, self._tree, self._layout, self._batch_of = gradient_of, tree, layout, batch_of
+        self._dispatched = dispatched
 
     @property
     def on_host(self) -> bool:
@@ -211,4 +219,5 @@ class GradientComputation:
         batch = self._batch_of(start.key)
         place = (start.key.step, start.key.rank)
         gradient = self._gradient_of(self._tree.unflatten(start.params), batch, place)
-        return PackedContribution(start.key, gradient, self._layout)
+        self._dispatched(contribution := PackedContribution(start.key, gradient, self._layout))
+        return contribution

@@ -1,39 +1,60 @@
-"""Encodes a worker's contributions block by block, beside the transfer, and keeps what rounding took from them."""
+"""Encodes a worker's contributions beside the transfer, and keeps what rounding took from them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, overload
 
 import numpy as np
 
-from .._update import BlockWire, Encoded, ShardWire, seed_of
+from .._update import BlockWire, DeviceBlock, Encoded, ShardWire, seed_of
 from ._contribution import ComputedContribution
+from ._device_encoding import DeviceEncoder, EncodedThere
 
 __all__ = ["Encoder", "Sending"]
+
+Residuals = Mapping[Any, Any]
 
 
 class Encoder:
     """Encodes the contributions of one worker.
 
-    With error feedback it keeps one residual for each encoded block, in host memory: what was to be sent, minus what
-    the servers decode. Residuals are float32 (float64 for float64) for every dtype. A residual is added to the next
-    contribution. A replacement of this worker begins without residuals, so what rounding took from the contributions of
-    its predecessor stays lost.
+    Contributions in host memory are encoded block by block, while they are sent. An accelerator encodes a contribution
+    as a whole; `begin` lets it do that before what is computed next.
+
+    With error feedback it keeps residuals where it encodes: what was to be sent, minus what the servers decode.
+    Residuals are float32 (float64 for float64) for every dtype. A residual is added to the next contribution. A
+    replacement of this worker begins without residuals, so what rounding took from the contributions of its predecessor
+    stays lost.
     """
 
-    def __init__(self, wires: Sequence[ShardWire], seed: int, *, error_feedback: bool = False) -> None:
+    def __init__(
+        self, wires: Sequence[ShardWire], seed: int, *, error_feedback: bool = False, ahead: bool = False
+    ) -> None:
         """
         Args:
             wires: how the blocks of each shard travel.
             seed: the job's seed.
             error_feedback: whether to keep residuals.
+            ahead: whether a contribution is dispatched before the fate of the previous one is known, and with it the
+                residuals.
         """
         self._wires = wires
         self._seed = seed
         self._feedback = error_feedback
-        self._residuals: dict[tuple[int, int], Any] = {}
+        self._residuals: Residuals = {}
+        self._there: dict[tuple[ShardWire, ...], DeviceEncoder] = {}
+        self._may_begin = not (error_feedback and ahead)
+        self._begun: list[Sending] = []
+
+    def begin(self, contribution: ComputedContribution) -> None:
+        """Dispatch the encoding of the newest contribution, if it is on an accelerator.
+
+        Where the residuals are not known yet, `sending` does it.
+        """
+        if self._may_begin and _on_accelerator(contribution):
+            self._begun = [*self._begun[-1:], self._sending(contribution)]
 
     @contextmanager
     def sending(self, contribution: ComputedContribution) -> Iterator[Sending]:
@@ -42,9 +63,10 @@ class Encoder:
         The caller reports how the contribution ended, and the residuals follow. After an exception, or without a
         report, it is unknown whether the contribution was applied, and the residuals are dropped.
         """
-        wires = [wire.select(wire.selection([contribution.key.step])).gradients for wire in self._wires]
-        sending = Sending(wires, contribution, self._seed, self._residuals if self._feedback else None)
-        kept: dict[tuple[int, int], Any] = {}
+        begun = [one for one in self._begun if one.of is contribution]
+        self._begun = [one for one in self._begun if one.of is not contribution]
+        sending = begun[0] if begun else self._sending(contribution)
+        kept: Residuals = {}
         try:
             yield sending
             kept = sending.left
@@ -52,11 +74,24 @@ class Encoder:
             if self._feedback:
                 self._residuals = kept
 
+    def _sending(self, contribution: ComputedContribution) -> Sending:
+        selected = tuple(wire.select(wire.selection([contribution.key.step])) for wire in self._wires)
+        wires = [wire.gradients for wire in selected]
+        words = seed_of(self._seed, contribution.key.step, contribution.key.rank)
+        there: DeviceEncoder | None = None
+        if _on_accelerator(contribution):
+            blocks: Any = contribution.blocks
+            if selected not in self._there:
+                self._there[selected] = DeviceEncoder(wires, blocks, feedback=self._feedback)
+            there = self._there[selected]
+        return Sending(wires, contribution, words, self._residuals if self._feedback else None, there)
+
 
 class Sending:
     """One contribution while it is sent.
 
     Attributes:
+        of: the contribution.
         blocks: ``[s][b]``, for `Push`.
         left: the residuals that the next contribution gets.
     """
@@ -65,22 +100,35 @@ class Sending:
         self,
         wires: Sequence[Sequence[BlockWire]],
         contribution: ComputedContribution,
-        seed: int,
-        residuals: dict[tuple[int, int], Any] | None,
+        words: np.ndarray,
+        residuals: Residuals | None,
+        there: DeviceEncoder | None,
     ) -> None:
+        self.of = contribution
         self._residuals = residuals
-        self._new: dict[tuple[int, int], Any] = {}
-        self.left: dict[tuple[int, int], Any] = {}
+        self._new: dict[Any, Any] = {}
+        self.left: Residuals = {}
         self.blocks: list[Sequence[Any]] = list(contribution.blocks)
+        if there is not None:
+            self._encode_there(wires, there, words)
+            return
         coded = [shard for shard, blocks in enumerate(wires) if any(wire.codec is not None for wire in blocks)]
-        if coded:
-            words = seed_of(seed, contribution.key.step, contribution.key.rank)
-            for shard in coded:
-                self.blocks[shard] = _EncodedBlocks(self, shard, wires[shard], self.blocks[shard], words)
+        for shard in coded:
+            self.blocks[shard] = _EncodedBlocks(self, shard, wires[shard], self.blocks[shard], words)
+
+    def _encode_there(self, wires: Sequence[Sequence[BlockWire]], there: DeviceEncoder, words: np.ndarray) -> None:
+        before: Sequence[Any] = ()
+        if self._residuals is not None:
+            before = self._residuals.get(there) or there.no_residuals()
+        blocks: Any = self.of.blocks
+        made, left = there.encode(blocks, words, before)
+        if self._residuals is not None:
+            self._new[there] = left
+        self.blocks = [_BlocksThere(shard, *each, made) for shard, each in enumerate(zip(wires, blocks, strict=True))]
 
     def applied(self) -> None:
         """Record that the contribution was applied as it was sent."""
-        self.left = (self._residuals or {}) | self._new
+        self.left = {**(self._residuals or {}), **self._new}
 
     def dropped(self) -> None:
         """Record that the contribution was not applied: residuals stay as they were."""
@@ -95,6 +143,36 @@ class Sending:
             residual = wire.no_residual()
         block, self._new[place] = wire.encode_with(values, residual, words)
         return block
+
+
+def _on_accelerator(contribution: ComputedContribution) -> bool:
+    return any(isinstance(block, DeviceBlock) for blocks in contribution.blocks for block in blocks[:1])
+
+
+class _BlocksThere(Sequence[Any]):
+    """The blocks for one shard of a contribution on an accelerator. The copies of those that travel as they are begin
+    here."""
+
+    def __init__(
+        self, shard: int, wires: Sequence[BlockWire], blocks: Sequence[DeviceBlock], encoded: EncodedThere
+    ) -> None:
+        self._shard, self._wires, self._blocks, self._encoded = shard, wires, blocks, encoded
+        for wire, block in zip(wires, blocks, strict=True):
+            if wire.codec is None and not wire.absent:
+                block.of.begin()
+
+    def __len__(self) -> int:
+        return len(self._wires)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Any]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        wire = self._wires[index]
+        return self._blocks[index].host() if wire.codec is None else self._encoded.block((self._shard, index), wire)
 
 
 class _EncodedBlocks(Sequence[Any]):

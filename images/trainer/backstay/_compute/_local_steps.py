@@ -15,7 +15,7 @@ import optax
 
 from .._data import BatchKey
 from .._update import LocalSteps, Objective, Selection, TreeSpec, all_finite, called, fragments_of
-from ._contribution import Layout, PackedContribution, Start
+from ._contribution import ComputedContribution, Layout, PackedContribution, Start
 from ._flops import flops_of
 from ._gradient import Gradient, examples_of
 from ._placement import Placement
@@ -205,6 +205,7 @@ class LocalTraining:
         key: BatchKey,
         batch_of: Callable[[BatchKey], Any],
         received: Selection | None = None,
+        dispatched: Callable[[Any, int], None] = lambda made, examples: None,
     ) -> tuple[Any, int]:
         """Make the steps of one contribution; the last ones are still being computed when this returns.
 
@@ -212,6 +213,7 @@ class LocalTraining:
             leaves, received: see `Start`. The leaves must stay unchanged until the result is computed.
             key: see `Start`.
             batch_of: returns the batch of a key.
+            dispatched: called with what is returned, before the first steps of the next contribution are dispatched.
 
         Returns:
             ``(made, loss, metrics, finite)``, on all devices: the contribution, the means of loss and metrics over the
@@ -237,6 +239,7 @@ class LocalTraining:
             carry = program.begin(own, inner)
         carry, sums, examples = self._run(carry, key, batch_of, range(first, local.batches), sums, examples)
         result, own, self._inner = program.finish(base, carry, inner if program.keeps else None, sums)
+        dispatched(result, examples)
         if local.continues and key.step + 1 < self._updates:
             kept = base if local.fragments > 1 else None
             self._continued = _ContinuedSteps(None, kept, own)
@@ -282,18 +285,30 @@ class LocalTraining:
         key: BatchKey,
         batch_of: Callable[[BatchKey], Any],
         received: Selection | None = None,
+        dispatched: Callable[[Gradient], None] = lambda gradient: None,
     ) -> Gradient:
-        """The result of `steps` on the first device."""
-        result, examples = self.steps(leaves, key, batch_of, received)
-        made, loss, metrics, finite = self._program.placement.first(result)
-        return Gradient(made, loss, metrics, finite, examples)
+        """The result of `steps` on the first device. `dispatched` is called with it as in `steps`."""
+        made: list[Gradient] = []
+
+        def take(result: Any, examples: int) -> None:
+            leaves, loss, metrics, finite = self._program.placement.first(result)
+            made.append(Gradient(leaves, loss, metrics, finite, examples))
+            dispatched(made[0])
+
+        self.steps(leaves, key, batch_of, received, take)
+        return made[0]
 
 
 class LocalComputation:
     """The `Computation` of local steps."""
 
     def __init__(
-        self, program: LocalProgram, layout: Layout, batch_of: Callable[[BatchKey], Any], updates: int
+        self,
+        program: LocalProgram,
+        layout: Layout,
+        batch_of: Callable[[BatchKey], Any],
+        updates: int,
+        dispatched: Callable[[ComputedContribution], None] = lambda contribution: None,
     ) -> None:
         """
         Args:
@@ -301,8 +316,10 @@ class LocalComputation:
             updates: as in `LocalTraining`.
             layout: the layout of the partition's blocks.
             batch_of: returns the batch of a key; may wait.
+            dispatched: as in `GradientComputation`.
         """
         self._program, self._layout, self._batch_of = program, layout, batch_of
+        self._dispatched = dispatched
         self._training = LocalTraining(program, updates)
         self.batches = program.local.batches
 
@@ -322,8 +339,14 @@ class LocalComputation:
         return None if number == self.batches else _batch_key(start.key, self.batches, number)
 
     def start(self, start: Start) -> PackedContribution:
-        result = self._training.contribute(start.params, start.key, self._batch_of, start.received)
-        return PackedContribution(start.key, result, self._layout)
+        made: list[PackedContribution] = []
+
+        def dispatched(gradient: Gradient) -> None:
+            made.append(PackedContribution(start.key, gradient, self._layout))
+            self._dispatched(made[0])
+
+        self._training.contribute(start.params, start.key, self._batch_of, start.received, dispatched)
+        return made[0]
 
 
 def _batch_key(key: BatchKey, batches: int, number: int) -> BatchKey:

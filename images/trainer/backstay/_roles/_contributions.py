@@ -15,7 +15,7 @@ from jax.profiler import StepTraceAnnotation
 from backstay_rpc.control_pb2 import COMPILING, TRAINING, GradientInfo
 
 from .. import _instrument
-from .._compute import ComputedContribution, Placement, Start
+from .._compute import ComputedContribution, Encoder, Placement, Start
 from .._data import BatchKey, CheckedBatches, Prefetcher
 from .._process import one_compiles
 from .._result import History
@@ -37,6 +37,7 @@ class Contributions:
     """Computes the contributions of one rank.
 
     Attributes:
+        arrangement: the layout of the partition's blocks in this process.
         compiled: whether a contribution was computed.
         on_host: whether the computation takes parameters in the memory of the host.
         history: the losses and metrics of the contributions.
@@ -50,7 +51,7 @@ class Contributions:
         protocol: WorkerProtocol,
         observer: WorkerObserver,
         heart: Heartbeats,
-        arrangement: Arrangement,
+        encoder: Encoder,
     ) -> None:
         """
         Raises:
@@ -58,7 +59,8 @@ class Contributions:
         """
         self._env, self._script, self._plan, self._rank = environment, script, plan, environment.index
         self._protocol, self._observer, self._heart = protocol, observer, heart
-        self._computation = script.computation(plan.partition.tree, arrangement, self._batch)
+        self.arrangement = Arrangement(plan.partition)
+        self._computation = script.computation(plan.partition.tree, self.arrangement, self._batch, encoder.begin)
         self.on_host = self._computation.on_host
         self._overlaps = script.overlaps(environment.config)
         self._next = NextContribution()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from backstay_spec.runtime import RuntimeConfig
 
     from .._checkpoint import Origin, StartFrom
-    from .._compute import Computation, Layout
+    from .._compute import Computation, ComputedContribution, Layout
     from .._transport import Agreement
     from .._update import Partition, Rule, ShardWire, TreeSpec, Wire
     from ._observers import OnUpdate, StopWhen
@@ -197,13 +197,20 @@ class Script:
         parts = partition(tree, rule, shards, coded=coded_leaves(tree, wire), fragments=fragments)
         return ScriptPlan(parts, rule, arguments, wire)
 
-    def computation(self, tree: TreeSpec, layout: Layout, batch_of: Callable[[BatchKey], Any]) -> Computation:
+    def computation(
+        self,
+        tree: TreeSpec,
+        layout: Layout,
+        batch_of: Callable[[BatchKey], Any],
+        dispatched: Callable[[ComputedContribution], None] = lambda contribution: None,
+    ) -> Computation:
         """The computation of a worker between a pull and a push.
 
         Args:
             tree: the partition's tree.
             layout: the layout of the partition's blocks in the worker's memory.
             batch_of: returns the batch of a key.
+            dispatched: as in `GradientComputation`.
         """
         from .._compute import GradientComputation, GradientFn, LocalComputation, LocalProgram, Placement
 
@@ -215,8 +222,8 @@ class Script:
         }
         if self.local is not None:
             program = LocalProgram(self.loss, tree, self.local, **options)
-            return LocalComputation(program, layout, batch_of, self.steps)
-        return GradientComputation(GradientFn(self.loss, tree, **options), tree, layout, batch_of)
+            return LocalComputation(program, layout, batch_of, self.steps, dispatched)
+        return GradientComputation(GradientFn(self.loss, tree, **options), tree, layout, batch_of, dispatched)
 
     @property
     def batches_of_update(self) -> int:

@@ -27,7 +27,6 @@ from .._compute import ComputedContribution, Encoder
 from .._process import ALREADY_COMPLETE, SIGTERM_EXIT, Environment, Stop, end_after_script, hang_report
 from .._result import Result
 from .._transport import (
-    Arrangement,
     ControlClient,
     Heartbeats,
     ParamBuffers,
@@ -87,13 +86,19 @@ class Worker:
         self._protocol = WorkerProtocol(environment.config.mode, self._rank, environment.incarnation)
         self._heart = Heartbeats(self._control, self._silent, self.seconds.report)
         self.peers = self._heart.peers
-        arrangement = Arrangement(plan.partition)
-        self._buffers = ParamBuffers(arrangement)
-        self._contributions = Contributions(
-            environment, script, plan, self._protocol, self._observer, self._heart, arrangement
+        self._encoder = Encoder(
+            plan.wires,
+            script.seed,
+            error_feedback=bool(plan.wire.error_feedback),
+            ahead=script.overlaps(environment.config),
         )
+        self._contributions = Contributions(
+            environment, script, plan, self._protocol, self._observer, self._heart, self._encoder
+        )
+        device = None if self._contributions.on_host else jax.local_devices()[0]
+        self._buffers = ParamBuffers(self._contributions.arrangement, device)
         self._received: Selection | None = None  # `Start.received` of the next contribution
-        self._encoder = Encoder(plan.wires, script.seed, error_feedback=bool(plan.wire.error_feedback))
+        self._spent: Sequence[Any] = ()  # parameters on an accelerator that nothing uses any more
         self._moved = False  # a joined server was lost
         self._already_complete = False  # nothing was left to train
         self._end = WorkerEnd(environment, script, self._control, self._heart, self.seconds, stop)
@@ -153,8 +158,10 @@ class Worker:
                     pulled, params = self._wait_for_world(pulled, params)
                     continue
                 contribution, at = self._contributions.compute(pulled, params, self._received)
-                del params  # its memory receives the next ones but one
+                self._spent = () if self._contributions.on_host else params
+                del params  # on the host its memory receives the next ones but one
                 pulled, params = self._exchange(at, contribution)
+                del contribution  # or its memory on a device would lie between the pieces that the next one needs
             result = self._finish(pulled, params)
             if result is not None:
                 self.returned = True
@@ -220,7 +227,8 @@ class Worker:
         slot = self._buffers.take()
         pulled = self._streams.exchange_all(push, min_version, slot.blocks, kind)
         self._received = pulled.selection
-        return pulled, slot.host() if self._contributions.on_host else slot.params()
+        spent, self._spent = self._spent, ()
+        return pulled, slot.host() if self._contributions.on_host else slot.params(spent)
 
     def _start(self) -> tuple[Pulled, Sequence[Any]]:
         while True:

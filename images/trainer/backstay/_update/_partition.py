@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from ..errors import ConfigurationError
-from ._codecs import GROUP
+from ._codecs import GROUP, DeviceBlock, host_of
 from ._tree import LeafSpec, TreeSpec
 
 BLOCK_BYTES: Final = 4 << 20
@@ -229,15 +229,19 @@ def scatter(block: Block, data: Array, leaves: Sequence[Array]) -> None:
 
 
 def parts_of_leaves(
-    partition: Partition, blocks: Sequence[Sequence[Array]], leaves: Sequence[int]
+    partition: Partition, blocks: Sequence[Sequence[Array | DeviceBlock]], leaves: Sequence[int]
 ) -> dict[int, list[Array]]:
-    """The parts of some leaves in the blocks of all shards: 1-D views, by leaf. `blocks` are by shard and block."""
+    """The parts of some leaves in the blocks of all shards: 1-D views, by leaf.
+
+    Args:
+        blocks: ``[s][b]``; blocks on an accelerator are copied to the host if they have a part of the leaves.
+    """
     parts: dict[int, list[Array]] = {leaf: [] for leaf in leaves}
     for layout, arrays in zip(partition.shards, blocks, strict=True):
         for block, array in zip(layout.blocks, arrays, strict=True):
             for piece in block.pieces:
                 if piece.leaf in parts:
-                    parts[piece.leaf].append(array[piece.offset : piece.offset + piece.size])
+                    parts[piece.leaf].append(host_of(array)[piece.offset : piece.offset + piece.size])
     return parts
 
 

@@ -8,6 +8,7 @@ So neither the compiled program nor the number of frames grows with the number o
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._update import Partition, Piece
+from ..._update import DeviceArray, DeviceBlock, Partition, Piece, pinned_memory, placed_from, shares_host_memory
 from .._streams._interfaces import Bytes
 from ._memory import ALIGNMENT, aligned_empty
 
@@ -70,6 +71,7 @@ class Arrangement:
             if piece.leaf not in self.direct:
                 self._parts_of[piece.leaf].append((self._area_of[dtype], start, start + piece.size))
         self._unpack_jit = jax.jit(self._unpack)
+        self._settle_jit = jax.jit(self._settle, donate_argnums=1, keep_unused=True)
 
     def pack(self, leaves: Sequence[Any]) -> list[Any]:
         """The arrays to send, out of all leaves of a tree. To be traced, in the jitted function that computes them.
@@ -100,22 +102,21 @@ class Arrangement:
             result.append(jnp.concatenate(parts))
         return result
 
-    def gradient_blocks(self, packed_leaves: Sequence[jax.Array]) -> list[Sequence[np.ndarray]]:
-        """The blocks of every shard, out of a gradient on the device. The copy of every leaf to the host begins here.
+    def gradient_blocks(self, packed_leaves: Sequence[jax.Array]) -> list[Sequence[np.ndarray | DeviceBlock]]:
+        """The blocks of every shard, out of a gradient on the device.
 
         Args:
-            packed_leaves: the result of `pack` for the gradient.
+            packed_leaves: the result of `pack` for the gradient, on one device.
 
         Returns:
-            ``[s][b]``: 1-D views (on the CPU) of the memory of `packed_leaves`, which they keep alive. Reading a block
-            waits until it is computed and copied to the host.
+            ``[s][b]``, which keep `packed_leaves` alive. On the CPU 1-D views of the memory of `packed_leaves`, of
+            which reading one waits until it is computed.
         """
-        for array in packed_leaves:
-            array.copy_to_host_async()
+        there = [] if all(map(_on_host, packed_leaves)) else [DeviceArray(array) for array in packed_leaves]
         place = {leaf: index for index, leaf in enumerate(sorted(self.direct))}
-        result: list[Sequence[np.ndarray]] = []
+        result: list[Sequence[np.ndarray | DeviceBlock]] = []
         for s, layout in enumerate(self.partition.shards):
-            spans = []
+            spans: list[tuple[int, int, int]] = []
             for b, block in enumerate(layout.blocks):
                 if (piece := self._in_leaf.get((s, b))) is not None:
                     spans.append((place[piece.leaf], piece.start, piece.stop))
@@ -123,7 +124,10 @@ class Arrangement:
                     index = self._area_of[np.dtype(block.dtype)]
                     start = self.areas[index].starts[s, b]
                     spans.append((len(place) + index, start, start + block.size))
-            result.append(_HostBlocks(packed_leaves, spans))
+            if there:
+                result.append([DeviceBlock(there[array], start, stop) for array, start, stop in spans])
+            else:
+                result.append(_HostBlocks(packed_leaves, spans))
         return result
 
     def receive_views(self, leaves: dict[int, np.ndarray], areas: Sequence[np.ndarray]) -> list[list[Bytes]]:
@@ -165,6 +169,17 @@ class Arrangement:
         """The small leaves, by index, out of areas on the device."""
         return dict(zip(self.small, self._unpack_jit(tuple(areas)), strict=True)) if self.small else {}
 
+    def settle(self, placed: Sequence[Any], replacing: Sequence[Any]) -> list[jax.Array]:
+        """All leaves of the tree, out of the direct leaves and the areas on a device, in the memory of earlier leaves,
+        which are donated."""
+        return list(self._settle_jit(tuple(placed), tuple(replacing)))
+
+    def _settle(self, placed: tuple[Any, ...], replacing: tuple[Any, ...]) -> list[Any]:
+        del replacing
+        large = dict(zip(sorted(self.direct), map(jnp.copy, placed), strict=False))
+        small = dict(zip(self.small, self._unpack(placed[len(large) :]), strict=True))
+        return [large[leaf] if leaf in large else small[leaf] for leaf in range(len(self.partition.tree.leaves))]
+
     def _unpack(self, areas: tuple[Any, ...]) -> tuple[jax.Array, ...]:
         result = []
         for leaf in self.small:
@@ -175,8 +190,12 @@ class Arrangement:
         return tuple(result)
 
 
+def _on_host(array: jax.Array) -> bool:
+    return all(shares_host_memory(device) for device in array.devices())
+
+
 class _HostBlocks(Sequence[np.ndarray]):
-    """Blocks of arrays on the device; each is a view of the array's copy on the host, once it is read."""
+    """Blocks of arrays of JAX in the memory of the host; each is a view, once it is read."""
 
     def __init__(self, arrays: Sequence[jax.Array], spans: Sequence[tuple[int, int, int]]) -> None:
         """`spans` name the array of each block, its first element and the one after its last."""
@@ -199,13 +218,26 @@ class _HostBlocks(Sequence[np.ndarray]):
 class BufferSlot:
     """Memory for one whole set of parameters, with `blocks` to receive into, then `host` or `params`."""
 
-    def __init__(self, arrangement: Arrangement) -> None:
-        self._arrangement = arrangement
+    def __init__(self, arrangement: Arrangement, device: Any = None) -> None:
+        """
+        Args:
+            device: the `jax.Device` that `params` is for; None: the parameters are read on the host.
+        """
+        self._arrangement, self._device = arrangement, device
         tree = arrangement.partition.tree.leaves
-        self._leaves = {leaf: aligned_empty(tree[leaf].nbytes).view(tree[leaf].dtype) for leaf in arrangement.direct}
-        self._areas = [aligned_empty(area.size * area.dtype.itemsize).view(area.dtype) for area in arrangement.areas]
+        self._pinned: list[Any] = []  # arrays of JAX in the same memory: the direct leaves in order, then the areas
+        self._leaves = {leaf: self._memory(tree[leaf].shape, tree[leaf].dtype) for leaf in sorted(arrangement.direct)}
+        self._areas = [self._memory((area.size,), area.dtype) for area in arrangement.areas]
         self.blocks: list[list[Bytes]] = arrangement.receive_views(self._leaves, self._areas)
         self._lent: list[weakref.ref[np.ndarray]] = []
+
+    def _memory(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+        if self._device is not None and not shares_host_memory(self._device):
+            made = pinned_memory(shape, dtype, self._device)
+            if made is not None:
+                self._pinned.append(made[0])
+                return made[1]
+        return aligned_empty(math.prod(shape) * dtype.itemsize).view(dtype)
 
     @property
     def in_use(self) -> bool:
@@ -219,18 +251,27 @@ class BufferSlot:
         leaves, areas = self._lend()
         return self._arrangement.read(leaves, areas)
 
-    def params(self, device: Any = None) -> list[jax.Array]:
+    def params(self, replacing: Sequence[Any] = ()) -> list[jax.Array]:
         """The leaves of the tree, in order, on the device: large ones alias this memory where the device can. The small
         ones are unpacked there by a function that takes long to compile if they are many.
 
+        From pinned memory they are copied before this returns, so the memory is free then.
+
         Args:
-            device: a `jax.Device` or `jax.sharding.Sharding`; None is JAX's default.
+            replacing: an earlier result that nothing uses any more, whose memory on an accelerator the leaves take.
+                Otherwise they would lie anywhere, and could divide the memory that a step needs in one piece.
         """
         arrangement = self._arrangement
         tree = arrangement.partition.tree.leaves
-        leaves, areas = self._lend()
-        sources = [*(leaves[leaf].reshape(tree[leaf].shape) for leaf in sorted(leaves)), *areas]
-        placed = jax.device_put(sources, device, may_alias=True)
+        if self._pinned:
+            arrangement.fill_edges(self._leaves, self._areas)
+            placed = placed_from(self._pinned, self._device)
+            if replacing and not any(leaf.is_deleted() for leaf in replacing):
+                return arrangement.settle(placed, replacing)
+        else:
+            leaves, areas = self._lend()
+            sources = [*(leaves[leaf].reshape(tree[leaf].shape) for leaf in sorted(leaves)), *areas]
+            placed = jax.device_put(sources, self._device, may_alias=True)
         large = dict(zip(sorted(arrangement.direct), placed, strict=False))
         small = arrangement.unpack(placed[len(large) :])
         return [large[leaf] if leaf in large else small[leaf] for leaf in range(len(tree))]
@@ -255,8 +296,12 @@ def _owner(memory: np.ndarray) -> np.ndarray:
 class ParamBuffers:
     """Slots, taken in turn; memory that any array still uses is never taken."""
 
-    def __init__(self, arrangement: Arrangement) -> None:
-        self._arrangement = arrangement
+    def __init__(self, arrangement: Arrangement, device: Any = None) -> None:
+        """
+        Args:
+            device: see `BufferSlot`.
+        """
+        self._arrangement, self._device = arrangement, device
         self._slots: list[BufferSlot] = []
         self._lock = threading.Lock()
 
@@ -269,6 +314,6 @@ class ParamBuffers:
             for slot in self._slots:
                 if not slot.in_use:
                     return slot
-            slot = BufferSlot(self._arrangement)
+            slot = BufferSlot(self._arrangement, self._device)
             self._slots.append(slot)
             return slot

@@ -1,8 +1,20 @@
 """Encodes tensors on the wire by codecs, bounds what they lose, and decodes them on servers."""
 
 from ._codec import GROUP, Bound, Codec, CodecName, Encoded, body_of, encoded
-from ._integers import seed_of
-from ._wires import CODECS, SMALL, BlockWire, Rounding, ShardWire, Wire, bound_of, coded_leaves, shard_wires
+from ._device import DeviceArray, DeviceBlock, host_of, pinned_memory, placed_from, shares_host_memory
+from ._integers import residual_dtype, seed_of
+from ._wires import (
+    CODECS,
+    SMALL,
+    BlockWire,
+    Rounding,
+    ShardWire,
+    Wire,
+    bound_of,
+    coded_leaves,
+    encoded_with,
+    shard_wires,
+)
 
 __all__ = [
     "CODECS",
@@ -12,6 +24,8 @@ __all__ = [
     "Bound",
     "Codec",
     "CodecName",
+    "DeviceArray",
+    "DeviceBlock",
     "Encoded",
     "Rounding",
     "ShardWire",
@@ -20,6 +34,12 @@ __all__ = [
     "bound_of",
     "coded_leaves",
     "encoded",
+    "encoded_with",
+    "host_of",
+    "pinned_memory",
+    "placed_from",
+    "residual_dtype",
     "seed_of",
     "shard_wires",
+    "shares_host_memory",
 ]

@@ -98,7 +98,8 @@ class Integers:
         """Elements that are not finite count as zero: the end mark says that the contribution is not finite."""
         real = _real(values.dtype)
         shares = GROUP // self.share
-        scale = _largest(values.astype(real), self.share) / self.top
+        # A product, because XLA makes one of a division by a constant on some platforms, with other bits.
+        scale = _largest(values.astype(real), self.share) * (real.type(1) / real.type(self.top))
         limits = _limits(real)
         # Subnormal scales would be flushed by some processors. A scale that is not finite compares as false.
         usable = (scale >= limits.tiny) & (scale <= limits.max)
@@ -107,7 +108,8 @@ class Integers:
         # Without the barrier the compiler computes what belongs to a group once for each of its elements.
         barrier: Any = jax.lax.optimization_barrier  # which JAX leaves untyped
         scale, key = barrier((scale, key))
-        divisor = jnp.where(scale > 0, scale, jnp.inf).reshape(-1, shares, 1)
+        # Explicitly, because XLA makes a product with the reciprocal of such a division on every platform.
+        inverse = _reciprocal(jnp.where(scale > 0, scale, jnp.inf)).reshape(-1, shares, 1)
         elements = values.astype(real).reshape(-1, shares, self.share)
         # Not an array of constants, for which the compiler makes no vector instructions.
         iota: Any = jax.lax.broadcasted_iota  # which JAX leaves untyped
@@ -116,7 +118,8 @@ class Integers:
         def codes(part: slice) -> Any:
             """The integers of these elements of each share."""
             words = key[:, None, None] + lanes[:, :, part] * jnp.uint32(0x9E3779B9)
-            shifted = elements[:, :, part] / divisor + _uniform(words, real)
+            # Every platform with FMA computes it as one operation.
+            shifted = elements[:, :, part] * inverse + _uniform(words, real)
             return _nearest(jnp.clip(shifted, -self.top, self.top))
 
         if self.bits == 8:
@@ -167,6 +170,60 @@ def _largest(values: Any, share: int) -> Any:
     while (half := sizes.shape[1] // 2) >= 16:
         sizes = jnp.maximum(sizes[:, :half], sizes[:, half:])
     return jax.lax.bitcast_convert_type(jnp.max(sizes, axis=1), values.dtype)
+
+
+def _reciprocal(values: Any) -> Any:
+    """``1 / values`` rounded to nearest on every platform, so that codes have the same bits everywhere.
+
+    A division on a GPU is inexact by up to two units in the last place.
+
+    Args:
+        values: positive float32 or float64; normal numbers whose reciprocals are normal, or infinite.
+    """
+    platform_dependent: Any = jax.lax.platform_dependent  # which JAX leaves untyped
+    if values.dtype == jnp.float64:
+        return 1 / values
+    return platform_dependent(values, cpu=_divided, default=_corrected)
+
+
+def _divided(values: Any) -> Any:
+    return 1 / values
+
+
+def _corrected(values: Any) -> Any:
+    """`_reciprocal` where `_divided` is only nearly right.
+
+    The remainder of a near reciprocal is a float32, so it is exact. The first correction leaves an error of hardly more
+    than half a unit, and the second one compares the exact remainder with half a unit. Every product is exact, so it
+    does not matter whether a compiler contracts a product and a sum.
+    """
+    # Multiplied with a power of two, which is exact, they are between 1 and 2.
+    exponent = jax.lax.bitcast_convert_type(values, jnp.uint32) & jnp.uint32(0x7F800000)
+    power = jax.lax.bitcast_convert_type(jnp.uint32(254 << 23) - exponent, jnp.float32)
+    finite = jnp.isfinite(values)
+    value = jnp.where(finite, values * power, 1)
+    high, low = _halves(value)
+
+    def remainder(near: Any) -> Any:
+        of_high, of_low = _halves(near)
+        return (((1 - of_high * high) - of_high * low) - of_low * high) - of_low * low
+
+    near = _divided(value)
+    near = near + _divided(value) * remainder(near)
+    left = remainder(near)
+    bits = jax.lax.bitcast_convert_type(near, jnp.uint32)
+    unit = jax.lax.bitcast_convert_type((bits & jnp.uint32(0x7F800000)) - jnp.uint32(23 << 23), jnp.float32)
+    # Below a power of two the units are half as large.
+    half = jnp.where((left > 0) | (bits & jnp.uint32(0x7FFFFF) != 0), 0.5, 0.25) * unit * value
+    moved = jax.lax.bitcast_convert_type(jnp.where(left > 0, bits + 1, bits - 1), jnp.float32)
+    return jnp.where(finite, jnp.where(jnp.abs(left) > half, moved, near) * power, 0)
+
+
+def _halves(values: Any) -> tuple[Any, Any]:
+    """Two float32 of at most 12 significant bits, whose sum is the value."""
+    bits = jax.lax.bitcast_convert_type(values, jnp.uint32) & jnp.uint32(0xFFFFF000)
+    high = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return high, values - high
 
 
 def _uniform(words: Any, real: Any) -> Any:

@@ -22,7 +22,18 @@ from ._integers import Integers, residual_dtype, seed_of, with_residual
 if TYPE_CHECKING:
     from backstay_rpc.control_pb2 import Part
 
-__all__ = ["CODECS", "SMALL", "BlockWire", "Rounding", "ShardWire", "Wire", "bound_of", "coded_leaves", "shard_wires"]
+__all__ = [
+    "CODECS",
+    "SMALL",
+    "BlockWire",
+    "Rounding",
+    "ShardWire",
+    "Wire",
+    "bound_of",
+    "coded_leaves",
+    "encoded_with",
+    "shard_wires",
+]
 
 CODECS: Final[Mapping[CodecName, Codec]] = {
     "BFloat16": BFloat16(),
@@ -322,12 +333,17 @@ def _encode(codec: Codec) -> Callable[..., Any]:
 def _encode_with(codec: Codec) -> Callable[..., Any]:
     def encode(values: Any, residual: Any, numbers: Any, seed: Any) -> Any:
         body = body_of(values.size)
-        wanted = with_residual(values[:body], residual[:body])
-        sections = codec.encode(wanted, numbers, seed)
-        rest = _left(wanted, codec.decode(sections, values.dtype))
+        sections, rest = encoded_with(codec, values[:body], residual[:body], numbers, seed)
         return sections, values[body:], jnp.concatenate([rest, jnp.zeros_like(residual[body:])])
 
     return jax.jit(encode)
+
+
+def encoded_with(codec: Codec, values: Any, residual: Any, numbers: Any, seed: Any) -> tuple[tuple[Any, ...], Any]:
+    """Sections and the new residual of whole groups with their `residual`; to be traced."""
+    wanted = with_residual(values, residual)
+    sections = codec.encode(wanted, numbers, seed)
+    return sections, _left(wanted, codec.decode(sections, values.dtype))
 
 
 def _left(wanted: Any, decoded: Any) -> Any:

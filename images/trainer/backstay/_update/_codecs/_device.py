@@ -1,0 +1,124 @@
+"""Arrays and blocks on an accelerator, and memory of the host that the accelerator reads and writes by itself.
+
+JAX calls it ``pinned_host``. With ordinary memory the processor copies once more. An H100 then reaches 1.6 GB/s out and
+8 GB/s in, and 52 GB/s with pinned memory (docs/gpu.md).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from ctypes import c_uint8
+from typing import Any, Final
+
+import jax
+import numpy as np
+
+__all__ = [
+    "DeviceArray",
+    "DeviceBlock",
+    "host_of",
+    "pinned_like",
+    "pinned_memory",
+    "placed_from",
+    "shares_host_memory",
+]
+
+_PINNED: Final = "pinned_host"
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def shares_host_memory(device: Any) -> bool:
+    """Whether arrays of this `jax.Device` lie in the memory of the host."""
+    return bool(device.platform == "cpu")
+
+
+def pinned_like(array: Any) -> Any:
+    """The sharding of the copy of an array in pinned memory; None: the device has no such memory.
+
+    Args:
+        array: a `jax.Array` on one device.
+    """
+    (device,) = array.devices()
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    return array.sharding.with_memory_kind(_PINNED) if _PINNED in kinds else None
+
+
+def placed_from(arrays: Sequence[Any], device: Any) -> list[Any]:
+    """Copies of arrays in pinned memory on the device; waits until they are made."""
+    place: Any = jax.sharding.SingleDeviceSharding  # which JAX leaves untyped
+    target = place(device, memory_kind=device.default_memory().kind)
+    copies: list[Any] = jax.device_put(list(arrays), target)
+    for copy in copies:
+        copy.block_until_ready()
+    return copies
+
+
+def pinned_memory(shape: tuple[int, ...], dtype: np.dtype[Any], device: Any) -> tuple[Any, Array] | None:
+    """New pinned memory; None: the device has none.
+
+    Returns:
+        A `jax.Array` of this shape and dtype, and a writable 1-D view of its memory, which the array must outlive. A
+        copy of the array on the device has the values that were written before.
+    """
+    if _PINNED not in {memory.kind for memory in device.addressable_memories()}:
+        return None
+    sharding: Any = jax.sharding.SingleDeviceSharding  # which JAX leaves untyped
+    array = jax.device_put(np.zeros(shape, dtype), sharding(device, memory_kind=_PINNED)).block_until_ready()
+    if not array.nbytes:
+        return array, np.empty(0, dtype)
+    memory = (c_uint8 * array.nbytes).from_address(array.unsafe_buffer_pointer())
+    return array, np.frombuffer(memory, np.uint8).view(dtype)
+
+
+class DeviceArray:
+    """An array on an accelerator, and its copy on the host, which is made once. Thread-safe."""
+
+    def __init__(self, array: Any) -> None:
+        """
+        Args:
+            array: a `jax.Array` on one device.
+        """
+        self.array = array
+        self.pinned = pinned_like(array)
+        self._lock = threading.Lock()
+        self._copy: Any = None
+
+    def begin(self) -> None:
+        """Begin the copy to the host, unless it has begun."""
+        with self._lock:
+            if self._copy is None:
+                if self.pinned is None:
+                    self._copy = self.array
+                    self.array.copy_to_host_async()
+                else:
+                    self._copy = jax.device_put(self.array, self.pinned)
+
+    def host(self) -> Array:
+        """The elements on the host, 1-D; waits until they are computed and copied."""
+        self.begin()
+        return np.asarray(self._copy).reshape(-1)
+
+
+class DeviceBlock:
+    """A block of a contribution, which is a part of an array on an accelerator.
+
+    Attributes:
+        of: the array.
+        start, stop: in elements of the flattened array.
+    """
+
+    __slots__ = ("of", "start", "stop")
+
+    def __init__(self, of: DeviceArray, start: int, stop: int) -> None:
+        self.of, self.start, self.stop = of, start, stop
+
+    def host(self) -> Array:
+        """The block on the host, 1-D; see `DeviceArray.host`."""
+        return self.of.host()[self.start : self.stop]
+
+
+def host_of(block: Array | DeviceBlock) -> Array:
+    """A block of a contribution on the host, 1-D; waits until it is computed and copied."""
+    return block.host() if isinstance(block, DeviceBlock) else block

@@ -1,0 +1,83 @@
+"""A worker on an accelerator trains bit for bit as one on the CPU. The CPU stands for the accelerator."""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+from typing import Any
+from unittest.mock import patch
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import backstay
+from backstay import testing
+
+STEPS = 6
+WAYS: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "codes": {"wire": {"gradients": "Int8", "parameters": "BFloat16"}},
+    "feedback": {"wire": {"gradients": "Int4", "error_feedback": True}},
+    "local": {"wire": {"gradients": "Int8"}, "local": {"count": 3}},
+    "overlap": {"wire": {"gradients": "Int8"}, "local": {"count": 4, "overlap": 1}},
+    "fragments": {"wire": {"gradients": "Int4"}, "local": {"count": 4, "fragments": 2, "overlap": 1}},
+    "async": {"wire": {"gradients": "Int8", "error_feedback": True}, "mode": "Async", "overlap": True},
+}
+
+
+def apart() -> None:
+    """Let the CPU count as an accelerator in this process."""
+    patch("backstay._transport._tensors._buffers.shares_host_memory", lambda device: False).start()
+    patch("backstay._compute.Placement.on_host", False).start()
+    encoder = "backstay._compute._device_encoding.DeviceEncoder"
+    encode = pkgutil.resolve_name(encoder).encode
+
+    def printing(self: Any, *arguments: Any) -> Any:
+        print("encoded on the accelerator")
+        return encode(self, *arguments)
+
+    patch(f"{encoder}.encode", printing).start()
+
+
+def train() -> None:
+    if os.environ["APART"] == "yes":
+        apart()
+    local = WAYS[os.environ["WAY"]].get("local")
+    inner = {} if local is None else {"local": backstay.LocalSteps(optimizer=optax.adam(1e-2), **local)}
+
+    def init(key: Any) -> Any:
+        keys = jax.random.split(key, 3)
+        shapes = {"first": (96, 128), "second": (128, 64), "bias": (64,)}
+        return {name: jax.random.normal(key, shapes[name]) * 0.1 for name, key in zip(shapes, keys, strict=True)}
+
+    def loss(params: Any, batch: Any) -> Any:
+        hidden = jnp.tanh(batch @ params["first"])
+        return jnp.mean((hidden @ params["second"] + params["bias"] - batch[:, :64]) ** 2)
+
+    backstay.train(
+        init=init,
+        loss=loss,
+        batches=lambda key: np.asarray(jax.random.normal(key.key, (16, 96))),
+        optimizer=None if local else optax.adam(1e-2),
+        steps=STEPS,
+        **inner,
+    )
+
+
+def params_of(way: str, which: str) -> Any:
+    settings = {name: value for name, value in WAYS[way].items() if name != "local"}
+    job = testing.run(train, servers=2, env={"WAY": way, "APART": which}, **settings)
+    assert job.outcomes() == {"applied": STEPS}
+    (log,) = (text for name, text in job.logs.items() if name.startswith("worker"))
+    assert (log.count("encoded on the accelerator") >= STEPS) == (which == "yes")
+    return job.params
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_t4_an_accelerator_trains_as_the_cpu(way: str) -> None:
+    ours, theirs = params_of(way, "yes"), params_of(way, "no")
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_array_equal(a, b)
