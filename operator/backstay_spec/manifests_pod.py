@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, Final
 
-from backstay_spec import contract, names
+from backstay_spec import contract, gpus, names
 from backstay_spec.grace import grace_seconds
 from backstay_spec.manifests import owner_reference
 from backstay_spec.merge import merged
@@ -134,7 +134,9 @@ def pod(
     metadata.update(name=name, namespace=meta.namespace, ownerReferences=[owner_reference(meta)])
     metadata.pop("generateName", None)
     spec["restartPolicy"] = "Never"
-    _protect_container(spec, built["spec"]["containers"][0], environment)
+    ours = _protect_container(spec, built["spec"]["containers"][0], environment)
+    if slot.role != contract.ROLE_SERVER:  # servers apply updates on the CPU
+        gpus.prepare(spec, ours)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
@@ -150,10 +152,13 @@ def _apart(selector: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _protect_container(spec: dict[str, Any], built: dict[str, Any], environment: Sequence[dict[str, Any]]) -> None:
-    """Restore what a template may not change: our environment, and where the termination message is read."""
+def _protect_container(
+    spec: dict[str, Any], built: dict[str, Any], environment: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Restore what a template may not change: our environment, and where the termination message is read. Returns the
+    container."""
     containers = spec.setdefault("containers", [])
-    ours = next((c for c in containers if c.get("name") == contract.CONTAINER), None)
+    ours: dict[str, Any] | None = next((c for c in containers if c.get("name") == contract.CONTAINER), None)
     if ours is None:
         ours = built
         containers.insert(0, ours)
@@ -161,6 +166,7 @@ def _protect_container(spec: dict[str, Any], built: dict[str, Any], environment:
     # Our variables first: `$(BACKSTAY_INDEX)` in a user's variable refers only to variables before it.
     ours["env"] = [*environment, *theirs]
     ours["terminationMessagePath"] = contract.TERMINATION_LOG
+    return ours
 
 
 def _environment(

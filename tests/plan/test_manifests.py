@@ -79,7 +79,7 @@ def test_the_environment_is_the_contracts():
     assert said["BACKSTAY_TOKEN"] == {"secretKeyRef": {"name": names.secret_name("mnist", "u-1"), "key": "token"}}
     of_kubelets = {contract.ENV_BIND, contract.ENV_KEEP, contract.ENV_MOST_STEPS, contract.ENV_CHECKPOINT}
     every = {v for k, v in vars(contract).items() if k.startswith("ENV_")} - {"BACKSTAY_", *of_kubelets}
-    assert every - {contract.ENV_ACTIVE, contract.ENV_TRAINED} <= set(said)
+    assert every - {contract.ENV_ACTIVE, contract.ENV_TRAINED, contract.ENV_GPUS} <= set(said)
     assert contract.ENV_ACTIVE not in said, "only with standbys"
     config = RuntimeConfig.model_validate_json(said["BACKSTAY_CONFIG"])
     assert config == RuntimeConfig(shards=2, workers=4, checkpoint={"uri": "file:///c", "every_seconds": 60})
@@ -316,3 +316,49 @@ def test_the_token_is_the_uid_under_the_key():
         token_for(b"short", "u-1")
     with pytest.raises(ValueError, match="no uid"):
         token_for(key, "")
+
+
+def with_gpus(limits, **spec):
+    container = {"name": "trainer", "resources": {"limits": limits}, **spec.pop("container", {})}
+    return build(workers={"template": {"spec": {"containers": [container], **spec}}})
+
+
+@pytest.mark.parametrize("limits", [{"nvidia.com/gpu": 1}, {"nvidia.com/gpu": "1"}, {"nvidia.com/mig-1g.10gb": 1}])
+def test_a_worker_with_a_gpu_needs_only_the_limit(limits):
+    pod = with_gpus(limits)
+    found = environment(pod)
+    assert (found["BACKSTAY_GPUS"], found["JAX_PLATFORMS"]) == ("1", "cuda,cpu")
+    assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod["spec"]["tolerations"]
+    assert "/dev/shm" not in str(pod)
+
+
+def test_several_gpus_have_shared_memory():
+    pod = with_gpus({"nvidia.com/gpu": 4})
+    (mount,) = [mount for mount in trainer(pod)["volumeMounts"] if mount["mountPath"] == "/dev/shm"]
+    (volume,) = [volume for volume in pod["spec"]["volumes"] if volume["name"] == mount["name"]]
+    assert volume["emptyDir"]["medium"] == "Memory"
+
+
+def test_the_template_says_what_a_pod_with_gpus_gets():
+    mine = {"name": "shm", "mountPath": "/dev/shm"}
+    container = {"env": [{"name": "JAX_PLATFORMS", "value": "cpu"}], "volumeMounts": [mine]}
+    volumes, own = [{"name": "shm", "emptyDir": {}}], {"key": "nvidia.com/gpu", "operator": "Equal", "value": "x"}
+    pod = with_gpus({"nvidia.com/gpu": 2}, container=container, volumes=volumes, tolerations=[own])
+    assert environment(pod)["JAX_PLATFORMS"] == "cpu"
+    assert trainer(pod)["volumeMounts"] == [mine]
+    assert pod["spec"]["volumes"] == volumes
+    assert [t for t in pod["spec"]["tolerations"] if t["key"] == "nvidia.com/gpu"] == [own]
+
+
+def test_pods_without_gpus_are_as_before():
+    server = {
+        "template": {"spec": {"containers": [{"name": "trainer", "resources": {"limits": {"nvidia.com/gpu": 1}}}]}}
+    }
+    for pod in (
+        build(),
+        with_gpus({"cpu": "4"}),
+        with_gpus({"nvidia.com/gpu": 0}),
+        build(SERVER, parameterServers=server),
+    ):
+        assert not {"BACKSTAY_GPUS", "JAX_PLATFORMS"} & set(environment(pod))
+        assert len(pod["spec"]["tolerations"]) == 2

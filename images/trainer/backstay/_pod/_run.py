@@ -34,6 +34,7 @@ from .._process import (
 )
 from .._report import PodMetrics, process_age
 from ..errors import BackstayError, CheckpointError, ConfigurationError, JobFailed, Refused, StorageError
+from ._devices import use_devices
 from ._lifecycles import PodRunner
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ def run(environment: Environment, script: Script, began: float, checkpoint: obje
         # An unknown scheme ends the job before JAX is imported and anything is compiled.
         open_folder(environment.checkpoint_uri)
     _share_compilations()
+    use_devices(environment.role, os.environ)
     plan = script.plan(environment.config.shards, _wire_of(environment))
     if environment.role == contract.ROLE_SERVER and environment.config.shards == 1 and not environment.standby:
         warn_of_several(plan)
