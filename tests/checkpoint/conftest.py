@@ -112,7 +112,7 @@ def storage_of() -> Callable[..., Any]:
         identity = Identity(job, incarnation=1, seed=0, steps=100, settings={})
         layout: Any = Layout()
         requested: Any = SimpleNamespace(keep=keep, world=1)
-        facts: Any = SimpleNamespace(evaluation=dict, examples=lambda: None)
+        facts: Any = SimpleNamespace(evaluation=lambda: (None, {}), examples=lambda: None)
         return ManifestStorage(store, lease, layout, identity, requested, facts)
 
     return make

@@ -141,6 +141,8 @@ def test_an_evaluation_is_stored_once_and_belongs_to_one_checkpoint(write: Write
     assert not evaluated(store, first, accuracy=0.9)
     assert load(f"{store.uri}/{first.name}").metrics == {"accuracy": 0.7}
     assert load(f"{store.uri}/{second.name}").metrics == {"accuracy": 0.1}
+    assert load(f"{store.uri}/{first.name}").metrics_step == first.version
+    assert load(f"{store.uri}/{second.name}").metrics_step is None  # the manifest does not say it
     # Under the name of another checkpoint it does not count.
     text = store.folder.read(evaluation_name(first.key))
     store.folder.write(evaluation_name(second.key), text)

@@ -224,6 +224,19 @@ def test_a_part_of_the_arrays_is_used_only_on_request(tmp_path: Path, capsys: py
     assert "unexpected (1): head" in said
 
 
+@pytest.mark.parametrize("mapping", [None, lambda name, arrays: None, lambda name, arrays: f"fixed.{name}"])
+def test_a_start_from_nothing_is_an_error(tmp_path: Path, mapping: Any) -> None:
+    """A random network was trained to the end, and one line of the log had "0 of 4 parameters"."""
+    place = f"{tmp_path}/model.safetensors"
+    safetensors.numpy.save_file({"gpt.kernel": np.zeros(3), "gpt.bias": np.zeros(1)}, place)
+    start = StartFrom(place, mapping, missing="init", unexpected="ignore", shapes="init")
+    with pytest.raises(CheckpointError) as refused:
+        started(start)
+    assert "no parameter of init has a value in" in str(refused.value)
+    assert "The parameters (4): dense.bias, dense.kernel, out.0, out.1.0" in str(refused.value)
+    assert "The arrays (2): gpt.bias, gpt.kernel" in str(refused.value)
+
+
 def test_a_mapping_renames_transposes_and_stacks(tmp_path: Path) -> None:
     """Weights as another library stores them: other names, (out, in) kernels, one tensor for each layer."""
     place = f"{tmp_path}/model.safetensors"

@@ -407,6 +407,17 @@ def test_t7_two_processes_do_not_share_a_folder(run, tmp_path) -> None:
 # ---- What one process checks ----
 
 
+def test_a_checkpoint_has_the_step_of_its_metrics(tmp_path) -> None:
+    """A user took the metrics of step 3 for those of step 5."""
+    evaluate = {"evaluate": lambda params, state: {"batches": float(state["batches"])}, "evaluate_every": 3}
+    backstay.train(**arguments(steps=5, checkpoint=tmp_path, **evaluate))
+    stored = backstay.load(str(tmp_path))
+    assert (stored.step, stored.metrics, stored.metrics_step) == (5, {"batches": 3.0}, 3)
+    backstay.train(**arguments(steps=2, checkpoint=tmp_path / "other", **evaluate))
+    stored = backstay.load(str(tmp_path / "other"))
+    assert (stored.step, stored.metrics, stored.metrics_step) == (2, {}, None)
+
+
 def test_an_evaluation_that_fails_costs_only_its_metrics(capsys) -> None:
     def evaluate(params, state):
         raise KeyError("accuracy")

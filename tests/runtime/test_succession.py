@@ -232,7 +232,7 @@ def storage_of(store: Any) -> ManifestStorage:
         plan.partition,
         Identity(job, incarnation=2, seed=0, steps=10, settings={}),
         SimpleNamespace(keep=1, world=1),
-        SimpleNamespace(evaluation=dict, examples=lambda: None),
+        SimpleNamespace(evaluation=lambda: (None, {}), examples=lambda: None),
     )
 
 

@@ -279,7 +279,7 @@ def _alone(script: Script, to: StoreTo | None) -> Result:
     batches = script.batches_of_update
     reporter, rate, throttle = Reporter(script.log_every, script.steps, batches, bar), Rate(), Throttle()
     every = script.evaluate_every or (max(1, script.steps // 20) if script.stop_when is not None else 0)
-    evaluation: dict[str, float] = {}
+    evaluation: tuple[int | None, dict[str, float]] = None, {}
 
     def on_update(update: StepReport) -> bool:
         nonlocal evaluation
@@ -291,7 +291,7 @@ def _alone(script: Script, to: StoreTo | None) -> Result:
             with reporter.without_bar():
                 metrics = evaluated(script, params, state)
                 if metrics:
-                    evaluation = metrics
+                    evaluation = update.step, metrics
                     _log_evaluation(update.step, metrics)
                     stops = script.stop_when is not None and bool(script.stop_when(metrics))
         if last or stops or reporter.due(now):  # reading the loss takes its time
@@ -310,7 +310,7 @@ def _alone(script: Script, to: StoreTo | None) -> Result:
         if to is None or plan is None:
             result = train_alone(script, model_every=every, on_update=on_update)
         else:
-            with AloneStorage(script, plan, to, metrics=lambda: evaluation) as storage:
+            with AloneStorage(script, plan, to, evaluation=lambda: evaluation) as storage:
                 result = train_alone(
                     script,
                     model_every=every,

@@ -30,6 +30,8 @@ class Checkpoint:
         uri: the manifest of the checkpoint.
         metrics: the result of the evaluation of this checkpoint. If it was not evaluated, the result of the newest
             evaluation before it.
+        metrics_step: the step of `metrics`, which is `step` if this checkpoint was evaluated; None: there are no
+            metrics, or an earlier version of Backstay stored them.
         average: the moving average of the parameters, like `params`; None if the job had no ``train(average=...)``.
         skipped: newer checkpoints that are damaged or incomplete, each with the reason.
     """
@@ -41,6 +43,7 @@ class Checkpoint:
     skipped: tuple[str, ...] = ()
     state: Any = field(default=None, repr=False)
     average: Any = field(default=None, repr=False)
+    metrics_step: int | None = None
 
 
 def load(uri: str, like: Any = None, *, best: bool = False) -> Checkpoint:
@@ -116,6 +119,7 @@ def load(uri: str, like: Any = None, *, best: bool = False) -> Checkpoint:
         step=manifest.version,
         uri=store.uri_of(manifest),
         metrics=dict(manifest.metrics if own is None else own.metrics),
+        metrics_step=manifest.metrics_step if own is None else manifest.version,
         skipped=skipped,
         state=state,
         average=average,

@@ -199,6 +199,7 @@ class Manifest(_StoredModel):
     files: _List[FileInfo]
     state: dict[str, Any]
     metrics: dict[str, float] = Field(default_factory=dict)
+    metrics_step: int | None = None
     unix_seconds: float = 0.0
 
     @property

@@ -207,8 +207,8 @@ class JobHistoryObserver(Observer, Protocol):
 
     # ---- Facts ----
 
-    def evaluation(self) -> dict[str, float]:
-        """The metrics of the newest evaluation."""
+    def evaluation(self) -> tuple[int | None, dict[str, float]]:
+        """The step and the metrics of the newest evaluation; before the first, None and no metrics."""
 
     def evaluation_of(self, step: int) -> dict[str, float]:
         """The result of the evaluation of this step; empty if it failed or is not the newest one."""

@@ -11,7 +11,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -46,11 +46,8 @@ class _OneProcess:
     """The facts that manifests record of a run in one process, and the number of checkpoints to keep."""
 
     keep: int
-    metrics: Callable[[], Mapping[str, float]]
+    evaluation: Callable[[], tuple[int | None, dict[str, float]]]
     world: int = 1
-
-    def evaluation(self) -> dict[str, float]:
-        return dict(self.metrics())
 
     def examples(self) -> int | None:
         return None
@@ -73,14 +70,14 @@ class AloneStorage:
         plan: ScriptPlan,
         to: StoreTo,
         *,
-        metrics: Callable[[], Mapping[str, float]] = dict,
+        evaluation: Callable[[], tuple[int | None, dict[str, float]]] = lambda: (None, {}),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Takes the folder, and finds the checkpoint to continue from.
 
         Args:
             plan: the plan of `script` for one shard.
-            metrics: returns the metrics of the newest evaluation.
+            evaluation: see `ManifestFacts.evaluation`.
 
         Raises:
             CheckpointInUse: another run writes into the folder.
@@ -104,7 +101,7 @@ class AloneStorage:
             best=patiently(self._store.rule_of_best),  # so that it is not deleted
         )
         self._lost: BackstayError | None = None
-        run = _OneProcess(to.keep, metrics)
+        run = _OneProcess(to.keep, evaluation)
         self._storage = ManifestStorage(
             self._store,
             FolderLease(

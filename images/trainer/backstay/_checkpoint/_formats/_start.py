@@ -120,7 +120,7 @@ def read_start(start: StartFrom, fixed: str, leaves: Sequence[LeafSpec]) -> list
         report.unexpected = sorted(
             name for name in arrays if name not in arrays.read_names and name.startswith(of_model)
         )
-        where = arrays.where
+        where, names = arrays.where, sorted(arrays)
     if len(report.stateless) < sum(not leaf.trained for leaf in leaves):
         report.missing += report.stateless
         report.stateless = []
@@ -136,6 +136,12 @@ def read_start(start: StartFrom, fixed: str, leaves: Sequence[LeafSpec]) -> list
             "Use StartFrom(uri, mapping=...) to translate names and shapes. missing='init' keeps the initial values "
             "of missing parameters, and shapes='init' those of parameters whose shape differs. unexpected='ignore' "
             "leaves out arrays that have no parameter."
+        )
+    if leaves and not report.taken:
+        raise CheckpointError(
+            f"start_from: no parameter of init has a value in {where}, so nothing would start from it. The parameters "
+            f"({len(leaves)}): {_some([leaf.name for leaf in leaves])}. The arrays ({len(names)}): {_some(names)}. Use "
+            "StartFrom(uri, mapping=...) to translate the names."
         )
     log = _LOG.warning if report.missing or report.unexpected or report.resized else _LOG.info
     log("start_from: %d of %d parameters come from %s%s", report.taken, len(leaves), where, report.text())

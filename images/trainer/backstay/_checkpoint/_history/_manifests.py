@@ -59,8 +59,8 @@ class Requested(Protocol):
 class ManifestFacts(Protocol):
     """The facts about training that a manifest records."""
 
-    def evaluation(self) -> dict[str, float]:
-        """The metrics of the newest evaluation."""
+    def evaluation(self) -> tuple[int | None, dict[str, float]]:
+        """The step and the metrics of the newest evaluation; before the first, None and no metrics."""
 
     def examples(self) -> int | None:
         """The number of examples of each contribution to the newest update; None if the contributions differed."""
@@ -117,6 +117,7 @@ class ManifestStorage:
         tree = self._partition.tree
         examples = self._facts.examples()
         settings = {**self._identity.settings, **({} if examples is None else {"examples": str(examples)})}
+        evaluated, metrics = self._facts.evaluation()
         return Manifest(
             origin=self._origin(settings),
             lease=self._lease.number,
@@ -140,7 +141,8 @@ class ManifestStorage:
                 for file in of_shard
             ),
             state=dict(order.state),
-            metrics=self._facts.evaluation(),
+            metrics=metrics,
+            metrics_step=evaluated,
             unix_seconds=time.time(),
         )
 

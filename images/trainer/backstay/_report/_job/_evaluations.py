@@ -27,6 +27,7 @@ class Evaluations:
         self._metrics = metrics
         self._lock = threading.Lock()
         self._newest: dict[str, float] = {}
+        self._of: int | None = None  # the step of these
         self._step = 0  # of the newest result or error; 0: none
         self._error = ""
         self._begun: tuple[int, set[tuple[str, int]]] = 0, set()  # the step, and roles and incarnations of pods
@@ -63,7 +64,7 @@ class Evaluations:
         found = dict(request.metrics)
         with self._lock:
             self._error = ""
-            self._newest, self._step = found, request.step
+            self._newest, self._of, self._step = found, request.step, request.step
         for name, value in found.items():
             self._metrics.evaluation(name).set(value)
         self._metrics.evaluation_step.set(request.step)
@@ -73,10 +74,10 @@ class Evaluations:
         _LOG.info("evaluation of step %d  %s", request.step, shown, extra={"fields": {"evaluation": found}})
         return found
 
-    def newest(self) -> dict[str, float]:
-        """The metrics of the newest evaluation that did not fail."""
+    def newest(self) -> tuple[int | None, dict[str, float]]:
+        """The step and the metrics of the newest evaluation that did not fail; None and no metrics before the first."""
         with self._lock:
-            return dict(self._newest)
+            return self._of, dict(self._newest)
 
     def of(self, step: int) -> dict[str, float]:
         """The result of the evaluation of this step; empty if it failed or is not the newest one."""

@@ -217,8 +217,8 @@ class JobObserver:
         if self._waits is not None:
             self._waits.beat(now, request)
 
-    def evaluation(self) -> dict[str, float]:
-        """The metrics of the newest evaluation, for manifests."""
+    def evaluation(self) -> tuple[int | None, dict[str, float]]:
+        """The step and the metrics of the newest evaluation, for manifests."""
         return self.evaluations.newest()
 
     def evaluation_of(self, step: int) -> dict[str, float]:
