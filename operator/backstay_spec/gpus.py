@@ -9,9 +9,10 @@ from backstay_spec import contract
 
 __all__ = ["gpus_of", "prepare"]
 
-_PREFIX: Final = "nvidia.com/"  # nvidia.com/gpu, nvidia.com/gpu.shared, nvidia.com/mig-1g.10gb
 _GPU: Final = "nvidia.com/gpu"
+_NAMES: Final = (_GPU, "nvidia.com/mig-")  # such as nvidia.com/gpu.shared and nvidia.com/mig-1g.10gb
 _PLATFORMS: Final = "JAX_PLATFORMS"
+_VISIBLE: Final = "NVIDIA_VISIBLE_DEVICES"
 _MEMORY: Final = "/dev/shm"  # noqa: S108  # the folder of shared memory
 _VOLUME: Final = "backstay-shared-memory"
 
@@ -19,30 +20,35 @@ _VOLUME: Final = "backstay-shared-memory"
 def gpus_of(container: Mapping[str, Any]) -> int:
     """The number of GPUs, or parts of GPUs, that a container requests; 0 where the limit is not a whole number."""
     limits = (container.get("resources") or {}).get("limits") or {}
-    asked = [str(value) for name, value in limits.items() if str(name).startswith(_PREFIX)]
+    asked = [str(value) for name, value in limits.items() if str(name).startswith(_NAMES)]
     return sum(int(value) for value in asked if value.isascii() and value.isdigit())
 
 
-def prepare(spec: dict[str, Any], container: dict[str, Any]) -> None:
+def prepare(spec: dict[str, Any], container: dict[str, Any], role: str) -> None:
     """Add to a pod what its GPUs need, unless the template says something else.
 
     - Variables: JAX uses CUDA, and the CPU beside it. The trainer refuses to train on the CPU instead.
     - A toleration of the taint that keeps other pods away from nodes with GPUs. Only some clouds add it.
     - With several GPUs, shared memory for NCCL. The default of 64 MiB is too small.
 
+    A server or evaluator without a GPU gets a variable that hides the GPUs of its node. The CUDA image sees them all if
+    NVIDIA's runtime is the default one, and JAX takes most of the memory of each.
+
     Args:
         spec: the pod's spec, with the template merged.
         container: its container `trainer`.
+        role: a value of `BACKSTAY_ROLE`.
     """
-    number = gpus_of(container)
-    if not number:
+    number, variables = gpus_of(container), container.setdefault("env", [])
+    if not number or role == contract.ROLE_SERVER:  # servers apply updates on the CPU
+        if not number and role != contract.ROLE_WORKER and not any(item.get("name") == _VISIBLE for item in variables):
+            variables.append({"name": _VISIBLE, "value": "void"})
         return
-    variables = container.setdefault("env", [])
     variables.append({"name": contract.ENV_GPUS, "value": str(number)})
     if not any(item.get("name") == _PLATFORMS for item in variables):
         variables.append({"name": _PLATFORMS, "value": "cuda,cpu"})
     tolerations = spec.setdefault("tolerations", [])
-    if not any(item.get("key") in (_GPU, None) for item in tolerations):
+    if not any(item.get("key") in (_GPU, None) and item.get("effect") in ("NoSchedule", None) for item in tolerations):
         tolerations.append({"key": _GPU, "operator": "Exists", "effect": "NoSchedule"})
     mounts = container.setdefault("volumeMounts", [])
     if number > 1 and not any(item.get("mountPath") == _MEMORY for item in mounts):

@@ -135,8 +135,7 @@ def pod(
     metadata.pop("generateName", None)
     spec["restartPolicy"] = "Never"
     ours = _protect_container(spec, built["spec"]["containers"][0], environment)
-    if slot.role != contract.ROLE_SERVER:  # servers apply updates on the CPU
-        gpus.prepare(spec, ours)
+    gpus.prepare(spec, ours, slot.role)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 

@@ -351,14 +351,23 @@ def test_the_template_says_what_a_pod_with_gpus_gets():
 
 
 def test_pods_without_gpus_are_as_before():
-    server = {
-        "template": {"spec": {"containers": [{"name": "trainer", "resources": {"limits": {"nvidia.com/gpu": 1}}}]}}
-    }
-    for pod in (
-        build(),
-        with_gpus({"cpu": "4"}),
-        with_gpus({"nvidia.com/gpu": 0}),
-        build(SERVER, parameterServers=server),
-    ):
-        assert not {"BACKSTAY_GPUS", "JAX_PLATFORMS"} & set(environment(pod))
+    asking = {"name": "trainer", "resources": {"limits": {"nvidia.com/gpu": 1}}}
+    server = build(SERVER, parameterServers={"template": {"spec": {"containers": [asking]}}})
+    for pod in (build(), with_gpus({"cpu": "4"}), with_gpus({"nvidia.com/gpu": 0, "nvidia.com/hostdev": 1}), server):
+        assert not {"BACKSTAY_GPUS", "JAX_PLATFORMS", "NVIDIA_VISIBLE_DEVICES"} & set(environment(pod))
         assert len(pod["spec"]["tolerations"]) == 2
+
+
+@pytest.mark.parametrize("role", [SERVER, EVALUATOR])
+def test_a_server_or_evaluator_without_a_gpu_does_not_see_those_of_its_node(role):
+    assert environment(build(role, evaluator={}))["NVIDIA_VISIBLE_DEVICES"] == "void"
+    mine = [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}]
+    assert environment(build(role, evaluator={}, env=mine))["NVIDIA_VISIBLE_DEVICES"] == "all"
+
+
+@pytest.mark.parametrize("other", [{"operator": "Exists", "effect": "NoExecute"}, {"key": "x", "operator": "Exists"}])
+def test_a_toleration_of_something_else_does_not_replace_ours(other):
+    pod = with_gpus({"nvidia.com/gpu": 1}, tolerations=[other])
+    assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod["spec"]["tolerations"]
+    anything = with_gpus({"nvidia.com/gpu": 1}, tolerations=[{"operator": "Exists"}])
+    assert not any(t.get("key") == "nvidia.com/gpu" for t in anything["spec"]["tolerations"])

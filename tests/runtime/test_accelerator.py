@@ -57,7 +57,7 @@ def train() -> None:
         hidden = jnp.tanh(batch @ params["first"])
         return jnp.mean((hidden @ params["second"] + params["bias"] - batch[:, :64]) ** 2)
 
-    backstay.train(
+    result = backstay.train(
         init=init,
         loss=loss,
         batches=lambda key: np.asarray(jax.random.normal(key.key, (16, 96))),
@@ -65,6 +65,8 @@ def train() -> None:
         steps=STEPS,
         **inner,
     )
+    # Arrays that are bound to one device cannot be used together with arrays on all of them.
+    print("bound", any(leaf.committed for leaf in jax.tree.leaves(result.params)))
 
 
 def params_of(way: str, which: str) -> Any:
@@ -72,6 +74,7 @@ def params_of(way: str, which: str) -> Any:
     job = testing.run(train, servers=2, env={"WAY": way, "APART": which}, **settings)
     assert job.outcomes() == {"applied": STEPS}
     (log,) = (text for name, text in job.logs.items() if name.startswith("worker"))
+    assert "bound False" in log
     assert (log.count("encoded on the accelerator") >= STEPS) == (which == "yes")
     return job.params
 

@@ -176,6 +176,19 @@ def test_o10_pods_that_end_while_they_evaluate_cost_the_metrics_of_that_step() -
     assert begins(5, 6) == "", "the pod that has reported did not end while it evaluated"
 
 
+def test_t6_an_evaluation_of_a_history_that_was_dropped_is_in_no_checkpoint() -> None:
+    evaluations = Evaluations(PodMetrics("job", "ParameterServer", 0))
+    assert evaluations.newest() == (None, {})
+    evaluations.evaluated(EvaluatedRequest(peer=Peer(role="worker"), step=200, metrics={"a": 1.0}))
+    evaluations.restarted(200)
+    assert evaluations.newest() == (200, {"a": 1.0})
+    evaluations.restarted(100)
+    assert evaluations.newest() == (None, {})
+    assert evaluations.report().metrics == {"a": 1.0}, "the status keeps it until the next one"
+    evaluations.evaluated(EvaluatedRequest(peer=Peer(role="worker"), step=150, metrics={"a": 2.0}))
+    assert evaluations.newest() == (150, {"a": 2.0})
+
+
 def test_termination_messages_fit_into_kubernetes_limit() -> None:
     words = json.loads(termination_message({"result": "Failed", "reason": "X", "message": "m" * 10_000}))
     assert words["reason"] == "X"

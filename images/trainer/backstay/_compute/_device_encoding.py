@@ -102,19 +102,21 @@ class DeviceEncoder:
         self._kinds = list(kinds.values())
         self._used = sorted({array for kind in self._kinds for array, _, _ in (*kind.segments, *kind.tails)})
         self._function: Callable[..., Any] | None = None
+        self._place: Any = None  # the sharding of arrays on the device
         self._feedback = feedback
         if self._kinds:
             example = self._arrays[self._used[0]]
             (device,) = example.array.devices()
             for key, kind in kinds.items():
                 kind.numbers = jax.device_put(np.concatenate(numbers[key]), device)
-            shardings = example.pinned, (None if example.pinned is None else example.array.sharding)
+            self._place = example.array.sharding
+            shardings = example.pinned, self._place
             self._function = jax.jit(self._encode, out_shardings=shardings)
         self._arrays = []  # they belong to one contribution
 
     def no_residuals(self) -> list[Any]:
-        """The residuals before the first contribution, of zeros."""
-        return [np.zeros(kind.size, residual_dtype(kind.first.dtype)) for kind in self._kinds]
+        """The residuals before the first contribution, which are zeros on the device."""
+        return [jnp.zeros(kind.size, residual_dtype(kind.first.dtype), device=self._place) for kind in self._kinds]
 
     def encode(
         self, blocks: Sequence[Sequence[DeviceBlock]], words: np.ndarray, residuals: Sequence[Any]

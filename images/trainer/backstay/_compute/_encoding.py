@@ -29,31 +29,26 @@ class Encoder:
     stays lost.
     """
 
-    def __init__(
-        self, wires: Sequence[ShardWire], seed: int, *, error_feedback: bool = False, ahead: bool = False
-    ) -> None:
+    def __init__(self, wires: Sequence[ShardWire], seed: int, *, error_feedback: bool = False) -> None:
         """
         Args:
             wires: how the blocks of each shard travel.
             seed: the job's seed.
             error_feedback: whether to keep residuals.
-            ahead: whether a contribution is dispatched before the fate of the previous one is known, and with it the
-                residuals.
         """
         self._wires = wires
         self._seed = seed
         self._feedback = error_feedback
         self._residuals: Residuals = {}
         self._there: dict[tuple[ShardWire, ...], DeviceEncoder] = {}
-        self._may_begin = not (error_feedback and ahead)
         self._begun: list[Sending] = []
 
     def begin(self, contribution: ComputedContribution) -> None:
-        """Dispatch the encoding of the newest contribution, if it is on an accelerator.
+        """Dispatch the encoding of a contribution, if it is on an accelerator. The fate of the previous one is known.
 
-        Where the residuals are not known yet, `sending` does it.
+        Without this call `sending` does it, behind all that was dispatched to the accelerator meanwhile.
         """
-        if self._may_begin and _on_accelerator(contribution):
+        if _on_accelerator(contribution):
             self._begun = [*self._begun[-1:], self._sending(contribution)]
 
     @contextmanager

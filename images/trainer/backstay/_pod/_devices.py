@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 
@@ -10,6 +11,8 @@ from backstay_spec import contract
 from ..errors import BackstayError, ConfigurationError
 
 __all__ = ["use_devices"]
+
+_LOG = logging.getLogger(__name__)
 
 
 def use_devices(role: str, variables: Mapping[str, str]) -> None:
@@ -32,18 +35,31 @@ def use_devices(role: str, variables: Mapping[str, str]) -> None:
     if role == contract.ROLE_SERVER:
         if not platforms:
             jax.config.update("jax_platforms", "cpu")  # type: ignore[no-untyped-call]
+        if (backend := jax.default_backend()) != "cpu":
+            _LOG.warning(
+                "this parameter server computes on %s, and takes memory from the workers of its node. The script used "
+                "JAX before it called train, or JAX_PLATFORMS is %r. Set that variable in the template of the workers "
+                "only",
+                backend,
+                platforms,
+            )
         return
     asked = variables.get(contract.ENV_GPUS)
     if asked is None or (platforms and not {"cuda", "gpu"} & set(platforms.split(","))):
         return
-    if any(device.platform == "gpu" for device in jax.local_devices()):
-        return
+    # Before JAX initializes, because it raises another error where the node has a GPU.
     if not any("cuda" in plugin.name for plugin in entry_points(group="jax_plugins")):
         raise ConfigurationError(
             f"the container requests {asked} GPUs, and its image has no CUDA packages of JAX. Use the image "
             "trainer:VERSION-cuda, or install jax[cuda12] or jax[cuda13]"
         )
+    try:
+        if any(device.platform == "gpu" for device in jax.local_devices()):
+            return
+        why = "JAX finds none"
+    except RuntimeError as error:
+        why = str(error)
     raise BackstayError(
-        f"the container requests {asked} GPUs, and JAX finds none on this node: run `nvidia-smi` in a pod on it. It "
-        "shows whether the driver works, and its version, which may be too old for the image"
+        f"the container requests {asked} GPUs, and cannot use one on this node ({why}): run `nvidia-smi` in a pod on "
+        "it. It shows whether the driver works, and its version, which may be too old for the image"
     )

@@ -60,9 +60,12 @@ class Contributions:
         self._env, self._script, self._plan, self._rank = environment, script, plan, environment.index
         self._protocol, self._observer, self._heart = protocol, observer, heart
         self.arrangement = Arrangement(plan.partition)
-        self._computation = script.computation(plan.partition.tree, self.arrangement, self._batch, encoder.begin)
-        self.on_host = self._computation.on_host
         self._overlaps = script.overlaps(environment.config)
+        self._encoder = encoder
+        # With overlap, a contribution is dispatched before the fate of the previous one is known.
+        begin = (lambda contribution: None) if self._overlaps else encoder.begin
+        self._computation = script.computation(plan.partition.tree, self.arrangement, self._batch, begin)
+        self.on_host = self._computation.on_host
         self._next = NextContribution()
         self._zero = ZeroLeaves(plan.partition.tree)
         self._checked = CheckedBatches(script.batches)
@@ -109,6 +112,7 @@ class Contributions:
         if self._overlaps and pulled.version + 1 < self._script.steps:  # else this one may be the last
             following = replace(start, key=replace(key, step=step + 1))
             self._draw(following, due=False)
+            self._encoder.begin(contribution)  # before the accelerator gets the next one
             self._next.keep(self._protocol.term, begun := self._computation.start(following), pulled)
             self._observer.began_next(begun.wait)
         elif (early := self._computation.early()) is not None:

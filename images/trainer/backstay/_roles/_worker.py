@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 
 from backstay_rpc.control_pb2 import (
     COMPILING,
@@ -37,7 +38,7 @@ from .._transport import (
     connect,
     record_exchange,
 )
-from .._update import Selection
+from .._update import Selection, on_host
 from ..errors import BackstayError, PeerLost, Refused, WaitedTooLong
 from ._contributions import Contributions
 from ._ending import Stopped, WorkerEnd
@@ -86,17 +87,11 @@ class Worker:
         self._protocol = WorkerProtocol(environment.config.mode, self._rank, environment.incarnation)
         self._heart = Heartbeats(self._control, self._silent, self.seconds.report)
         self.peers = self._heart.peers
-        self._encoder = Encoder(
-            plan.wires,
-            script.seed,
-            error_feedback=bool(plan.wire.error_feedback),
-            ahead=script.overlaps(environment.config),
-        )
+        self._encoder = Encoder(plan.wires, script.seed, error_feedback=bool(plan.wire.error_feedback))
         self._contributions = Contributions(
             environment, script, plan, self._protocol, self._observer, self._heart, self._encoder
         )
-        device = None if self._contributions.on_host else jax.local_devices()[0]
-        self._buffers = ParamBuffers(self._contributions.arrangement, device)
+        self._buffers = ParamBuffers(self._contributions.arrangement, jax.local_devices()[0])
         self._received: Selection | None = None  # `Start.received` of the next contribution
         self._spent: Sequence[Any] = ()  # parameters on an accelerator that nothing uses any more
         self._moved = False  # a joined server was lost
@@ -158,7 +153,7 @@ class Worker:
                     pulled, params = self._wait_for_world(pulled, params)
                     continue
                 contribution, at = self._contributions.compute(pulled, params, self._received)
-                self._spent = () if self._contributions.on_host else params
+                self._spent = params if self._buffers.pinned else ()
                 del params  # on the host its memory receives the next ones but one
                 pulled, params = self._exchange(at, contribution)
                 del contribution  # or its memory on a device would lie between the pieces that the next one needs
@@ -407,7 +402,9 @@ class Worker:
 
     def _model(self, leaves: Sequence[Any]) -> tuple[Any, Any]:
         """Parameters and model state."""
-        model = self._plan.partition.tree.unflatten(jax.device_put(list(leaves), may_alias=True))
+        # Arrays that came through pinned memory are bound to one device; a script may use them on all.
+        own = [leaf if isinstance(leaf, np.ndarray) or not leaf.committed else on_host(leaf) for leaf in leaves]
+        model = self._plan.partition.tree.unflatten(jax.device_put(own, may_alias=True))
         return model if self._script.has_state else (model, None)
 
     def _close(self) -> None:

@@ -141,7 +141,7 @@ def read_start(start: StartFrom, fixed: str, leaves: Sequence[LeafSpec]) -> list
         raise CheckpointError(
             f"start_from: no parameter of init has a value in {where}, so nothing would start from it. The parameters "
             f"({len(leaves)}): {_some([leaf.name for leaf in leaves])}. The arrays ({len(names)}): {_some(names)}. Use "
-            "StartFrom(uri, mapping=...) to translate the names."
+            f"StartFrom(uri, mapping=...) to translate the names.{report.text()}"
         )
     log = _LOG.warning if report.missing or report.unexpected or report.resized else _LOG.info
     log("start_from: %d of %d parameters come from %s%s", report.taken, len(leaves), where, report.text())

@@ -27,7 +27,7 @@ class Evaluations:
         self._metrics = metrics
         self._lock = threading.Lock()
         self._newest: dict[str, float] = {}
-        self._of: int | None = None  # the step of these
+        self._of: int | None = None  # the step of these; None: there are none, or training went back before it
         self._step = 0  # of the newest result or error; 0: none
         self._error = ""
         self._begun: tuple[int, set[tuple[str, int]]] = 0, set()  # the step, and roles and incarnations of pods
@@ -77,7 +77,13 @@ class Evaluations:
     def newest(self) -> tuple[int | None, dict[str, float]]:
         """The step and the metrics of the newest evaluation that did not fail; None and no metrics before the first."""
         with self._lock:
-            return self._of, dict(self._newest)
+            return self._of, {} if self._of is None else dict(self._newest)
+
+    def restarted(self, version: int) -> None:
+        """Training continues at `version`: no manifest has a newer evaluation, whose parameters no longer count."""
+        with self._lock:
+            if self._of is not None and self._of > version:
+                self._of = None
 
     def of(self, step: int) -> dict[str, float]:
         """The result of the evaluation of this step; empty if it failed or is not the newest one."""

@@ -133,6 +133,7 @@ class JobObserver:
             self._waits.restarted(now, state)
         self._contributors.restarted(now, state.version)
         self.curve.restarted(state.version)
+        self.evaluations.restarted(state.version)
         self.reports.begin(state.version)
         lost = self.terms.restarted(state)
         _instrument.report("rollback", term=state.term, step=state.version, redone=lost)

@@ -2,8 +2,8 @@
 
 A large leaf is sent from, and received into, one contiguous piece of memory that JAX aliases. So no copy besides the
 socket's is made. Small leaves would cost more in calls than in bytes. So the jitted gradient packs them into one array
-for each dtype, the *area*, in which their blocks lie one after another. On the way back they are read inside the area.
-So neither the compiled program nor the number of frames grows with the number of leaves.
+or two for each dtype, the *areas*, in which their blocks lie one after another. On the way back they are read inside
+the area. So neither the compiled program nor the number of frames grows with the number of leaves.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DIRECT_BYTES: Final = 64 << 10
 
 @dataclass(frozen=True)
 class _Area:
-    """The packed blocks of one dtype, one after another and aligned, with the place where each block starts."""
+    """Packed blocks of one dtype, one after another and aligned, with the place where each block starts."""
 
     dtype: np.dtype[Any]
     size: int
@@ -48,28 +48,34 @@ class Arrangement:
         self.direct = frozenset(
             block.pieces[0].leaf for _, _, block in blocks if len(block.pieces) == 1 and block.nbytes >= DIRECT_BYTES
         )
-        # A block lies in its leaf when it is part of one direct leaf only; else in the area of its dtype.
+        # A block lies in its leaf when it is part of one direct leaf only; else in an area. Blocks that a codec may
+        # encode have areas apart, so that an accelerator copies no area that it has encoded.
         self._in_leaf: dict[tuple[int, int], Piece] = {}
-        sizes: dict[np.dtype[Any], int] = {}
-        starts: dict[np.dtype[Any], dict[tuple[int, int], int]] = {}
-        self._packed: list[tuple[np.dtype[Any], int, Piece]] = []  # area, element of it, piece
+        self._area_of: dict[tuple[int, int], int] = {}  # (shard, block) -> area
+        areas: dict[tuple[np.dtype[Any], bool], int] = {}
+        sizes: list[int] = []
+        starts: list[dict[tuple[int, int], int]] = []
+        self._packed: list[tuple[int, int, Piece]] = []  # area, element of it, piece
         for s, b, block in blocks:
             if len(block.pieces) == 1 and block.pieces[0].leaf in self.direct:
                 self._in_leaf[s, b] = block.pieces[0]
                 continue
             dtype = np.dtype(block.dtype)
             step = max(1, ALIGNMENT // dtype.itemsize)
-            start = sizes.get(dtype, 0)
-            starts.setdefault(dtype, {})[s, b] = start
-            sizes[dtype] = start + -(-block.size // step) * step
-            self._packed += [(dtype, start + piece.offset, piece) for piece in block.pieces]
-        self.areas = tuple(_Area(dtype, sizes[dtype], starts[dtype]) for dtype in sizes)
-        self._area_of = {area.dtype: index for index, area in enumerate(self.areas)}
+            if (key := (dtype, bool(block.coded))) not in areas:
+                areas[key] = len(sizes)
+                sizes.append(0)
+                starts.append({})
+            self._area_of[s, b] = area = areas[key]
+            starts[area][s, b] = start = sizes[area]
+            sizes[area] = start + -(-block.size // step) * step
+            self._packed += [(area, start + piece.offset, piece) for piece in block.pieces]
+        self.areas = tuple(_Area(dtype, sizes[area], starts[area]) for (dtype, _), area in areas.items())
         self.small = tuple(leaf for leaf in range(len(leaves)) if leaf not in self.direct)
         self._parts_of: dict[int, list[tuple[int, int, int]]] = {leaf: [] for leaf in self.small}  # area, start, stop
-        for dtype, start, piece in sorted(self._packed, key=lambda part: (part[2].leaf, part[2].start)):
+        for index, start, piece in sorted(self._packed, key=lambda part: (part[2].leaf, part[2].start)):
             if piece.leaf not in self.direct:
-                self._parts_of[piece.leaf].append((self._area_of[dtype], start, start + piece.size))
+                self._parts_of[piece.leaf].append((index, start, start + piece.size))
         self._unpack_jit = jax.jit(self._unpack)
         self._settle_jit = jax.jit(self._settle, donate_argnums=1, keep_unused=True)
 
@@ -87,10 +93,10 @@ class Arrangement:
         barrier: Any = jax.lax.optimization_barrier  # which JAX leaves untyped
         apart = dict(zip(packed, barrier([leaves[leaf] for leaf in packed]), strict=True))
         result = [leaves[leaf] for leaf in sorted(self.direct)]
-        for area in self.areas:
+        for number, area in enumerate(self.areas):
             parts, at = [], 0
-            for dtype, start, piece in sorted(self._packed, key=lambda p: p[1]):
-                if dtype != area.dtype:
+            for index, start, piece in sorted(self._packed, key=lambda p: p[1]):
+                if index != number:
                     continue
                 if start > at:
                     parts.append(jnp.zeros(start - at, area.dtype))
@@ -121,7 +127,7 @@ class Arrangement:
                 if (piece := self._in_leaf.get((s, b))) is not None:
                     spans.append((place[piece.leaf], piece.start, piece.stop))
                 else:
-                    index = self._area_of[np.dtype(block.dtype)]
+                    index = self._area_of[s, b]
                     start = self.areas[index].starts[s, b]
                     spans.append((len(place) + index, start, start + block.size))
             if there:
@@ -139,7 +145,7 @@ class Arrangement:
                 if (piece := self._in_leaf.get((s, b))) is not None:
                     part = leaves[piece.leaf][piece.start : piece.stop]
                 else:
-                    index = self._area_of[np.dtype(block.dtype)]
+                    index = self._area_of[s, b]
                     start = self.areas[index].starts[s, b]
                     part = areas[index][start : start + block.size]
                 views.append(part.view(np.uint8))
@@ -148,9 +154,9 @@ class Arrangement:
 
     def fill_edges(self, leaves: dict[int, np.ndarray], areas: Sequence[np.ndarray]) -> None:
         """Copies the ends of direct leaves, which are sent in packed blocks, from the areas to their places."""
-        for dtype, start, piece in self._packed:
+        for area, start, piece in self._packed:
             if piece.leaf in self.direct:
-                leaves[piece.leaf][piece.start : piece.stop] = areas[self._area_of[dtype]][start : start + piece.size]
+                leaves[piece.leaf][piece.start : piece.stop] = areas[area][start : start + piece.size]
 
     def read(self, leaves: dict[int, np.ndarray], areas: Sequence[np.ndarray]) -> list[np.ndarray]:
         """All leaves of the tree, from flat direct `leaves` and `areas`: views, except the few small leaves that
@@ -301,7 +307,9 @@ class ParamBuffers:
         Args:
             device: see `BufferSlot`.
         """
-        self._arrangement, self._device = arrangement, device
+        self._arrangement = arrangement
+        self._device = None if device is None or shares_host_memory(device) else device
+        self.pinned = self._device is not None  # whether `BufferSlot.params` makes use of `replacing`
         self._slots: list[BufferSlot] = []
         self._lock = threading.Lock()
 

@@ -1,7 +1,7 @@
 """Encodes tensors on the wire by codecs, bounds what they lose, and decodes them on servers."""
 
 from ._codec import GROUP, Bound, Codec, CodecName, Encoded, body_of, encoded
-from ._device import DeviceArray, DeviceBlock, host_of, pinned_memory, placed_from, shares_host_memory
+from ._device import DeviceArray, DeviceBlock, host_of, on_host, pinned_memory, placed_from, shares_host_memory
 from ._integers import residual_dtype, seed_of
 from ._wires import (
     CODECS,
@@ -36,6 +36,7 @@ __all__ = [
     "encoded",
     "encoded_with",
     "host_of",
+    "on_host",
     "pinned_memory",
     "placed_from",
     "residual_dtype",

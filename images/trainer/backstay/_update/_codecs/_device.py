@@ -18,6 +18,7 @@ __all__ = [
     "DeviceArray",
     "DeviceBlock",
     "host_of",
+    "on_host",
     "pinned_like",
     "pinned_memory",
     "placed_from",
@@ -41,8 +42,13 @@ def pinned_like(array: Any) -> Any:
         array: a `jax.Array` on one device.
     """
     (device,) = array.devices()
+    return array.sharding.with_memory_kind(_PINNED) if _has_pinned(device) else None
+
+
+def _has_pinned(device: Any) -> bool:
+    """It is not known of other platforms whether the host can read and write such memory by its address."""
     kinds = {memory.kind for memory in device.addressable_memories()}
-    return array.sharding.with_memory_kind(_PINNED) if _PINNED in kinds else None
+    return device.platform in ("gpu", "cpu") and _PINNED in kinds
 
 
 def placed_from(arrays: Sequence[Any], device: Any) -> list[Any]:
@@ -62,7 +68,7 @@ def pinned_memory(shape: tuple[int, ...], dtype: np.dtype[Any], device: Any) -> 
         A `jax.Array` of this shape and dtype, and a writable 1-D view of its memory, which the array must outlive. A
         copy of the array on the device has the values that were written before.
     """
-    if _PINNED not in {memory.kind for memory in device.addressable_memories()}:
+    if not _has_pinned(device):
         return None
     sharding: Any = jax.sharding.SingleDeviceSharding  # which JAX leaves untyped
     array = jax.device_put(np.zeros(shape, dtype), sharding(device, memory_kind=_PINNED)).block_until_ready()
@@ -117,6 +123,18 @@ class DeviceBlock:
     def host(self) -> Array:
         """The block on the host, 1-D; see `DeviceArray.host`."""
         return self.of.host()[self.start : self.stop]
+
+
+def on_host(array: Any) -> Array:
+    """A `jax.Array` as one on the host, of the same shape; from an accelerator through pinned memory.
+
+    Args:
+        array: an array on one device.
+    """
+    (device,) = array.devices()
+    if shares_host_memory(device):
+        return np.asarray(array)
+    return DeviceArray(array).host().reshape(array.shape)
 
 
 def host_of(block: Array | DeviceBlock) -> Array:
