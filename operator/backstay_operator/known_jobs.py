@@ -99,8 +99,9 @@ class KnownJobs:
         spent: Spent | None = None
         if not isinstance(spec, SpecErrors):
             memory.prune(key[1], status.incarnations, status.active)
-            if spec.run_policy.suspend and not pods:
-                memory.progress = None  # the progress before the suspension is outdated
+            if spec.run_policy.suspend and not pods and status.phase == "Suspended":
+                # The status has the last report, and the progress before the suspension is outdated.
+                memory.progress = memory.updates = None
             spent = self._spent(memory, spec, status, pods)
         services, policies = self.cluster.objects(SERVICES, key), self.cluster.objects(NETWORK_POLICIES, key)
         observed = memory.observed(pods, services, policies, self.clocks.now(), spent)

@@ -156,12 +156,13 @@ class Reconciler:
         return None if job is None else training(job)
 
     def _ended(self, event: PodEnded) -> None:
-        """The delay of the pod's replacement is measured from now."""
+        """The delay of the pod's replacement is measured from now. Its last report is in the next plan."""
         memory = self._known.memory(event.key)
         labels = event.raw["metadata"].get("labels") or {}
         role, index = labels.get(contract.LABEL_ROLE), labels.get(contract.LABEL_INDEX, "")
         if memory is not None and role in names.ROLE_OF_LABEL and index.isdigit():
             memory.ended.setdefault((role, int(index)), self._clock())
+            memory.stopped(event.raw)
 
     # Metrics of the jobs.
 

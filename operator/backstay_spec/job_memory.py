@@ -6,11 +6,12 @@ It may be lost: a supervisor that starts again reads a few objects again.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
-from backstay_spec import names
-from backstay_spec.causes import Blocked
+from backstay_spec import contract, names
+from backstay_spec.causes import Blocked, parsed, terminated_state
+from backstay_spec.job_report import JobReport
 from backstay_spec.observed import Contact, Manifest, Observed, Progress, RefusedCreate, Spent, Updates
 
 __all__ = ["JobMemory"]
@@ -83,6 +84,20 @@ class JobMemory:
         self.updates = (
             Updates(step, at, coordinator=coordinator) if before is None else before.after(step, at, coordinator)
         )
+
+    def stopped(self, pod: Manifest) -> None:
+        """Take the report in the termination message of shard 0's server, which a server that is stopped writes last.
+        A pod is shown for the last time when it is deleted."""
+        labels, state = pod["metadata"].get("labels") or {}, terminated_state(pod)
+        of_shard_0 = (labels.get(contract.LABEL_ROLE), labels.get(contract.LABEL_INDEX)) == (contract.ROLE_SERVER, "0")
+        message = parsed(state.get("message") or "") if of_shard_0 and state is not None else None
+        known = self.progress
+        if message is None or "result" in message or known is None:
+            return
+        report = JobReport.in_message(message)
+        before, after = known.report, (report.term, report.step)
+        if None not in after and (before.term or 0, before.step or 0) <= after:
+            self.progress = replace(known, report=report.over(before))
 
     def prune(self, job: str, incarnations: dict[str, int], active: dict[str, int]) -> None:
         """Drop entries about pods that are neither the newest of their slot nor serve it."""

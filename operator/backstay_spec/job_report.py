@@ -291,9 +291,11 @@ class JobReport(ReportedStatus):
     def in_message(cls, message: Mapping[str, Any]) -> Self:
         """The rows in a termination message. Values of another type are ignored, because a script may have written it.
 
-        The message of a worker, or of an older server, has metrics without their step, which is the last one.
+        The message of a worker, or of an older server, has metrics without their step, which is the last one. In the
+        message of the end, the checkpoint is a URI; in that of a server that stops, a row.
         """
-        found = cls.valid({name: value for name, value in message.items() if name != "checkpoint"})
+        of_rows = (name for name in message if name != "checkpoint" or isinstance(message[name], Mapping))
+        found = cls.valid({name: message[name] for name in of_rows})
         update: dict[str, Any] = {}
         if found.metrics and found.evaluated_step is None:
             update["evaluated_step"] = found.step

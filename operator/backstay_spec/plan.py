@@ -237,11 +237,12 @@ def _is_complete(verdict: after_training.Verdict) -> bool:
 
 
 def _suspended(facts: Facts, outline: _Outline) -> _Outline:
+    effects, running = end.suspended(facts)
     return replace(
         outline,
         record=replace(outline.record, backoff={}),
-        effects=end.suspended(facts),
-        statements=outline.statements + tuple(conditions.suspended(facts)),
+        effects=effects,
+        statements=outline.statements + tuple(conditions.suspended(facts, running=running)),
         desired=dict.fromkeys(facts.old.roles, 0),
         fields={"start_time": None, **NO_RATES},
     )

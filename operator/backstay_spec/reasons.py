@@ -187,9 +187,10 @@ CONDITIONS: Final[tuple[ConditionDoc, ...]] = (
     ),
     ConditionDoc(
         "Suspended",
-        "`runPolicy.suspend` is true, and the pods are deleted.",
+        "`runPolicy.suspend` is true, and no pod runs. The step and the checkpoint in the status are the last ones.",
         {
-            "Suspended": "`runPolicy.suspend` is true.",
+            "Suspending": "`runPolicy.suspend` is true, and pods still run. Servers store a checkpoint.",
+            "Suspended": "`runPolicy.suspend` is true, and no pod runs.",
             "Resumed": "`runPolicy.suspend` is false again.",
         },
         "Set `runPolicy.suspend` to false to continue.",
@@ -220,7 +221,8 @@ EVENTS: Final[tuple[EventDoc, ...]] = (
     EventDoc("Continued", "Normal", "Training continues from a checkpoint of an earlier run.", "None."),
     EventDoc("Evaluated", "Normal", "`evaluate` returned the numbers in the message.", "None."),
     EventDoc("Scaled", "Normal", "`workers.replicas` changed.", "None."),
-    EventDoc("Suspended", "Normal", "The operator deletes the pods of a suspended job.", "None."),
+    EventDoc("Suspending", "Normal", "The operator deletes the pods of a job that is being suspended.", "None."),
+    EventDoc("Suspended", "Normal", "The pods of a suspended job have ended.", "None."),
     EventDoc("Resumed", "Normal", "The operator creates the pods of a resumed job.", "None."),
     EventDoc(
         "Superseded",

@@ -199,11 +199,20 @@ def test_suspend_and_resume_lose_nothing_and_scale_follows(cluster: Any, submit:
     cluster.wait("there is a checkpoint", lambda: folder.exists() and any(folder.glob("*.manifest.json")))
     cluster.patch(name, [{"op": "add", "path": "/spec/runPolicy", "value": {"suspend": True}}])
     cluster.wait("the job is suspended", lambda: cluster.job(name)["status"].get("phase") == "Suspended")
-    cluster.wait("its pods are gone", lambda: not cluster.pods(name))
-    before = backstay.load(str(tmp_path / "ckpt")).step
-    assert 0 < before < 40
-    gate.touch()
+    status = cluster.job(name)["status"]
+    assert [pod for pod in cluster.pods(name) if pod["status"]["phase"] == "Running"] == []
+    before = backstay.load(str(tmp_path / "ckpt"))
+    assert 0 < before.step < 40
+    assert (status["step"], status["checkpoint"]["step"]) == (before.step, before.step), "the last ones, not older ones"
+    assert before.uri.endswith(status["checkpoint"]["uri"].rpartition("/")[2])
+    assert cluster.condition(name, "Training")["reason"] == "Suspended"
     cluster.patch(name, [{"op": "replace", "path": "/spec/runPolicy/suspend", "value": False}])
+    cluster.wait("it is resumed", lambda: (cluster.condition(name, "Suspended") or {}).get("reason") == "Resumed")
+    # A worker waits at the gate before it computes, so there is no update.
+    assert (cluster.condition(name, "Training") or {})["status"] == "False"
+    cluster.wait("pods run", lambda: cluster.condition(name, "Running")["status"] == "True")
+    assert cluster.condition(name, "Training")["status"] == "False", cluster.describe(name)
+    gate.touch()
     status = ended(cluster, name, "Succeeded")
     assert status["step"] == 40
     assert "resum" in "".join(cluster.log(pod["metadata"]["name"]).lower() for pod in cluster.pods(name)), (

@@ -336,7 +336,7 @@ def test_suspended_after_training_it_begins_again_from_the_checkpoint(running):
     cluster.edit(runPolicy={"suspend": False})
     cluster.settle()
     assert len(cluster.living()) == 3
-    assert (cluster.status["phase"], cluster.condition("Trained")["status"]) == ("Starting", "False")
+    assert (cluster.status["phase"], cluster.condition("Trained")["status"]) == ("Pending", "False")
     cluster.run_all()
     cluster.settle()
     cluster.train(result="AlreadyComplete", returned=0)

@@ -8,6 +8,7 @@ import pytest
 
 from backstay_spec import contract
 from backstay_spec.actions import DeletePod
+from backstay_spec.job_report import TermStart
 from backstay_spec.plan import refuse
 
 TWO_SERVERS = {"parameterServers": {"replicas": 2}, "workers": {"replicas": 3}, "checkpoint": {"uri": "file:///ckpt"}}
@@ -206,12 +207,13 @@ def test_suspension_deletes_workers_then_servers(running):
     assert {a.name.split("-")[1] for a in todo.actions if isinstance(a, DeletePod)} == {"worker", "eval"}
     cluster.settle()
     assert {n.split("-")[1] for n in cluster.living()} == {"ps"}
-    assert cluster.status["phase"] == "Suspended"
+    assert (cluster.status["phase"], cluster.condition("Suspended")["reason"]) == ("Running", "Suspending")
     cluster.bury()
     cluster.settle()
     assert not cluster.living()
     cluster.bury()
     cluster.settle()
+    assert (cluster.status["phase"], cluster.condition("Suspended")["reason"]) == ("Suspended", "Suspended")
     assert not cluster.deaths
     assert "startTime" not in cluster.status
 
@@ -222,7 +224,69 @@ def test_suspension_deletes_workers_then_servers(running):
     assert len(cluster.living()) == 5
     assert not cluster.deaths, "what we deleted ourselves is no death"
     assert cluster.status["startTime"] == "2026-03-01T12:01:50Z"
-    assert [e for e, _ in cluster.events] == ["Running", "Suspended", "Resumed"]
+    assert [e for e, _ in cluster.events] == ["Running", "Suspending", "Suspended", "Resumed"]
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_resumed_job_trains_once_it_makes_updates(running, gone):
+    """`kubectl wait --for=condition=Training` returned 6 s before the first update, because of the last report of the
+    servers before the suspension. That one may also be of servers that still run."""
+    cluster = running(TWO_SERVERS)
+    cluster.tick(11)
+    cluster.answer(step=9, term=1, coordinator=1, term_start=TermStart(1, 0))
+    cluster.settle()
+    assert cluster.condition("Training")["status"] == "True"
+    cluster.edit(runPolicy={"suspend": True})
+    cluster.settle()
+    for _ in range(2 if gone else 1):
+        cluster.bury()
+        cluster.settle()
+    assert cluster.condition("Suspended")["status"] == ("True" if gone else "False")
+    cluster.tick(1)
+    cluster.edit(runPolicy={"suspend": False})
+    cluster.settle()
+    assert cluster.condition("Suspended")["reason"] == "Resumed"
+    assert (cluster.condition("Training")["status"], cluster.condition("Training")["reason"]) == ("False", "NotStarted")
+    cluster.bury()
+    cluster.tick(3)
+    cluster.settle()
+    cluster.run_all()
+    cluster.settle()
+    assert cluster.condition("Training")["reason"] == "NotStarted"
+    server = cluster.status["incarnations"]["parameter-server-0"]
+    start = TermStart(2, 9, "file:///c/9")
+    for step, trains in ((9, "False"), (10, "True")):
+        cluster.tick(2)
+        cluster.answer(step=step, term=2, coordinator=server, term_start=start)
+        cluster.settle()
+        assert cluster.condition("Training")["status"] == trains, step
+    assert "TrainingInterrupted" not in [reason for reason, _ in cluster.events]
+
+
+def test_the_last_report_of_a_server_is_in_the_status_of_a_suspended_job(running):
+    cluster = running(TWO_SERVERS)
+    cluster.tick(11)
+    cluster.answer(step=9, term=1, coordinator=1, term_start=TermStart(1, 0))
+    cluster.settle()
+    cluster.edit(runPolicy={"suspend": True})
+    cluster.settle()
+    cluster.bury()
+    cluster.settle()
+    server = cluster.named(contract.ROLE_SERVER, 0)
+    message = {"step": 12, "term": 1, "checkpoint": {"step": 12, "uri": "file:///c/12"}}
+    cluster.end(server, 143, json.dumps(message))
+    cluster.memory.stopped(cluster.pods[server])
+    cluster.bury()
+    cluster.settle()
+    assert (cluster.status["phase"], cluster.status["step"]) == ("Suspended", 12)
+    assert cluster.status["checkpoint"]["uri"] == "file:///c/12"
+    older = json.dumps({**message, "step": 3})
+    for said in (older, "not JSON", json.dumps({"step": 99, "term": 1, "result": "Failed"}), json.dumps({"step": "x"})):
+        known = cluster.memory.progress
+        other = {"metadata": cluster.pods[server]["metadata"] if server in cluster.pods else {"labels": {}}}
+        other["status"] = {"containerStatuses": [{"name": "trainer", "state": {"terminated": {"message": said}}}]}
+        cluster.memory.stopped(other)
+        assert cluster.memory.progress == known
 
 
 def test_a_suspended_job_has_no_rate(running):

@@ -18,7 +18,7 @@ from backstay_spec.planner.effects import Effects, JobFailure, Obstructed, earli
 from backstay_spec.planner.end import Success
 from backstay_spec.planner.facts import Facts
 from backstay_spec.planner.last_messages import SHARD_0
-from backstay_spec.planner.pods import PodView, has_worked
+from backstay_spec.planner.pods import PodView, created_at, has_worked
 from backstay_spec.planner.record import Record, standby_key
 from backstay_spec.status_model import format_time
 from backstay_spec.types_status import Condition
@@ -110,11 +110,25 @@ def ended(end: Success | JobFailure, step: int | None = None) -> list[Statement]
     ]
 
 
-def suspended(facts: Facts) -> list[Statement]:
-    """The conditions of a suspended job."""
-    event = normal("Suspended", "deleting the workers, then the servers; their state is in the checkpoint")
+def suspended(facts: Facts, *, running: bool) -> list[Statement]:
+    """The conditions of a job that is suspended, or is being suspended.
+
+    Args:
+        running: whether a pod may still run. The servers store their state before they end, so only without pods are
+            the step and the checkpoint in the status the last ones.
+    """
+    if running:
+        event = normal("Suspending", "deleting the workers, then the servers, which store a checkpoint")
+        return [
+            Statement(status.SUSPENDED, False, "Suspending", "the pods are ending; servers store a checkpoint", event),
+            Statement(status.TRAINING, False, "Suspended", "the job is being suspended"),
+            Statement(status.PODS_READY, False, "Suspended", "the job is being suspended"),
+        ]
+    old = facts.old
+    stored = f"the checkpoint of step {old.checkpoint.step}" if old.checkpoint is not None else "no checkpoint"
+    event = normal("Suspended", f"no pod runs any more; the job continues from {stored}")
     return [
-        Statement(status.SUSPENDED, True, "Suspended", "spec.runPolicy.suspend is true", event),
+        Statement(status.SUSPENDED, True, "Suspended", "spec.runPolicy.suspend is true, and no pod runs", event),
         Statement(status.RUNNING, False, "Suspended", "the job is suspended"),
         Statement(status.TRAINING, False, "Suspended", "the job is suspended"),
         Statement(status.PODS_READY, False, "Suspended", "the job is suspended"),
@@ -128,7 +142,8 @@ def suspended(facts: Facts) -> list[Statement]:
 
 def resumed(facts: Facts) -> list[Statement]:
     """The condition of a job that is no longer suspended."""
-    if not status.holds(facts.conditions, status.SUSPENDED):
+    known = facts.conditions.get(status.SUSPENDED)
+    if known is None or known.reason == "Resumed":
         return []
     event = normal("Resumed", "creating the job's pods again")
     return [Statement(status.SUSPENDED, False, "Resumed", "spec.runPolicy.suspend is false", event)]
@@ -282,8 +297,18 @@ def _continues(facts: Facts) -> bool:
     known, progress = facts.conditions.get(status.TRAINING), facts.progress
     if known is not None and known.reason not in ("NotStarted", "Suspended"):
         return False
+    if status.SUSPENDED in facts.conditions and not _reports_this_run(facts):
+        return True
     start = None if progress is None else progress.report.term_start
     return start is not None and bool(start.checkpoint) and progress is not None and progress.report.step == start.step
+
+
+def _reports_this_run(facts: Facts) -> bool:
+    """Whether the newest report of a job that was resumed is of a server that was created since."""
+    start, coordinator = facts.old.start_time, 0 if facts.progress is None else facts.progress.coordinator
+    pod = facts.pod(SHARD_0, coordinator)
+    made = None if pod is None else created_at(pod)
+    return made is not None and start is not None and made >= start
 
 
 def _not_started(facts: Facts) -> str:

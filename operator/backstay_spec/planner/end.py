@@ -94,8 +94,12 @@ def pending_deadline(facts: Facts, obstructed: Sequence[Obstructed]) -> Effects:
     return effects
 
 
-def suspended(facts: Facts) -> Effects:
-    """Delete the workers, and when they no longer exist, the servers, which then store a checkpoint."""
+def suspended(facts: Facts) -> tuple[Effects, bool]:
+    """Delete the workers, and when they no longer exist, the servers, which then store a checkpoint.
+
+    Returns:
+        The effects, and whether a pod may still run.
+    """
     effects, lingering = Effects(), False
     for slot in sorted(facts.pods, reverse=True):
         if slot.role != contract.ROLE_SERVER:
@@ -103,12 +107,13 @@ def suspended(facts: Facts) -> Effects:
                 deleted, running = _delete_running(facts, pod, "Suspended")
                 effects, lingering = effects + deleted, lingering or running
     if lingering:
-        return effects
+        return effects, True
     for slot in sorted(facts.pods):
         if slot.role == contract.ROLE_SERVER:
             for pod in facts.pods[slot]:
-                effects += _delete_running(facts, pod, "Suspended")[0]
-    return effects
+                deleted, running = _delete_running(facts, pod, "Suspended")
+                effects, lingering = effects + deleted, lingering or running
+    return effects, lingering
 
 
 def _delete_running(facts: Facts, pod: PodView, reason: str) -> tuple[Effects, bool]:

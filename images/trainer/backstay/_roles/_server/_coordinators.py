@@ -80,6 +80,10 @@ class CoordinatorAccess(ABC):
         del now
         return False
 
+    def stopped(self) -> dict[str, Any]:
+        """The termination message of this pod after SIGTERM, when the checkpoint of its state is stored."""
+        return {}
+
     @abstractmethod
     def outcome(self, done: Done, term: int) -> dict[str, Any]:
         """The termination message of this pod."""

@@ -113,7 +113,7 @@ class Server:
                     self._observer.ending()
                     _LOG.info("SIGTERM: storing step %d", self.served.runtime.version)
                     self.coordinator.save_and_wait()
-                    return SIGTERM_EXIT if self._ending.done is None else self._finish(self._ending.done)
+                    return self._leave()
                 self._check_shard()
         finally:
             self._close()
@@ -134,6 +134,14 @@ class Server:
             self._ending.wait(2.0)
             if self._ending.done is None:
                 raise JobFailed("ShardFailed", failed)
+
+    def _leave(self) -> int:
+        """Leave after SIGTERM: the job may have ended meanwhile."""
+        if (done := self._ending.done) is not None:
+            return self._finish(done)
+        if message := self.coordinator.stopped():
+            write_termination(self._env.termination_log, message)
+        return SIGTERM_EXIT
 
     def _finish(self, done: Done) -> int:
         # Every server reports it, and before anything else: the operator may read only one server's end (O10).

@@ -133,6 +133,12 @@ class Shard0(CoordinatorAccess):
         self.threaded.do(Coordinator.save)
         wait_stored(self.threaded, lambda: self._ending.done is not None, self._times)
 
+    def stopped(self) -> dict[str, Any]:
+        """The last report, with the checkpoint as a row. Nothing reports it later."""
+        checkpoint = self._job.newest_checkpoint()
+        stored = {"checkpoint": {"step": checkpoint.step, "uri": checkpoint.uri}} if checkpoint.uri else {}
+        return self._job.last_report(self.threaded.state(), self.threaded.start_of_term) | stored
+
     def outcome(self, done: Done, term: int) -> dict[str, Any]:
         report = self._job.last_report(self.threaded.state(), self.threaded.start_of_term)
         message = report | outcome(done, term, self._steps)
