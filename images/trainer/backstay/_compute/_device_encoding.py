@@ -84,8 +84,8 @@ class DeviceEncoder:
             blocks: the blocks of a contribution; all others have them in the same places of their arrays.
             feedback: whether there are residuals.
         """
-        self._arrays = _arrays_of(blocks)
-        number = {id(array): index for index, array in enumerate(self._arrays)}
+        arrays = _arrays_of(blocks)
+        number = {id(array): index for index, array in enumerate(arrays)}
         found = sorted(
             (number[id(block.of)], block.start, (shard, index))
             for shard, (own, those) in enumerate(zip(wires, blocks, strict=True))
@@ -105,14 +105,12 @@ class DeviceEncoder:
         self._place: Any = None  # the sharding of arrays on the device
         self._feedback = feedback
         if self._kinds:
-            example = self._arrays[self._used[0]]
+            example = arrays[self._used[0]]
             (device,) = example.array.devices()
             for key, kind in kinds.items():
                 kind.numbers = jax.device_put(np.concatenate(numbers[key]), device)
             self._place = example.array.sharding
-            shardings = example.pinned, self._place
-            self._function = jax.jit(self._encode, out_shardings=shardings)
-        self._arrays = []  # they belong to one contribution
+            self._function = jax.jit(self._encode, out_shardings=(example.pinned, self._place))
 
     def no_residuals(self) -> list[Any]:
         """The residuals before the first contribution, which are zeros on the device."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
-from .._update import BlockWire, DeviceBlock, Encoded, ShardWire, seed_of
+from .._update import BlockWire, DeviceBlock, Encoded, LazyBlocks, ShardWire, seed_of
 from ._contribution import ComputedContribution
 from ._device_encoding import DeviceEncoder, EncodedThere
 
@@ -144,33 +144,25 @@ def _on_accelerator(contribution: ComputedContribution) -> bool:
     return any(isinstance(block, DeviceBlock) for blocks in contribution.blocks for block in blocks[:1])
 
 
-class _BlocksThere(Sequence[Any]):
+class _BlocksThere(LazyBlocks[Any]):
     """The blocks for one shard of a contribution on an accelerator. The copies of those that travel as they are begin
     here."""
 
     def __init__(
         self, shard: int, wires: Sequence[BlockWire], blocks: Sequence[DeviceBlock], encoded: EncodedThere
     ) -> None:
+        super().__init__(len(wires))
         self._shard, self._wires, self._blocks, self._encoded = shard, wires, blocks, encoded
         for wire, block in zip(wires, blocks, strict=True):
             if wire.codec is None and not wire.absent:
                 block.of.begin()
 
-    def __len__(self) -> int:
-        return len(self._wires)
-
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Any]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def block(self, index: int) -> Any:
         wire = self._wires[index]
         return self._blocks[index].host() if wire.codec is None else self._encoded.block((self._shard, index), wire)
 
 
-class _EncodedBlocks(Sequence[Any]):
+class _EncodedBlocks(LazyBlocks[Any]):
     """The blocks for one shard. Reading one dispatches the encoding of the next, which runs while this one is sent."""
 
     def __init__(
@@ -181,19 +173,11 @@ class _EncodedBlocks(Sequence[Any]):
         blocks: Sequence[np.ndarray],
         words: np.ndarray,
     ) -> None:
+        super().__init__(len(wires))
         self._sending, self._shard, self._wires, self._blocks, self._words = sending, shard, wires, blocks, words
         self._ahead: dict[int, Encoded] = {}
 
-    def __len__(self) -> int:
-        return len(self._wires)
-
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Any]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def block(self, index: int) -> Any:
         wire = self._wires[index]
         block = self._ahead.pop(index, None)
         if block is None and wire.codec is not None:

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from ._engine._kernels import Mean, enable_x64, mean, state_mean
     from ._engine._sums import BRANCHES, Tree
     from ._fragments import Turns, fragments_of
+    from ._lazy_blocks import LazyBlocks
     from ._local_steps import LocalSteps, default_outer, local_settings, outer_optimizer
     from ._objective import NON_FINITE_LOSS, Objective, OwnGradients, all_finite
     from ._partition import Partition, Piece, partition, parts_of_leaves
@@ -76,6 +77,7 @@ __all__ = [
     "DeviceBlock",
     "Encoded",
     "Entry",
+    "LazyBlocks",
     "LeafSpec",
     "LocalSteps",
     "Mean",
@@ -144,6 +146,7 @@ _HOMES: Final = {
     "DeviceBlock": "._codecs",
     "Encoded": "._codecs",
     "Entry": "._snapshot",
+    "LazyBlocks": "._lazy_blocks",
     "LeafSpec": "._tree",
     "LocalSteps": "._local_steps",
     "Mean": "._engine._kernels",

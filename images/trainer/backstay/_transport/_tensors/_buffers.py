@@ -13,13 +13,22 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, overload
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._update import DeviceArray, DeviceBlock, Partition, Piece, pinned_memory, placed_from, shares_host_memory
+from ..._update import (
+    DeviceArray,
+    DeviceBlock,
+    LazyBlocks,
+    Partition,
+    Piece,
+    pinned_memory,
+    placed_from,
+    shares_host_memory,
+)
 from .._streams._interfaces import Bytes
 from ._memory import ALIGNMENT, aligned_empty
 
@@ -200,23 +209,15 @@ def _on_host(array: jax.Array) -> bool:
     return all(shares_host_memory(device) for device in array.devices())
 
 
-class _HostBlocks(Sequence[np.ndarray]):
+class _HostBlocks(LazyBlocks[np.ndarray]):
     """Blocks of arrays of JAX in the memory of the host; each is a view, once it is read."""
 
     def __init__(self, arrays: Sequence[jax.Array], spans: Sequence[tuple[int, int, int]]) -> None:
         """`spans` name the array of each block, its first element and the one after its last."""
+        super().__init__(len(spans))
         self._arrays, self._spans = arrays, spans
 
-    def __len__(self) -> int:
-        return len(self._spans)
-
-    @overload
-    def __getitem__(self, index: int) -> np.ndarray: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[np.ndarray]: ...
-    def __getitem__(self, index: int | slice) -> np.ndarray | list[np.ndarray]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def block(self, index: int) -> np.ndarray:
         array, start, stop = self._spans[index]
         return np.asarray(self._arrays[array]).reshape(-1)[start:stop]
 
@@ -227,7 +228,7 @@ class BufferSlot:
     def __init__(self, arrangement: Arrangement, device: Any = None) -> None:
         """
         Args:
-            device: the `jax.Device` that `params` is for; None: the parameters are read on the host.
+            device: the accelerator that `params` is for; None: its memory is that of the host.
         """
         self._arrangement, self._device = arrangement, device
         tree = arrangement.partition.tree.leaves
@@ -238,11 +239,10 @@ class BufferSlot:
         self._lent: list[weakref.ref[np.ndarray]] = []
 
     def _memory(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-        if self._device is not None and not shares_host_memory(self._device):
-            made = pinned_memory(shape, dtype, self._device)
-            if made is not None:
-                self._pinned.append(made[0])
-                return made[1]
+        made = None if self._device is None else pinned_memory(shape, dtype, self._device)
+        if made is not None:
+            self._pinned.append(made[0])
+            return made[1]
         return aligned_empty(math.prod(shape) * dtype.itemsize).view(dtype)
 
     @property

@@ -51,11 +51,14 @@ def _has_pinned(device: Any) -> bool:
     return device.platform in ("gpu", "cpu") and _PINNED in kinds
 
 
+def _place(device: Any, kind: str) -> Any:
+    sharding: Any = jax.sharding.SingleDeviceSharding  # which JAX leaves untyped
+    return sharding(device, memory_kind=kind)
+
+
 def placed_from(arrays: Sequence[Any], device: Any) -> list[Any]:
     """Copies of arrays in pinned memory on the device; waits until they are made."""
-    place: Any = jax.sharding.SingleDeviceSharding  # which JAX leaves untyped
-    target = place(device, memory_kind=device.default_memory().kind)
-    copies: list[Any] = jax.device_put(list(arrays), target)
+    copies: list[Any] = jax.device_put(list(arrays), _place(device, device.default_memory().kind))
     for copy in copies:
         copy.block_until_ready()
     return copies
@@ -70,8 +73,7 @@ def pinned_memory(shape: tuple[int, ...], dtype: np.dtype[Any], device: Any) -> 
     """
     if not _has_pinned(device):
         return None
-    sharding: Any = jax.sharding.SingleDeviceSharding  # which JAX leaves untyped
-    array = jax.device_put(np.zeros(shape, dtype), sharding(device, memory_kind=_PINNED)).block_until_ready()
+    array = jax.device_put(np.zeros(shape, dtype), _place(device, _PINNED)).block_until_ready()
     if not array.nbytes:
         return array, np.empty(0, dtype)
     memory = (c_uint8 * array.nbytes).from_address(array.unsafe_buffer_pointer())
