@@ -167,7 +167,7 @@ def commands() -> str:
                     ("0", "The job succeeded; the input is valid; or the command completed the request."),
                     ("1", "The job failed, or the cluster refused, does not answer, or could not run it."),
                     ("2", "The input is invalid. Nothing was started."),
-                    ("130", "Interrupted with Ctrl-C."),
+                    ("130", "Interrupted with Ctrl-C, or suspended by another command."),
                 ]
             ),
         ),

@@ -177,7 +177,8 @@ def run(
     A script runs in the current folder, as with python. The pods of a TrainingJob run in the YAML file's folder, or
     in spec.workingDir below it.
 
-    Exit status: 0: the job succeeded; 1: the job failed; 2: the input is invalid; 130: interrupted.
+    Exit status: 0: the job succeeded; 1: the job failed; 2: the input is invalid; 130: interrupted
+    or suspended.
     """
     from backstay_cli.run import as_yaml, run_job
     from backstay_client.embedded.lasting import new_folder

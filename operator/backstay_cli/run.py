@@ -94,7 +94,7 @@ def run_job(
         lines: the report about a job that has ended.
 
     Returns:
-        The exit status: 0 Succeeded, 1 Failed, 130 interrupted.
+        The exit status: 0 Succeeded, 1 Failed, 130 interrupted or suspended.
     """
     console = Console(stderr=as_json)
     known = register(folder, job)
@@ -143,6 +143,13 @@ def run_job(
         print(f"error: the API server refused the job: {error}", file=sys.stderr)
         keep_result(known, {"job": following.name, "reason": "Refused", "message": str(error)})
         return BAD_INPUT
+    if view.phase == "Suspended":
+        closing = list(stopping.closing_lines(view, job, folder / _LOGS, again, how="suspended"))
+        for line in closing:
+            write_line(line)
+        keep_trace(trace, following, folder / _LOGS, write_line)
+        conclude("Suspended", closing[0])
+        return INTERRUPTED
     seconds = time.monotonic() - started
     for line in lines(view, seconds, folder / _LOGS):
         write_line(line)
@@ -270,6 +277,8 @@ async def _follow(session: Session, following: Following) -> JobView:
         else:
             if view.ended:
                 return await _last_look(session, following)
+            if view.phase == "Suspended":  # by kubectl: no pod runs, and the cluster ends with this command
+                return view
             if not view.seen and time.monotonic() > deadline:
                 log = session.folder / "operator.log"
                 ended = f" ({session.operator.last_end})" if session.operator.last_end else ""

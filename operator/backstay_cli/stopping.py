@@ -94,24 +94,27 @@ def stored(view: JobView, logs: Path) -> tuple[int, str] | None:
     return max(found, default=None)
 
 
-def closing_lines(view: JobView | None, job: dict[str, Any], logs: Path, again: str) -> Iterator[str]:
-    """The lines that are printed after Ctrl-C.
+def closing_lines(
+    view: JobView | None, job: dict[str, Any], logs: Path, again: str, how: str = "stopped"
+) -> Iterator[str]:
+    """The lines that are printed after Ctrl-C, or after another command has suspended the job.
 
     Args:
         view: the job as it was last observed; None: it had not begun.
         job: the job.
         logs: the folder with the logs of all pods.
         again: the command that continues the job.
+        how: the participle of what ended it.
     """
     if view is None or not view.report.step:
-        yield "stopped before the first update; nothing is left running"
+        yield f"{how} before the first update; nothing is left running"
     elif not stores(job):
-        yield f"stopped at step {number(view.report.step)}; nothing is left running"
+        yield f"{how} at step {number(view.report.step)}; nothing is left running"
         yield "  nothing is stored: the job has no checkpoint (--checkpoint FOLDER for a script, or spec.checkpoint)"
     elif (step := stored_step(view, logs)) is None:
-        yield f"stopped at step {number(view.report.step)}; nothing is left running"
+        yield f"{how} at step {number(view.report.step)}; nothing is left running"
         yield "  this run stored no checkpoint; the log of parameter server 0 has the reason"
     else:
-        yield f"stopped; the checkpoint of step {number(step)} is stored; nothing is left running"
+        yield f"{how}; the checkpoint of step {number(step)} is stored; nothing is left running"
         yield f"  to continue: {again}"
     yield f"  logs of every pod in {shortened(str(logs))}"

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from trace_format import check
 
+import backstay
+
 pytestmark = pytest.mark.e2e
 
 SCRIPT = Path(__file__).parent / "scripts" / "tiny.py"
@@ -189,6 +191,28 @@ def test_no_process_outlives_the_command(folder: Path, number: signal.Signals) -
     assert left["phase"] == "Stopped"
     reason = "Interrupted" if number == signal.SIGINT else "CommandEnded"
     assert status_of(folder, "status")["reason"] == reason
+
+
+def test_a_job_that_is_suspended_elsewhere_ends_the_command(folder: Path, tmp_path: Path) -> None:
+    """The output has the step of the checkpoint, and the command that continues it; the pods have ended before."""
+    options = ["--workers", "1", "--checkpoint", str(tmp_path / "ck"), "--output", "json"]
+    process = start(folder, SCRIPT, *options, env={"HOLD_AT": "20", "GATE": str(folder / "never")})
+    assert process.stderr is not None
+    said = ""
+    for line in process.stderr:
+        said += line
+        if re.search(r"step [0-9]+ of", line):
+            break
+    with backstay.Client(folder / "backstay.kubeconfig") as client:
+        client.job("tiny").suspend(wait=False)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 130, said + err
+    stored = re.search(r"suspended; the checkpoint of step (\d+) is stored; nothing is left running", err)
+    assert stored is not None, said + err
+    assert "to continue: backstay run " in err
+    seen = json.loads(out)
+    assert (seen["phase"], seen["reason"], seen["step"]) == ("Suspended", "Suspended", int(stored[1]))
+    wait_until_gone(folder)
 
 
 SHOWS_ITSELF = """
