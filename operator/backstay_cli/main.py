@@ -119,6 +119,14 @@ def run(
             "--evaluator", help="Script only: a pod that evaluates the newest checkpoint. Needs --checkpoint."
         ),
     ] = False,
+    keep_best: Annotated[
+        str | None,
+        typer.Option(
+            metavar="METRIC[:Min]",
+            help="Script only: keep also the checkpoint with the largest value of a number that evaluate returns, or "
+            "with the smallest, such as loss:Min. Implies --evaluator.",
+        ),
+    ] = None,
     name: Annotated[str | None, typer.Option(help=_NAME)] = None,
     checkpoint: Annotated[
         str | None, typer.Option(help="Script only: the checkpoint folder, a path or any fsspec URI.")
@@ -202,6 +210,7 @@ def run(
         every_steps=every_steps,
         every_seconds=every_seconds,
         evaluator=evaluator or None,
+        keep_best=keep_best,
         continue_from=continue_from,
     )
     runs_script = is_script(file)

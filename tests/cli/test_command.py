@@ -199,8 +199,28 @@ def test_the_options_for_scripts_reach_the_job(script: str, tmp_path: Path) -> N
     assert spec.env == [{"name": "A", "value": "1"}, {"name": "B", "value": "x=y"}]
 
 
+def test_the_best_checkpoint_is_kept_by_its_metric(script: str) -> None:
+    """A name may have a colon; there is an evaluator, which it needs."""
+    for text, kept in (("accuracy", ("accuracy", "Max")), ("loss:min", ("loss", "Min")), ("a:b:Max", ("a:b", "Max"))):
+        spec = parse_job(printed("--checkpoint", "ck", "--keep-best", text, script)).spec
+        assert spec.checkpoint.keep_best is not None
+        assert (spec.checkpoint.keep_best.metric, spec.checkpoint.keep_best.mode) == kept
+        assert spec.evaluator is not None
+    for text, message in (("loss:least", '--keep-best is "least": must be Max or Min'), (":Min", "--keep-best ")):
+        result = RUNNER.invoke(app, ["run", "--checkpoint", "ck", "--keep-best", text, script])
+        assert result.exit_code == 2
+        assert message in result.stderr
+
+
 @pytest.mark.parametrize(
-    "option", [["--every-steps", "5"], ["--every-seconds", "5"], ["--evaluator"], ["--continue-from", "Any"]]
+    "option",
+    [
+        ["--every-steps", "5"],
+        ["--every-seconds", "5"],
+        ["--evaluator"],
+        ["--keep-best", "accuracy"],
+        ["--continue-from", "Any"],
+    ],
 )
 def test_an_option_that_needs_checkpoints_reports_it(script: str, option: list[str]) -> None:
     result = RUNNER.invoke(app, ["run", *option, script])

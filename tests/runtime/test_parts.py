@@ -16,10 +16,12 @@ import pytest
 
 import backstay
 from backstay import BatchKey, errors
+from backstay._coordination import EpochEnded
 from backstay._data import Prefetcher
 from backstay._process._environment import Environment
 from backstay._process._exit import Stop, termination_message
 from backstay._process._logs import Reporter, configure
+from backstay._report import EpochLines
 from backstay._report._job._evaluations import Evaluations
 from backstay._report._metrics import PodMetrics
 from backstay._roles._script import Script, evaluation_of
@@ -235,3 +237,19 @@ def test_lines_of_progress(capsys: pytest.CaptureFixture[str]) -> None:
         assert capsys.readouterr().err.endswith("step 5/100  loss 0.5  accuracy 1  rmse 0.25\n")
     finally:
         logger.handlers[:], logger.level, logger.propagate = before[0], before[1], before[2]
+
+
+def test_short_epochs_share_a_line_that_adds_them_up(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is lost: the last line counts the epochs that had none."""
+    caplog.set_level(logging.INFO)
+    lines = EpochLines(seconds=5.0)
+    for number in range(9):
+        lines.ended(float(number), EpochEnded(number, size=10, used=9, dropped=1, repeated=0), step=number + 1)
+    lines.close()
+    lines.close()
+    assert [record.message for record in caplog.records] == [
+        "epoch 0 has ended: 10 samples: 9 used, 1 dropped, 0 repeated (step 1)",
+        "epoch 5 has ended: 10 samples: 9 used, 1 dropped, 0 repeated (step 6)"
+        "; since the last line, 4 other epochs have ended: 36 samples used, 4 dropped, 0 repeated",
+        "since the last line, 3 other epochs have ended: 27 samples used, 3 dropped, 0 repeated",
+    ]

@@ -108,9 +108,12 @@ def test_a_script_that_does_not_train_fails_the_job(tmp_path: Path) -> None:
 
 
 def test_invalid_arguments_are_refused_before_a_pod_starts(tmp_path: Path) -> None:
+    of_a_cell: dict[str, object] = {}
+    exec(compile("def train(): ...", "<ipython-input-1>", "exec"), of_a_cell)
     for arguments, message in (
         ({"script": tmp_path / "none.py"}, "none.py"),
         ({"script": lambda: None}, "top level of a file"),
+        ({"script": of_a_cell["train"]}, "function of a notebook or of a terminal to a file first"),
         ({"faults": "kil worker/1 @2"}, "'kil' is not an action"),
         ({"max_stale": 3}, "max_stale is not a setting of a job: must be one of .*max_staleness"),
         ({"evaluator": True}, "evaluator needs checkpoint_every"),

@@ -268,7 +268,7 @@ def _store_to(checkpoint: str | os.PathLike[str] | StoreTo | None) -> StoreTo | 
 
 def _alone(script: Script, to: StoreTo | None) -> Result:
     from ._coordination import Rate
-    from ._report import Throttle
+    from ._report import EpochLines, Throttle
     from ._roles import check_alone, evaluated
     from ._single import AloneStorage, InterruptedAt, StepReport, train_alone
 
@@ -278,6 +278,7 @@ def _alone(script: Script, to: StoreTo | None) -> Result:
         _LOG.info("outer optimizer: %s", script.outer)
     batches = script.batches_of_update
     reporter, rate, throttle = Reporter(script.log_every, script.steps, batches, bar), Rate(), Throttle()
+    epochs = EpochLines(script.log_every)
     every = script.evaluate_every or (max(1, script.steps // 20) if script.stop_when is not None else 0)
     evaluation: tuple[int | None, dict[str, float]] = None, {}
 
@@ -300,7 +301,7 @@ def _alone(script: Script, to: StoreTo | None) -> Result:
             with reporter.without_bar():
                 script.on_update(update.step, update.loss, update.metrics)
         for epoch in update.ended:
-            _LOG.info("%s (step %d)", epoch, update.step)
+            epochs.ended(now, epoch, update.step)
         if stops:
             _LOG.info("stop_when ends training: the evaluation of step %d", update.step)
         return stops
@@ -321,6 +322,7 @@ def _alone(script: Script, to: StoreTo | None) -> Result:
     except InterruptedAt as signalled:
         _leave(signalled, storage)
     finally:
+        epochs.close()
         if bar is not None:
             bar.leave()
     if result.metrics:

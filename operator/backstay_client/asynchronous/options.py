@@ -66,6 +66,7 @@ class SubmitOptions(TypedDict, total=False):
     every_steps: int | None
     every_seconds: int | None
     evaluator: bool | None
+    keep_best: str | None
     continue_from: str | None
     image: str | None
     env: Mapping[str, str] | None

@@ -24,6 +24,7 @@ from backstay_spec import contract
 from backstay_spec.advice import args_without_command
 from backstay_spec.crd_check import display
 from backstay_spec.errors import SpecError
+from backstay_spec.runtime import BestMode
 from backstay_spec.types import GradientCodec, ParameterCodec, UpdateMode
 from backstay_spec.validation import SpecErrors, parse_job
 
@@ -237,6 +238,8 @@ class ScriptOptions:
         every_steps: store a checkpoint after this many updates.
         every_seconds: store a checkpoint after this many seconds; 0: not by time.
         evaluator: whether a pod evaluates each checkpoint.
+        keep_best: keep the checkpoint with the largest value of this metric, or with the smallest: ``loss:Min``. There
+            is an evaluator then.
         continue_from: ``SameJob`` or ``Any``: whose checkpoints in the folder the job may continue.
     """
 
@@ -254,6 +257,7 @@ class ScriptOptions:
     every_steps: int | None = None
     every_seconds: int | None = None
     evaluator: bool | None = None
+    keep_best: str | None = None
     continue_from: str | None = None
 
     def given(self) -> list[str]:
@@ -304,7 +308,7 @@ def job_of_command(
         BadInput: an option is invalid.
     """
     if options.checkpoint is None:
-        for option in ("every_steps", "every_seconds", "evaluator", "continue_from"):
+        for option in ("every_steps", "every_seconds", "evaluator", "keep_best", "continue_from"):
             if getattr(options, option) is not None:
                 needed = f"{written(option)} needs {written('checkpoint')}"
                 raise BadInput(f"{needed}, the folder or URI of the checkpoints")
@@ -331,13 +335,18 @@ def job_of_command(
     }
     if wire := {name: value for name, value in wire.items() if value is not None}:
         spec["wire"] = wire
-    if options.evaluator:
+    best: dict[str, str] | None = None
+    if options.keep_best is not None:
+        metric, colon, extreme = options.keep_best.rpartition(":")
+        best = {"metric": metric, "mode": _spelled(extreme, BestMode)} if colon else {"metric": extreme}
+    if options.evaluator or best is not None:
         spec["evaluator"] = {}
     if (checkpoint := options.checkpoint) is not None:
         uri = checkpoint if _URI.match(checkpoint) else str(Path(checkpoint).expanduser().resolve())
         more = {
             "everySteps": options.every_steps,
             "everySeconds": options.every_seconds,
+            "keepBest": best,
             "continueFrom": options.continue_from,
         }
         spec["checkpoint"] = {"uri": uri, **{name: value for name, value in more.items() if value is not None}}
@@ -370,6 +379,8 @@ _OPTIONS = {
     "spec.checkpoint.uri": "checkpoint",
     "spec.checkpoint.everySteps": "every_steps",
     "spec.checkpoint.everySeconds": "every_seconds",
+    "spec.checkpoint.keepBest.metric": "keep_best",
+    "spec.checkpoint.keepBest.mode": "keep_best",
     "spec.checkpoint.continueFrom": "continue_from",
 }
 _FIELD = re.compile("|".join(re.escape(path) + r"\b" for path in _OPTIONS))

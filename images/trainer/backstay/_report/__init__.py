@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from .._lazy import lazily
 
 if TYPE_CHECKING:
+    from ._epochs import EpochLines
     from ._http import HttpPort
     from ._metrics import PodMetrics
     from ._reports import Throttle
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from ._worker_seconds import WorkerSeconds, process_age
 
 __all__ = [
+    "EpochLines",
     "HttpPort",
     "PodMetrics",
     "ServerReports",
@@ -32,6 +34,7 @@ __all__ = [
 ]
 
 _HOMES: Final = {
+    "EpochLines": "._epochs",
     "HttpPort": "._http",
     "PodMetrics": "._metrics",
     "ServerReports": "._server_reports",

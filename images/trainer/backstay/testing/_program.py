@@ -13,6 +13,7 @@ import runpy
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,12 @@ def _run(target: str, arguments: list[str]) -> None:
     if not function:
         runpy.run_path(str(path), run_name="__main__")
         return
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    loader = SourceFileLoader(path.stem, str(path))  # given, so that the file's name need not end in `.py`
+    spec = importlib.util.spec_from_file_location(path.stem, path, loader=loader)
     assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    loader.exec_module(module)
     getattr(module, function)()
 
 

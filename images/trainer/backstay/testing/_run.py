@@ -215,9 +215,11 @@ def _target(script: str | os.PathLike[str] | Callable[[], object]) -> str:
             raise ConfigurationError(f"script is {os.fspath(script)!r}: must be a file with a training script")
         return str(Path(script).resolve())
     name, file = getattr(script, "__qualname__", ""), inspect.getsourcefile(inspect.unwrap(script))
-    if not name.isidentifier() or file is None:
+    # The source of a notebook's cell, of a terminal or of `python -c` has a name, and no file.
+    if not name.isidentifier() or file is None or not Path(file).is_file():
         raise ConfigurationError(
-            f"script is {script!r}: must be a path, or a function at the top level of a file, which the pods import"
+            f"script is {script!r}: must be a path, or a function at the top level of a file, which the pods import; "
+            "write a function of a notebook or of a terminal to a file first"
         )
     return f"{Path(file).resolve()}::{name}"
 

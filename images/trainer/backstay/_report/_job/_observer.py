@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from backstay_rpc.control_pb2 import EvaluatedRequest, GradientInfo, HeartbeatRequest, ProgressReply, Rollback, Staged
@@ -17,6 +16,7 @@ from backstay_spec.job_report import CheckpointStatus, JobReport
 from ... import _instrument
 from ..._coordination import CoordinatorState, Counted, Finished, PeerTable, Updated
 from ..._process import Reporter
+from .._epochs import EpochLines
 from .._metrics import PodMetrics
 from .._reports import Reports
 from ._checkpoints import Checkpoints
@@ -67,7 +67,7 @@ class JobObserver:
         self._workers = WorkerReports()
         self._waits: UpdateWaits | None = None
         self._metrics, self._steps, self._batches = metrics, steps, batches
-        self._reporter = Reporter(log_every, steps, batches)
+        self._reporter, self._epochs = Reporter(log_every, steps, batches), EpochLines(log_every)
         self._step = 0
 
     def watch_waits(self, shards: int, quorum: Callable[[int], int], *, sync: bool) -> None:
@@ -118,7 +118,7 @@ class JobObserver:
         if not commit.skip:
             self._mistakes.examine(self._step, infos)
         for epoch in updated.ended:
-            _LOG.info("%s (step %d)", epoch, self._step, extra={"fields": {"epoch": asdict(epoch)}})
+            self._epochs.ended(now, epoch, self._step)
         rates = self._rates.at_update(now, last=commit.final)
         self.curve.updated(self._step, loss, train_metrics)
         self.reports.update(now, self._step, loss, train_metrics, rates, last=commit.final)
@@ -177,6 +177,7 @@ class JobObserver:
 
     def close(self) -> None:
         """Write the remaining reports. See `Reports.close`."""
+        self._epochs.close()
         self.reports.close()
 
     def start(
