@@ -280,6 +280,7 @@ def test_the_last_report_of_a_server_is_in_the_status_of_a_suspended_job(running
     cluster.settle()
     assert (cluster.status["phase"], cluster.status["step"]) == ("Suspended", 12)
     assert cluster.status["checkpoint"]["uri"] == "file:///c/12"
+    assert "continues from the checkpoint of step 12" in dict(cluster.events)["Suspended"]
     older = json.dumps({**message, "step": 3})
     for said in (older, "not JSON", json.dumps({"step": 99, "term": 1, "result": "Failed"}), json.dumps({"step": "x"})):
         known = cluster.memory.progress

@@ -124,9 +124,13 @@ def suspended(facts: Facts, *, running: bool) -> list[Statement]:
             Statement(status.TRAINING, False, "Suspended", "the job is being suspended"),
             Statement(status.PODS_READY, False, "Suspended", "the job is being suspended"),
         ]
-    old = facts.old
-    stored = f"the checkpoint of step {old.checkpoint.step}" if old.checkpoint is not None else "no checkpoint"
-    event = normal("Suspended", f"no pod runs any more; the job continues from {stored}")
+    # The last report of a server may be newer than the status, which this plan writes.
+    reported = None if facts.progress is None else facts.progress.report.checkpoint
+    checkpoint = reported or facts.old.checkpoint
+    then = "no checkpoint is stored, so training begins again"
+    if checkpoint is not None:
+        then = f"the job continues from the checkpoint of step {checkpoint.step}"
+    event = normal("Suspended", f"no pod runs any more; {then}")
     return [
         Statement(status.SUSPENDED, True, "Suspended", "spec.runPolicy.suspend is true, and no pod runs", event),
         Statement(status.RUNNING, False, "Suspended", "the job is suspended"),
