@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Final
 from .._lazy import lazily
 
 if TYPE_CHECKING:
-    from ._epochs import EpochLines
     from ._http import HttpPort
     from ._metrics import PodMetrics
-    from ._reports import Throttle
+    from ._reports import EpochLines, Throttle
     from ._server_reports import ServerReports
     from ._worker_measurements import WorkerMeasurements
     from ._worker_seconds import WorkerSeconds, process_age
@@ -34,7 +33,7 @@ __all__ = [
 ]
 
 _HOMES: Final = {
-    "EpochLines": "._epochs",
+    "EpochLines": "._reports",
     "HttpPort": "._http",
     "PodMetrics": "._metrics",
     "ServerReports": "._server_reports",

@@ -1,6 +1,6 @@
-"""Reports while training to `on_update` of the script, and as scalars for TensorBoard.
+"""Reports while training to `on_update` of the script, as scalars for TensorBoard, and about epochs in the log.
 
-Both run in a separate thread, because neither may delay an update.
+`Reports` runs in a separate thread, because neither the script nor the storage may delay an update.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from .._coordination import EpochEnded
     from .._roles import OnUpdate, StopWhen
     from ._event_files import EventFiles
 
-__all__ = ["Reports", "Throttle"]
+__all__ = ["EpochLines", "Reports", "Throttle"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -42,6 +43,48 @@ class Throttle:
             return False
         self._last = now
         return True
+
+
+class EpochLines:
+    """Writes a line about an epoch at most every `seconds`: a small dataset has many epochs in a second.
+
+    The next line adds up the epochs that have no line, so that each dropped sample is counted in one.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        """
+        Args:
+            seconds: the shortest time between two lines, in seconds.
+        """
+        self._throttle = Throttle(seconds)
+        self._omitted: list[EpochEnded] = []
+
+    def ended(self, now: float, epoch: EpochEnded, step: int) -> None:
+        """Write a line about an epoch that ended with update `step`, or keep it for the next line.
+
+        Args:
+            now: any monotonic time in seconds.
+            epoch: the account of the epoch.
+            step: the number of updates.
+        """
+        if not self._throttle.due(now):
+            self._omitted.append(epoch)
+            return
+        before = f"; since the last line, {_sum(self._omitted)}" if self._omitted else ""
+        self._omitted = []
+        _LOG.info("%s (step %d)%s", epoch, step, before, extra={"fields": {"epoch": asdict(epoch)}})
+
+    def close(self) -> None:
+        """Write a line about the epochs that have none yet."""
+        if self._omitted:
+            _LOG.info("since the last line, %s", _sum(self._omitted))
+            self._omitted = []
+
+
+def _sum(omitted: list[EpochEnded]) -> str:
+    used, dropped, repeated = (sum(getattr(one, name) for one in omitted) for name in ("used", "dropped", "repeated"))
+    more = "1 other epoch has" if len(omitted) == 1 else f"{len(omitted)} other epochs have"
+    return f"{more} ended: {used} samples used, {dropped} dropped, {repeated} repeated"
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,8 @@ from backstay_spec.job_report import CheckpointStatus, JobReport
 from ... import _instrument
 from ..._coordination import CoordinatorState, Counted, Finished, PeerTable, Updated
 from ..._process import Reporter
-from .._epochs import EpochLines
 from .._metrics import PodMetrics
-from .._reports import Reports
+from .._reports import EpochLines, Reports
 from ._checkpoints import Checkpoints
 from ._contributors import Contributors
 from ._curve import JobCurve
