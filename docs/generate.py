@@ -113,6 +113,7 @@ def trainingjob() -> str:
         "# TrainingJob\n\n"
         "`apiVersion: backstay.dev/v1alpha1`, `kind: TrainingJob`, short name `tj`. `kubectl explain tj.spec` prints\n"
         "the same. A `template` is a pod template that the operator merges over the pod that it builds.\n"
+        "`backstay run` and `backstay up` ignore `image`: pods use the Python environment of the command.\n"
     )
     return NOTE + head + "".join([*sections(schema["spec"], "spec", ""), *sections(schema["status"], "status", "")])
 
@@ -136,9 +137,9 @@ of an ended run. A run whose command was stopped or killed has the phase `Stoppe
 these commands accept the folder of the run, or the last part of its path.
 
 The commands that show or delete jobs select the cluster in this order: `--kubeconfig`; `KUBECONFIG`; a run that
-runs in the current folder; `~/.kube/config`; a run that runs elsewhere; the newest run that has ended. If the
-cluster of `~/.kube/config` has no job of the name, a run with such a job is used. With `--local`, only runs on
-this machine count.
+runs in the current folder; `~/.kube/config`; a run that runs elsewhere; the newest run that has ended. If you
+name a job that the cluster of `~/.kube/config` does not have, the command uses a run on this machine that has
+it. With `--local`, only runs on this machine count.
 
 The folder of an ended run has a file `result.json`. It contains what `backstay run --output json` prints, the
 command, its current folder, and `startTime` and `endTime` in seconds since 1970. The file `state.json` has the
