@@ -107,7 +107,11 @@ def lines(view: JobView, seconds: float, logs: Path) -> Iterator[str]:
     if view.checkpoint:
         place = shortened(view.checkpoint)
         yield f"  checkpoint {place}"
-        yield f"    backstay.load({place.rpartition('/')[0] or '.'!r})  # the newest"
+        folder = place.rpartition("/")[0] or "."
+        yield f"    backstay.load({folder!r})  # the newest"
+        kept = (view.job.get("spec", {}).get("checkpoint") or {}).get("keepBest")
+        if kept and kept["metric"] in view.report.metrics:
+            yield f"    backstay.load({folder!r}, best=True)  # the best, by {kept['metric']}"
     yield f"  logs of every pod in {shortened(str(logs))}"
     if view.phase == "Failed":
         yield from _failures(view, logs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +194,13 @@ def test_a_message_of_several_lines_stays_one_entry() -> None:
     )
     assert lines[0] == "[   0.0s] warning: Crashed: worker 0: RuntimeError: boom"
     assert lines[1].strip() == "on two lines"
+
+
+def test_the_report_has_the_call_that_loads_the_best_checkpoint() -> None:
+    """Without a value of its metric, no checkpoint is the best."""
+    job = {"spec": {"checkpoint": {"uri": "/ck", "keepBest": {"metric": "loss", "mode": "Min"}}}}
+    view = JobView("a", "b", checkpoint="/ck/step-9", job=job, report=JobReport(step=9, metrics={"loss": 0.5}))
+    load = "    backstay.load('/ck', best=True)  # the best, by loss"
+    assert load in list(report.lines(view, 1.0, Path("/logs")))
+    for other in (replace(view, report=JobReport(step=9)), replace(view, job={"spec": {"checkpoint": {"uri": "/ck"}}})):
+        assert not any("best=True" in line for line in report.lines(other, 1.0, Path("/logs")))
