@@ -121,6 +121,15 @@ def run_job(
         if as_json:
             print(report.as_json(found), flush=True)
 
+    def stopped(reason: str, how: str) -> int:
+        """Report an end before the job's end, which `how` describes. Returns the exit status."""
+        closing = list(stopping.closing_lines(following.view, job, folder / _LOGS, again, how))
+        for line in closing:
+            write_line(line)
+        keep_trace(trace, following, folder / _LOGS, write_line)
+        conclude(reason, closing[0])
+        return INTERRUPTED
+
     try:
         view = asyncio.run(
             _interruptible(
@@ -128,12 +137,7 @@ def run_job(
             )
         )
     except asyncio.CancelledError:
-        closing = list(stopping.closing_lines(following.view, job, folder / _LOGS, again))
-        for line in closing:
-            write_line(line)
-        keep_trace(trace, following, folder / _LOGS, write_line)
-        conclude("Interrupted", closing[0])
-        return INTERRUPTED
+        return stopped("Interrupted", "stopped")
     except SessionError as error:
         print(f"error: {error}", file=sys.stderr)
         keep_trace(trace, following, folder / _LOGS, write_line)
@@ -144,12 +148,7 @@ def run_job(
         keep_result(known, {"job": following.name, "reason": "Refused", "message": str(error)})
         return BAD_INPUT
     if view.phase == "Suspended":
-        closing = list(stopping.closing_lines(view, job, folder / _LOGS, again, how="suspended"))
-        for line in closing:
-            write_line(line)
-        keep_trace(trace, following, folder / _LOGS, write_line)
-        conclude("Suspended", closing[0])
-        return INTERRUPTED
+        return stopped("Suspended", "suspended")
     seconds = time.monotonic() - started
     for line in lines(view, seconds, folder / _LOGS):
         write_line(line)

@@ -94,9 +94,7 @@ def stored(view: JobView, logs: Path) -> tuple[int, str] | None:
     return max(found, default=None)
 
 
-def closing_lines(
-    view: JobView | None, job: dict[str, Any], logs: Path, again: str, how: str = "stopped"
-) -> Iterator[str]:
+def closing_lines(view: JobView | None, job: dict[str, Any], logs: Path, again: str, how: str) -> Iterator[str]:
     """The lines that are printed after Ctrl-C, or after another command has suspended the job.
 
     Args:
@@ -104,7 +102,7 @@ def closing_lines(
         job: the job.
         logs: the folder with the logs of all pods.
         again: the command that continues the job.
-        how: the participle of what ended it.
+        how: ``stopped`` or ``suspended``.
     """
     if view is None or not view.report.step:
         yield f"{how} before the first update; nothing is left running"

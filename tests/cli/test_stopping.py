@@ -60,7 +60,7 @@ def test_the_last_lines_state_which_checkpoint_was_stored(
     log(tmp_path, server(1), *lines)
     view = JobView("a", "default", report=JobReport(step=step), pods=(server(1),))
     job = {"spec": {"checkpoint": checkpoint}}
-    text = "\n".join(closing_lines(view, job, tmp_path, AGAIN))
+    text = "\n".join(closing_lines(view, job, tmp_path, AGAIN, "stopped"))
     assert says in text
     assert "nothing is left running" in text
     assert str(tmp_path) in text

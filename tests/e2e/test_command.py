@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from trace_format import check
@@ -84,6 +84,17 @@ def start(
     )
     _STARTED.append(process)
     return process
+
+
+def until_said(stream: IO[str] | None, pattern: str) -> str:
+    """The output up to the first line that has `pattern`."""
+    assert stream is not None
+    said = ""
+    for line in stream:
+        said += line
+        if re.search(pattern, line):
+            break
+    return said
 
 
 def status_of(folder: Path, command: str) -> dict[str, Any]:
@@ -175,10 +186,9 @@ def test_no_process_outlives_the_command(folder: Path, number: signal.Signals) -
     """Ctrl-C prints a message and exits with 130; after SIGKILL the children end by themselves."""
     # Held, so that the job cannot end before the signal. On a busy machine, a state may be too short to be shown.
     process = start(folder, SCRIPT, env={"HOLD_AT": "20", "GATE": str(folder / "never")})
-    assert process.stdout is not None
-    for line in process.stdout:
-        if re.search("starting Python and JAX|preparing the parameters|compiling the first step|step [0-9]+ of", line):
-            break
+    until_said(
+        process.stdout, "starting Python and JAX|preparing the parameters|compiling the first step|step [0-9]+ of"
+    )
     assert len(processes(folder)) > 4
     assert status_of(folder, "status")["phase"] in {"Pending", "Starting", "Running"}
     process.send_signal(number)
@@ -197,12 +207,7 @@ def test_a_job_that_is_suspended_elsewhere_ends_the_command(folder: Path, tmp_pa
     """The output has the step of the checkpoint, and the command that continues it; the pods have ended before."""
     options = ["--workers", "1", "--checkpoint", str(tmp_path / "ck"), "--output", "json"]
     process = start(folder, SCRIPT, *options, env={"HOLD_AT": "20", "GATE": str(folder / "never")})
-    assert process.stderr is not None
-    said = ""
-    for line in process.stderr:
-        said += line
-        if re.search(r"step [0-9]+ of", line):
-            break
+    said = until_said(process.stderr, r"step [0-9]+ of")
     with backstay.Client(folder / "backstay.kubeconfig") as client:
         client.job("tiny").suspend(wait=False)
     out, err = process.communicate(timeout=100)
@@ -239,12 +244,7 @@ def test_a_script_has_its_environment_and_after_ctrl_c_the_same_command_continue
     env = {"MYENV": "hello", **proxies}
     slow = {**env, "STEPS": "100000", "PAUSE": "0.05"}
     process = start(folder, script, *options, env=slow, arguments=["--lr", "0.1"])
-    assert process.stdout is not None
-    said = ""
-    for line in process.stdout:
-        said += line
-        if re.search(r"step [\d,]+ of [\d,]+  loss", line):
-            break
+    said = until_said(process.stdout, r"step [\d,]+ of [\d,]+  loss")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=100)
     said += out
