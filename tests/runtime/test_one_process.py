@@ -353,6 +353,7 @@ def test_t7_ctrl_c_stores_and_says_where_and_the_same_command_continues(run, tmp
     assert code == -signal.SIGINT, noticed + output
     assert "KeyboardInterrupt: training ended after step 8, which is stored in " in output
     assert output.rstrip().endswith(": the same command continues")
+    assert output.count('  File "') == 2, "the script's line and `train`: the sentence is what matters"
     assert backstay.load(str(tmp_path / "folder")).step == 8
     second = run()
     code, output = second.end()

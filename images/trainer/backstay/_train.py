@@ -175,6 +175,10 @@ def train(
         from ._pod import run
 
         return run(environment, script, began, checkpoint)
+    except KeyboardInterrupt as stopped:
+        if not stopped.args:
+            raise
+        raise stopped.with_traceback(None) from None  # one of `_leave`, whose message says all
     except Exception as error:
         if environment is None:
             raise

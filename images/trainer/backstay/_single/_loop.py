@@ -139,11 +139,12 @@ def train_alone(
     else:
         state, model = storage.state.copy(), storage.model(script)
     begin_alone(state, script.batches_of_update)
-    tree = describe(model, has_state=script.has_state)
+    tree, leaves = describe(model, has_state=script.has_state), jax.tree_util.tree_leaves(model)
+    del model  # its memory is free when `leaves` are
     placement = Placement(devices, deterministic=script.deterministic)
     wire = None if script.wire is None else script.wire.resolved(local=script.local is not None)
     rounding = None if wire is None or wire.exact else Rounding(tree, wire)
-    carry = _first(model, tree, script, placement, rounding, storage)
+    carry = _first(leaves, tree, script, placement, rounding, storage)
     step = (_gradients if script.local is None else _local_steps)(script, tree, placement, rounding)
     fetching = _fetching(script, placement)
     judge, lead = _Judge(tree, max_non_finite, state.non_finite_run), Lead()
@@ -163,7 +164,7 @@ def train_alone(
         if storage is not None and storage.stored != state.version:
             storage.store([*carry["params"], *carry["state"]], carry["optimizer"], state)
 
-    def leaves() -> bool:
+    def leaving() -> bool:
         return interrupts is not None and interrupts.arrived != 0
 
     begun, end = state.version, state.last or script.steps
@@ -177,12 +178,12 @@ def train_alone(
             newest = StepReport(number + 1, examples, outcome, _evaluated(carry, tree) if shown else None)
             waiting.append(newest)
             stops = False
-            while len(waiting) > (0 if shown or stored or leaves() or state.world != 1 else lead.steps):
+            while len(waiting) > (0 if shown or stored or leaving() or state.world != 1 else lead.steps):
                 stops = settle()
             newest.model = None  # the next step consumes it
             if shown and stops:
                 end = number + 1
-            if number + 1 == end or leaves():
+            if number + 1 == end or leaving():
                 break
             if stored:
                 store()
@@ -191,7 +192,7 @@ def train_alone(
         if begun < state.version == end:
             state.last = end
         if storage is not None:
-            if leaves():
+            if leaving():
                 storage.closing()
             if begun < state.version:
                 store()
@@ -256,23 +257,30 @@ def _evaluated(carry: Mapping[str, Any], tree: TreeSpec) -> tuple[Any, Any]:
 
 
 def _first(
-    model: Any,
+    leaves: list[Any],
     tree: TreeSpec,
     script: Script,
     placement: Placement,
     rounding: Rounding | None,
     storage: AloneStorage | None,
 ) -> dict[str, Any]:
-    """The values that each step passes to the next, copied, because their memory is donated."""
+    """The values that each step passes to the next, which own their memory, because it is donated.
+
+    Args:
+        leaves: of the model. They are copied and removed one after the other, so that no second model exists.
+    """
     count = len(tree.parameters.leaves)
-    leaves = [
-        jnp.array(leaf, spec.dtype, copy=True)
-        for leaf, spec in zip(jax.tree_util.tree_leaves(model), tree.leaves, strict=True)
-    ]
+    for at, spec in enumerate(tree.leaves):
+        leaves[at] = jnp.array(leaves[at], spec.dtype, copy=True)
     params = tree.parameters.unflatten(leaves[:count])
     held = called("init", script.optimizer, lambda: jax.jit(script.optimizer.init)(params))
-    # The optimizer's state may be the same arrays as the parameters.
-    held = jax.tree_util.tree_map(lambda leaf: leaf.copy(), held)
+    # What a compiled function returns unchanged is the array that it got, such as a parameter.
+    seen = {id(leaf) for leaf in leaves}
+
+    def own(leaf: Any) -> Any:
+        return leaf.copy() if id(leaf) in seen else leaf
+
+    held = jax.tree_util.tree_map(own, held)
     if storage is not None:
         held = storage.optimizer_state(held)
     number = jnp.uint32(0 if storage is None else storage.state.version)
@@ -406,15 +414,16 @@ def _where(finite: Any, after: Callable[[], Any], before: Any, *, branch: bool) 
 
 
 def _any_nonzero(leaves: list[Any]) -> Any:
-    """Whether each leaf has an element that is not zero. One reduction for all leaves of a shape compiles faster."""
-    of_one_shape: dict[Any, list[int]] = {}
-    for index, leaf in enumerate(leaves):
-        of_one_shape.setdefault((leaf.shape, leaf.dtype), []).append(index)
-    flags = jnp.ones(len(leaves), bool)
-    for same in of_one_shape.values():
-        stacked = jnp.stack([leaves[index].reshape(-1) for index in same])
-        flags = flags.at[np.asarray(same)].set(jnp.any(stacked != 0, axis=1))
-    return flags
+    """Whether each leaf has an element that is not zero.
+
+    By the largest: `any` of a comparison would keep a byte for each element.
+    """
+
+    def largest(leaf: Any) -> Any:
+        parts = (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,)
+        return jnp.max(jnp.stack([jnp.max(jnp.abs(part), initial=0) for part in parts]))
+
+    return jnp.asarray([largest(leaf) != 0 for leaf in leaves], bool)
 
 
 def _clipped(gradients: list[Any], clip_norm: float) -> list[Any]:

@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import ConfigurationError
 from ._tree import LeafSpec, TreeSpec, leaf_names
 
-_ADDED_TOGETHER = 64
+_ADDED_TOGETHER = 8  # one loop that reads more arrays than this is slower
 NEW_STATE = "loss returned a new state"
 GRADIENTS = "gradients returned gradients"
 NON_FINITE_LOSS = (
@@ -217,12 +217,12 @@ def _stays_finite(new: Sequence[Any], old: Sequence[Any]) -> Any:
 
 
 def all_finite(arrays: Sequence[Any]) -> Any:
-    """Whether all elements are finite. 0 * x is 0 for finite x, and otherwise NaN.
+    """Whether all elements are finite. x - x is 0 for finite x, and otherwise NaN.
 
-    On a CPU this takes a fifth of the time of `isfinite`.
+    On a CPU this takes a fifth of the time of `isfinite`. 0 * x would share its zeros with a gradient that begins with
+    zeros, as that of an embedding, and XLA would then copy the gradient.
 
-    Arrays of one shape and dtype are added first, some at a time. A reduction of each would compile for longer than the
-    loss itself.
+    Arrays of one shape and dtype are added first, some at a time. A reduction of each would compile for longer.
     """
     of_one_shape: dict[Any, list[Any]] = {}
     for array in arrays:
@@ -230,9 +230,9 @@ def all_finite(arrays: Sequence[Any]) -> Any:
     flags = []
     for same in of_one_shape.values():
         for at in range(0, len(same), _ADDED_TOGETHER):
-            zero = same[at] * 0
+            zero = same[at] - same[at]
             for array in same[at + 1 : at + _ADDED_TOGETHER]:
-                zero = zero + array * 0
+                zero = zero + (array - array)
             flags.append(jnp.sum(zero) == 0)
     return jnp.all(jnp.asarray(flags, jnp.bool_))
 
