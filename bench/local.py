@@ -29,7 +29,7 @@ from backstay._single._loop import train_alone
 WARM = 20
 
 
-def network(width: int, batch: int) -> tuple[Any, ...]:
+def network(width: int, batch: int) -> tuple[Any, Any, Any, Any]:
     """`init`, `loss`, `batches` and the optimizer of three layers."""
 
     def init(key: Any) -> Any:
@@ -46,8 +46,8 @@ def network(width: int, batch: int) -> tuple[Any, ...]:
     return init, loss, backstay.from_dataset((data, np.sin(data)), batch_size=batch, seed=0), optax.adam(1e-3)
 
 
-def embedding(rows: int, width: int, batch: int) -> tuple[Any, ...]:
-    """As `network`, of one large table, whose gradient is mostly zeros. Memory, and not arithmetic, takes the time."""
+def embedding(rows: int, width: int, batch: int) -> tuple[Any, Any, Any, Any]:
+    """The same of one large table, whose gradient is mostly zeros. Memory, and not arithmetic, takes the time."""
 
     def init(key: Any) -> Any:
         return {"table": 0.01 * jax.random.normal(key, (rows, width)), "out": jnp.zeros((width, 4))}
@@ -63,7 +63,7 @@ def embedding(rows: int, width: int, batch: int) -> tuple[Any, ...]:
     return init, loss, backstay.from_dataset(data, batch_size=batch, seed=0), optax.adam(1e-3)
 
 
-SIZES: dict[str, Callable[[], tuple[Any, ...]]] = {
+SIZES: dict[str, Callable[[], tuple[Any, Any, Any, Any]]] = {
     "0.3 ms": lambda: network(64, 64),
     "1 ms": lambda: network(256, 96),
     "5 ms": lambda: network(512, 256),

@@ -267,14 +267,14 @@ def _first(
     """The values that each step passes to the next, which own their memory, because it is donated.
 
     Args:
-        leaves: of the model. They are copied and removed one after the other, so that no second model exists.
+        leaves: the model's leaves. They are copied and removed one after the other, so that no second model exists.
     """
     count = len(tree.parameters.leaves)
     for at, spec in enumerate(tree.leaves):
         leaves[at] = jnp.array(leaves[at], spec.dtype, copy=True)
     params = tree.parameters.unflatten(leaves[:count])
     held = called("init", script.optimizer, lambda: jax.jit(script.optimizer.init)(params))
-    # What a compiled function returns unchanged is the array that it got, such as a parameter.
+    # A compiled function may return an array that it got, such as a parameter.
     seen = {id(leaf) for leaf in leaves}
 
     def own(leaf: Any) -> Any:
