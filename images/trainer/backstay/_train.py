@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final
 
 from backstay_spec import contract
 
@@ -41,6 +41,14 @@ __all__ = ["train"]
 _LOG = logging.getLogger(__name__)
 _CALLED: list[int] = []  # the process that called `train`; a process that it forks inherits it
 _NOTICE: Final = "backstay: training stores a checkpoint after this update, and ends. Press Ctrl-C again to end now."
+
+
+class _Signalled(Exception):  # noqa: N818
+    """A signal ended training in one process; `train` raises `reason`."""
+
+    def __init__(self, reason: KeyboardInterrupt | SystemExit) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
 
 
 def train(
@@ -175,10 +183,8 @@ def train(
         from ._pod import run
 
         return run(environment, script, began, checkpoint)
-    except KeyboardInterrupt as stopped:
-        if not stopped.args:
-            raise
-        raise stopped.with_traceback(None) from None  # one of `_leave`, whose message says all
+    except _Signalled as ended:
+        raise ended.reason from None  # from here, because its message says all
     except Exception as error:
         if environment is None:
             raise
@@ -324,7 +330,7 @@ def _alone(script: Script, to: StoreTo | None) -> Result:
                     interrupts=Interrupts(_NOTICE),
                 )
     except InterruptedAt as signalled:
-        _leave(signalled, storage)
+        raise _Signalled(_reason(signalled, storage)) from None
     finally:
         epochs.close()
         if bar is not None:
@@ -334,13 +340,8 @@ def _alone(script: Script, to: StoreTo | None) -> Result:
     return result
 
 
-def _leave(signalled: InterruptedAt, storage: AloneStorage) -> NoReturn:
-    """End after a signal.
-
-    Raises:
-        KeyboardInterrupt: the signal was Ctrl-C. Its message is the last line of the traceback.
-        SystemExit: the signal was SIGTERM.
-    """
+def _reason(signalled: InterruptedAt, storage: AloneStorage) -> KeyboardInterrupt | SystemExit:
+    """The exception that ends `train` after a signal, as in any script. The message of SIGTERM is logged."""
     step = signalled.step
     if storage.stored == step:
         text = f"training ended after step {step}, which is stored in {storage.newest}: the same command continues"
@@ -348,9 +349,9 @@ def _leave(signalled: InterruptedAt, storage: AloneStorage) -> NoReturn:
         kept = f"the newest checkpoint is of step {storage.stored}" if storage.newest else "there is no checkpoint"
         text = f"training ended after step {step}, which could not be stored: {storage.error}; {kept}"
     if signalled.number == signal.SIGINT:
-        raise KeyboardInterrupt(text) from None
+        return KeyboardInterrupt(text)
     _LOG.info("%s", text)
-    raise SystemExit(SIGTERM_EXIT) from None
+    return SystemExit(SIGTERM_EXIT)
 
 
 def _log_evaluation(step: int, metrics: Mapping[str, float]) -> None:
