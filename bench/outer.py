@@ -27,6 +27,7 @@ import backstay
 from backstay._compute._local_steps import LocalProgram, LocalTraining
 from backstay._coordination import MODES, Mode
 from backstay._single._reference import train_local
+from backstay._update import Objective
 from backstay._update._local_steps import default_outer
 from backstay._update._tree import describe
 
@@ -123,7 +124,7 @@ def asynchronous(row: Row, module: Any, batches: Callable[[Any], Any], steps: in
     outer, damped = outer_of(row)
     params = module.init(jax.random.key(seed))
     tree, state = describe(params), outer.init(params)
-    program, updates = LocalProgram(module.loss, tree, local), steps * row.workers // local.batches
+    program, updates = LocalProgram(Objective(module.loss, tree), local), steps * row.workers // local.batches
     ranks = [LocalTraining(program, updates) for _ in range(row.workers)]
 
     @jax.jit

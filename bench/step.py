@@ -125,6 +125,7 @@ def parts(leaves: int) -> None:
 
     from backstay._compute._gradient import GradientFn
     from backstay._transport._tensors._buffers import Arrangement, ParamBuffers
+    from backstay._update import Objective
     from backstay._update._engine import ShardEngine
     from backstay._update._partition import partition
     from backstay._update._rules import analyse
@@ -139,7 +140,7 @@ def parts(leaves: int) -> None:
     engine.compile([1])
     arrangement = Arrangement(layout)
     buffers = ParamBuffers(arrangement)
-    gradient_of = GradientFn(chain, tree, pack=arrangement.pack)
+    gradient_of = GradientFn(Objective(chain, tree), pack=arrangement.pack)
 
     def step() -> None:
         slot = buffers.take()

@@ -76,7 +76,7 @@ class Leaf(_message.Message):
     def __init__(self, path: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("peer", "shard", "expected_incarnation", "leaves", "term", "version", "settings")
+    __slots__ = ("peer", "shard", "expected_incarnation", "leaves", "term", "version", "settings", "frozen", "frozen_from")
     class SettingsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +91,8 @@ class JoinRequest(_message.Message):
     TERM_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    FROZEN_FIELD_NUMBER: _ClassVar[int]
+    FROZEN_FROM_FIELD_NUMBER: _ClassVar[int]
     peer: Peer
     shard: int
     expected_incarnation: int
@@ -98,10 +100,12 @@ class JoinRequest(_message.Message):
     term: int
     version: int
     settings: _containers.ScalarMap[str, str]
-    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., shard: _Optional[int] = ..., expected_incarnation: _Optional[int] = ..., leaves: _Optional[_Iterable[_Union[Leaf, _Mapping]]] = ..., term: _Optional[int] = ..., version: _Optional[int] = ..., settings: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    frozen: _containers.RepeatedScalarFieldContainer[str]
+    frozen_from: str
+    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., shard: _Optional[int] = ..., expected_incarnation: _Optional[int] = ..., leaves: _Optional[_Iterable[_Union[Leaf, _Mapping]]] = ..., term: _Optional[int] = ..., version: _Optional[int] = ..., settings: _Optional[_Mapping[str, str]] = ..., frozen: _Optional[_Iterable[str]] = ..., frozen_from: _Optional[str] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("incarnation", "term", "version", "data_address", "key_step", "done", "failed", "began")
+    __slots__ = ("incarnation", "term", "version", "data_address", "key_step", "done", "failed", "began", "frozen_from")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +114,7 @@ class JoinReply(_message.Message):
     DONE_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     BEGAN_FIELD_NUMBER: _ClassVar[int]
+    FROZEN_FROM_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     term: int
     version: int
@@ -118,7 +123,8 @@ class JoinReply(_message.Message):
     done: bool
     failed: str
     began: int
-    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., version: _Optional[int] = ..., data_address: _Optional[str] = ..., key_step: _Optional[int] = ..., done: bool = ..., failed: _Optional[str] = ..., began: _Optional[int] = ...) -> None: ...
+    frozen_from: str
+    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., version: _Optional[int] = ..., data_address: _Optional[str] = ..., key_step: _Optional[int] = ..., done: bool = ..., failed: _Optional[str] = ..., began: _Optional[int] = ..., frozen_from: _Optional[str] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("peer", "shard", "expected_incarnation", "activity", "step_seconds", "doing", "parts", "worker_seconds", "spans", "hang_report", "kept")

@@ -278,7 +278,7 @@ def test_contributions_of_a_worker(inner_state: str) -> None:
 
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(model)]
     key = BatchKey(step=2, rank=1, world=2, seed=7, offset=5)
-    old, fresh = (one.computation(tree, arrangement, batch_of) for _ in range(2))
+    old, fresh = (one.computation(one.objective(), arrangement, batch_of) for _ in range(2))
     assert (old.batches, one.batches_of_update) == (4, 4)
     old.compile(batches(key))
     old.start(Start(leaves, BatchKey(step=1, rank=1, world=2, seed=7, offset=5))).wait()
@@ -306,7 +306,7 @@ def test_steps_for_a_contribution_that_is_not_due_are_dropped() -> None:
 
     def made(overlap: int, key: BatchKey, received: Selection | None) -> Any:
         one = script(local=LocalSteps(4, INNER, inner_state="reset", overlap=overlap))
-        computation = one.computation(tree, arrangement, batches)
+        computation = one.computation(one.objective(), arrangement, batches)
         computation.start(Start(first, BatchKey(0, 0, 2, 3))).wait()
         contribution = computation.start(Start(second, key, received))
         return np.concatenate([block for blocks in contribution.blocks for block in blocks])
@@ -333,7 +333,7 @@ def test_a_worker_requests_each_batch_once_and_in_order(overlap: int) -> None:
             requested.append(key.step)
         return batches(key)
 
-    computation = one.computation(tree, arrangement, batch_of)
+    computation = one.computation(one.objective(), arrangement, batch_of)
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(model)]
     for step in range(one.steps):
         start = Start(leaves, BatchKey(step, 0, 2, 3), ALL if step else None)

@@ -19,7 +19,7 @@ import pytest
 from backstay import BatchKey, LocalSteps, from_dataset
 from backstay._compute import LocalProgram, LocalTraining
 from backstay._coordination import Coordinator, CoordinatorState, Rules, Samples, Updated
-from backstay._update import Selection, describe
+from backstay._update import Objective, Selection, describe
 from backstay_rpc.control_pb2 import GradientId, GradientInfo, Staged
 
 SIZE, BATCH, COUNT, UPDATES = 4000, 2, 4, 30
@@ -122,7 +122,7 @@ def test_t9_each_sample_once_though_workers_die_and_the_world_changes(fragments:
     """
     local = LocalSteps(COUNT, optax.sgd(1.0), fragments=fragments, overlap=overlap)
     tree = describe({"layers": [jnp.zeros(SIZE) for _ in range(fragments)]})
-    program = LocalProgram(loss, tree, local)
+    program = LocalProgram(Objective(loss, tree), local)
     random = Random(fragments + 10 * overlap)
     job = Job(program, local, world=3)
     while job.state.version < UPDATES:

@@ -145,6 +145,8 @@ def main() -> None:
         arguments["optimizer"] = optax.sgd(1.0)
     if "START_FROM" in os.environ:
         arguments["start_from"] = os.environ["START_FROM"]
+    if "FROZEN" in os.environ:
+        arguments["frozen"] = lambda name: name.startswith(os.environ["FROZEN"])
     if "WIRE" in os.environ:
         gradients, parameters, *feedback = os.environ["WIRE"].split(",")
         arguments["wire"] = backstay.Wire(gradients, parameters, error_feedback=bool(feedback) or None)

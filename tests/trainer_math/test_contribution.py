@@ -14,6 +14,7 @@ from backstay import BatchKey
 from backstay._compute._contribution import Computation, ComputedContribution, GradientComputation, Start
 from backstay._compute._gradient import GradientFn
 from backstay._transport import Arrangement
+from backstay._update import Objective
 from backstay._update._partition import partition
 from backstay._update._rules import analyse
 from backstay._update._tree import describe
@@ -38,7 +39,7 @@ def computation_of(params: Any, keys: list[BatchKey], value: float = 0.5) -> tup
         keys.append(key)
         return np.full(4, value, np.float32)
 
-    gradient_of = GradientFn(loss, tree, pack=arrangement.pack)
+    gradient_of = GradientFn(Objective(loss, tree), pack=arrangement.pack)
     return GradientComputation(gradient_of, tree, arrangement, batch_of), arrangement
 
 

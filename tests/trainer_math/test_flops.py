@@ -12,6 +12,7 @@ import pytest
 
 from backstay._compute._flops import flops_of, peak_of
 from backstay._compute._gradient import GradientFn
+from backstay._update import Objective
 from backstay._update._tree import describe
 
 H100 = SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
@@ -20,7 +21,7 @@ H100 = SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
 def test_the_estimate_counts_the_products_of_forward_and_backward_pass() -> None:
     rows, size = 64, 128
     params = {"w": np.zeros((size, size), np.float32)}
-    function = GradientFn(lambda p, batch: jnp.mean((batch @ p["w"]) ** 2), describe(params))
+    function = GradientFn(Objective(lambda p, batch: jnp.mean((batch @ p["w"]) ** 2), describe(params)))
     flops = function.compile(np.zeros((rows, size), np.float32))
     assert flops is not None
     product = 2 * rows * size * size
@@ -34,7 +35,7 @@ def test_a_function_with_a_loop_has_no_estimate() -> None:
     def loss(p: Any, batch: Any) -> Any:
         return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch, p["w"])[0])
 
-    assert GradientFn(loss, describe(params)).compile(np.zeros((8, 64), np.float32)) is None
+    assert GradientFn(Objective(loss, describe(params))).compile(np.zeros((8, 64), np.float32)) is None
 
 
 @pytest.mark.parametrize("analysis", [None, {}, [], {"flops": -1.0}, RuntimeError("unsupported")])

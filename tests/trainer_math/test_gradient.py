@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from backstay._compute._gradient import GradientFn, examples_of
+from backstay._update import Objective
 from backstay._update._tree import describe
 from backstay.errors import ConfigurationError
 
@@ -30,7 +31,7 @@ def loss(params, batch):
 
 
 def test_loss_metrics_gradient_and_finite():
-    gradient = GradientFn(loss, describe(PARAMS))(PARAMS, BATCH)
+    gradient = GradientFn(Objective(loss, describe(PARAMS)))(PARAMS, BATCH)
     want, grads = jax.value_and_grad(lambda params: loss(params, BATCH)[0])(PARAMS)
     assert gradient.loss == pytest.approx(float(want))
     assert gradient.metrics["rows"] == 8.0
@@ -45,7 +46,7 @@ def test_loss_metrics_gradient_and_finite():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_an_element_that_is_not_finite_is_seen(dtype):
     params = {"w": jnp.zeros((40, 33), dtype), "empty": jnp.zeros((0,), dtype), "c": jnp.zeros((), dtype)}
-    function = GradientFn(lambda params, batch: jnp.sum(params["w"] * batch) + params["c"], describe(params))
+    function = GradientFn(Objective(lambda params, batch: jnp.sum(params["w"] * batch) + params["c"], describe(params)))
     batch = np.full((40, 33), jnp.finfo(dtype).max).astype(dtype)
     batch[::2] = -batch[::2]
     assert function(params, batch).finite is True
@@ -58,7 +59,9 @@ def test_an_element_that_is_not_finite_is_seen(dtype):
 
 def test_low_precision_parameters_have_gradients_of_their_dtype():
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), PARAMS)
-    function = GradientFn(lambda p, batch: jnp.sum(p["w"].astype(jnp.float32)) + jnp.sum(p["b"]), describe(params))
+    function = GradientFn(
+        Objective(lambda p, batch: jnp.sum(p["w"].astype(jnp.float32)) + jnp.sum(p["b"]), describe(params))
+    )
     gradient = function(params, BATCH)
     assert [leaf.dtype for leaf in gradient.host()] == [jnp.bfloat16, jnp.bfloat16]
 
@@ -82,7 +85,7 @@ def test_low_precision_parameters_have_gradients_of_their_dtype():
 )
 def test_a_wrong_loss_is_refused(result, message):
     with pytest.raises(ConfigurationError, match=message):
-        GradientFn(result, describe(PARAMS))(PARAMS, BATCH)
+        GradientFn(Objective(result, describe(PARAMS)))(PARAMS, BATCH)
 
 
 def test_what_loss_raises_comes_through():
@@ -90,11 +93,11 @@ def test_what_loss_raises_comes_through():
         raise KeyError("images")
 
     with pytest.raises(KeyError, match="images"):
-        GradientFn(broken, describe(PARAMS))(PARAMS, BATCH)
+        GradientFn(Objective(broken, describe(PARAMS)))(PARAMS, BATCH)
     with pytest.raises(ConfigurationError, match="loss is int: must be a function"):
-        GradientFn(3, describe(PARAMS))
+        GradientFn(Objective(3, describe(PARAMS)))
     with pytest.raises(ConfigurationError, match="the model has the structure"):
-        GradientFn(loss, describe(PARAMS))({"w": PARAMS["w"]}, BATCH)
+        GradientFn(Objective(loss, describe(PARAMS)))({"w": PARAMS["w"]}, BATCH)
 
 
 def test_the_number_of_examples():
@@ -108,6 +111,7 @@ import json, sys
 import jax, jax.numpy as jnp, numpy as np
 from backstay._compute import Placement
 from backstay._compute._gradient import GradientFn
+from backstay._update import Objective
 from backstay.testing import train_local
 from backstay._update._tree import describe
 import optax
@@ -126,8 +130,8 @@ def loss(params, batch):
 result = {}
 for rows in (8, 6):
     batch = {"x": rng.normal(size=(rows, 4)).astype(np.float32), "y": np.ones((rows, 3), np.float32)}
-    one = GradientFn(loss, describe(params), Placement(jax.local_devices()[:1]))(params, batch)
-    function = GradientFn(loss, describe(params))
+    one = GradientFn(Objective(loss, describe(params)), Placement(jax.local_devices()[:1]))(params, batch)
+    function = GradientFn(Objective(loss, describe(params)))
     split = not function.placement.batch(batch)["x"].sharding.is_fully_replicated
     four = function(params, batch)
     result[rows] = {
@@ -170,7 +174,7 @@ def test_four_devices_give_the_gradient_of_one():
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_call_after_compile_compiles_nothing(sharded):
     """A worker compiles while servers prepare the parameters; the first step must find that executable."""
-    function = GradientFn(loss, describe(PARAMS))
+    function = GradientFn(Objective(loss, describe(PARAMS)))
     parameters = jax.device_put(PARAMS) if sharded else PARAMS
     function.compile(BATCH)
     compiled: list[str] = []
@@ -191,7 +195,7 @@ def test_a_call_after_compile_compiles_nothing(sharded):
 
 def test_compile_refuses_what_a_call_refuses():
     with pytest.raises(ConfigurationError, match="loss returned"):
-        GradientFn(lambda params, batch: params["w"], describe(PARAMS)).compile(BATCH)
+        GradientFn(Objective(lambda params, batch: params["w"], describe(PARAMS))).compile(BATCH)
 
 
 SHARDED = """

@@ -12,6 +12,7 @@ import pytest
 
 from backstay import BatchKey
 from backstay._compute._gradient import GradientFn
+from backstay._update import Objective
 from backstay._update._clip import clip_factor
 from backstay._update._engine import ShardEngine
 from backstay._update._engine._kernels import enable_x64
@@ -66,7 +67,7 @@ def test_t4_shards_follow_the_plain_loop(shards, clip_norm):
         rule = analyse(optax.adamw(1e-2), tree)
         parts = partition(tree, rule, shards, 64)
         engines = [ShardEngine(parts, shard, rule, params) for shard in range(shards)]
-        gradient_of = GradientFn(loss, tree)
+        gradient_of = GradientFn(Objective(loss, tree))
         leaves = [np.array(leaf) for leaf in jax.tree.leaves(params)]
         for step in range(50):
             hosts = [

@@ -14,6 +14,7 @@ import pytest
 
 from backstay._compute._gradient import GradientFn
 from backstay._transport import Arrangement, ParamBuffers
+from backstay._update import Objective
 from backstay._update._engine import ShardEngine
 from backstay._update._partition import partition
 from backstay._update._rules import analyse
@@ -58,7 +59,7 @@ def one_update(leaves: int) -> tuple[int, int, list[np.ndarray]]:
     arrangement = Arrangement(layout)
     slot = ParamBuffers(arrangement).take()
     engines = [ShardEngine(layout, shard, rule, params) for shard in range(2)]
-    gradient_of = GradientFn(loss, tree, pack=arrangement.pack)
+    gradient_of = GradientFn(Objective(loss, tree), pack=arrangement.pack)
     jax.clear_caches()
     with compilations() as compiled:
         for engine in engines:
@@ -95,7 +96,7 @@ def test_many_leaves_give_what_the_plain_loop_gives() -> None:
 def test_a_leaf_that_is_not_finite_is_seen_among_many(bad: int) -> None:
     params = {f"w{i:03}": np.float32(1) for i in range(130)}
     params[f"w{bad:03}"] = np.float32("nan")
-    function = GradientFn(lambda p, batch: sum(leaf**2 for leaf in jax.tree.leaves(p)), describe(params))
+    function = GradientFn(Objective(lambda p, batch: sum(leaf**2 for leaf in jax.tree.leaves(p)), describe(params)))
     assert function(params, np.zeros(2)).finite is False
     params[f"w{bad:03}"] = np.float32(2)
     assert function(params, np.zeros(2)).finite is True

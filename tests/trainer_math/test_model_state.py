@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from backstay import BatchKey
 from backstay._compute._gradient import GradientFn
-from backstay._update import array_specs
+from backstay._update import Objective, array_specs
 from backstay._update._clip import clip_factor
 from backstay._update._engine import ShardEngine
 from backstay._update._engine._kernels import Mean, enable_x64, state_mean
@@ -123,7 +123,7 @@ def test_t4_shards_follow_the_plain_loop_with_state_over_a_checkpoint_of_other_s
         engines = [ShardEngine(parts, shard, rule, model) for shard in range(shards)]
         for engine in engines:
             engine.compile((WORLD,), clipped=True)
-        gradient_of = GradientFn(loss, tree, has_rng=True, seed=5)
+        gradient_of = GradientFn(Objective(loss, tree, has_rng=True, seed=5))
         leaves = [np.array(leaf, spec.dtype) for leaf, spec in zip(jax.tree.leaves(model), tree.leaves, strict=True)]
         for step in range(50):
             if step == 25:
@@ -276,7 +276,7 @@ def test_the_key_is_that_of_the_batch_and_no_other_has_it():
         return jnp.sum(params * jax.random.normal(key, (2,)))
 
     tree = describe(np.zeros(2, np.float32))
-    function = GradientFn(keyed, tree, has_rng=True, seed=7)
+    function = GradientFn(Objective(keyed, tree, has_rng=True, seed=7))
     drawn = {}
     for step in range(3):
         for rank in range(3):
@@ -302,7 +302,7 @@ def test_the_key_is_that_of_the_batch_and_no_other_has_it():
 )
 def test_a_wrong_new_state_is_refused_with_its_first_batch(returned, message):
     model = {"w": np.float32(1)}, {"a": np.zeros(2, np.float32), "b": 3}
-    function = GradientFn(lambda p, s, batch: returned(p, s), describe(model, has_state=True))
+    function = GradientFn(Objective(lambda p, s, batch: returned(p, s), describe(model, has_state=True)))
     with pytest.raises(ConfigurationError, match=message):
         function(model, np.zeros(1))
 

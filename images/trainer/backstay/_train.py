@@ -74,6 +74,7 @@ def train(
     wire: Wire | None = None,
     local: LocalSteps | None = None,
     average: float | None = None,
+    frozen: Any = None,
 ) -> Result:
     """Train a model: in this process, or as one pod of a job, if the environment names a job.
 
@@ -129,6 +130,10 @@ def train(
         average: the decay of an exponential moving average of the parameters, such as 0.999. The servers compute the
             average in each update, and checkpoints contain it. `evaluate` gets it, and `Result.average` has it after
             training.
+        frozen: the parameters that do not train: ``frozen(name)`` returns True for the name of such a parameter, such
+            as ``layers.0.kernel``; or a pytree of booleans, with the structure of the parameters or of its upper part.
+            They may be arrays of any numbers. `loss` and `evaluate` get them in their places. The optimizer and
+            `clip_norm` get only what trains, and have None in the places of frozen parameters.
 
     Returns:
         The last parameters and model state. `train` returns only in a single process and in workers: parameter servers
@@ -177,6 +182,7 @@ def train(
             damps=optimizer is None and late,
             outer=described,
             average=average,
+            frozen=frozen,
         )
         if environment is None:
             return _alone(script, _store_to(checkpoint))

@@ -17,6 +17,7 @@ from __future__ import annotations
 from ._files import Folder, PosixFolder, open_folder, same_place
 from ._formats import Exported, StartFrom, export, fix, read_start
 from ._history import (
+    AgreedFrozen,
     CheckpointWriter,
     Continued,
     FolderLease,
@@ -34,8 +35,20 @@ from ._history import (
     restore,
 )
 from ._load import Checkpoint, load
-from ._manifest import Best, Claim, Evaluation, FileInfo, FileRange, JobIdentity, Manifest, ManifestLeaf, Origin
-from ._names import ManifestName, parse_manifest
+from ._manifest import (
+    Best,
+    Claim,
+    Evaluation,
+    FileInfo,
+    FileRange,
+    FrozenLeaf,
+    FrozenRecord,
+    JobIdentity,
+    Manifest,
+    ManifestLeaf,
+    Origin,
+)
+from ._names import MANIFEST_SUFFIX, ManifestName, parse_manifest
 from ._probe import forbidden, probe
 from ._reader import Reader
 from ._records import Records, record_name
@@ -44,6 +57,8 @@ from ._store_to import StoreTo
 from ._structure import describe_structure, rebuild
 
 __all__ = [
+    "MANIFEST_SUFFIX",
+    "AgreedFrozen",
     "Best",
     "Checkpoint",
     "CheckpointStore",
@@ -57,6 +72,8 @@ __all__ = [
     "FileRange",
     "Folder",
     "FolderLease",
+    "FrozenLeaf",
+    "FrozenRecord",
     "Holder",
     "Identity",
     "Interrupted",

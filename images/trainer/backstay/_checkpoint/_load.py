@@ -12,7 +12,7 @@ import jax
 
 from .._update import AVERAGE, STATE
 from ..errors import CheckpointError
-from ._manifest import ManifestLeaf
+from ._manifest import FrozenRecord, ManifestLeaf
 from ._names import MANIFEST_SUFFIX
 from ._reader import Reader
 from ._store import CheckpointStore
@@ -33,6 +33,8 @@ class Checkpoint:
         metrics_step: the step of `metrics`, which is `step` if this checkpoint was evaluated; None: there are no
             metrics, or an earlier version of Backstay stored them.
         average: the moving average of the parameters, like `params`; None if the job had no ``train(average=...)``.
+        frozen: the frozen parameters beside which `params` were trained: their names, digests and source. `params` has
+            None in their places. None: the job had no ``train(frozen=...)``.
         skipped: newer checkpoints that are damaged or incomplete, each with the reason.
     """
 
@@ -44,6 +46,7 @@ class Checkpoint:
     state: Any = field(default=None, repr=False)
     average: Any = field(default=None, repr=False)
     metrics_step: int | None = None
+    frozen: FrozenRecord | None = field(default=None, repr=False)
 
 
 def load(uri: str, like: Any = None, *, best: bool = False) -> Checkpoint:
@@ -123,6 +126,7 @@ def load(uri: str, like: Any = None, *, best: bool = False) -> Checkpoint:
         skipped=skipped,
         state=state,
         average=average,
+        frozen=manifest.frozen,
     )
 
 

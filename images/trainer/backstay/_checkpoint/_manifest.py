@@ -6,6 +6,7 @@ have written: names by pattern, ranges that cover each array once, a structure a
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Final, Literal, TypeVar
@@ -27,6 +28,8 @@ __all__ = [
     "Evaluation",
     "FileInfo",
     "FileRange",
+    "FrozenLeaf",
+    "FrozenRecord",
     "JobIdentity",
     "Manifest",
     "ManifestLeaf",
@@ -38,6 +41,7 @@ MAX_BYTES: Final = 256 << 20
 """A larger manifest is refused before it is read."""
 
 _MAX: Final = 2**63 - 1
+_SHOWN: Final = 5
 _HISTORY: Final = "^[0-9a-f]{16}$"
 _Item = TypeVar("_Item")
 _List = Annotated[tuple[_Item, ...], Field(strict=False)]  # JSON has lists only; their items stay strict
@@ -133,6 +137,63 @@ class ManifestLeaf(_StoredModel):
         return self
 
 
+class FrozenLeaf(_StoredModel):
+    """One frozen leaf of the parameters. `digest` is the result of `digest_of` for its values."""
+
+    path: str
+    shape: _List[int]
+    dtype: str
+    digest: str = Field(pattern="^[0-9a-f]{16}$")
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.dtype}{list(self.shape)}"
+
+
+class FrozenRecord(_StoredModel):
+    """The frozen parameters beside which a checkpoint's parameters were trained. It has no values.
+
+    Attributes:
+        start_from: the place that the script names for them; empty: `init` returns them.
+        uri: a reference to the content of that place (`fix`).
+        leaves: the frozen leaves, in the order of the tree.
+        structure, places: the structure of all parameters, and for each of its leaves whether it is frozen.
+    """
+
+    start_from: str = ""
+    uri: str = ""
+    leaves: _List[FrozenLeaf]
+    structure: dict[str, Any]
+    places: _List[bool]
+
+    @property
+    def digest(self) -> str:
+        """64 bits, in hex, which differ for other names, shapes, dtypes or values."""
+        text = "\n".join(f"{leaf} {leaf.digest}" for leaf in self.leaves)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def difference(self, other: FrozenRecord, here: str, there: str) -> str:
+        """The first leaves in which both differ, in words; empty if names, shapes, dtypes and values are equal."""
+        if self.digest == other.digest:
+            return ""
+        mine, theirs = ({leaf.path: leaf for leaf in each.leaves} for each in (self, other))
+        names = [path for path in {**mine, **theirs} if mine.get(path) != theirs.get(path)]
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        found = (
+            f"{', '.join(names[:_SHOWN])}{more} ({len(names)} of {len(mine)} leaves differ; the digest of all is "
+            f"{self.digest} in {here} and {other.digest} in {there})"
+        )
+        if self.uri != other.uri:
+            found += f"; they come from {self.uri or 'init'} in {here} and from {other.uri or 'init'} in {there}"
+        return found
+
+    @model_validator(mode="after")
+    def _agrees(self) -> FrozenRecord:
+        check_structure(self.structure, len(self.places))
+        if sum(self.places) != len(self.leaves) or len({leaf.path for leaf in self.leaves}) != len(self.leaves):
+            raise ValueError("the frozen leaves are not those of the structure")
+        return self
+
+
 class WorldRecord(_StoredModel):
     """A world of the history, as `CoordinatorState.to_json` writes it."""
 
@@ -181,6 +242,7 @@ class Manifest(_StoredModel):
         state_leaves, state_structure: the model state's leaves and structure; the structure is None for a model without
             state.
         state: the coordinator's state (JSON).
+        frozen: the frozen parameters; `leaves` are those that train. None: all train.
     """
 
     format: Literal[2] = 2
@@ -201,6 +263,7 @@ class Manifest(_StoredModel):
     metrics: dict[str, float] = Field(default_factory=dict)
     metrics_step: int | None = None
     unix_seconds: float = 0.0
+    frozen: FrozenRecord | None = None
 
     @property
     def key(self) -> ManifestName:
@@ -219,6 +282,8 @@ class Manifest(_StoredModel):
             check_structure(self.state_structure, len(self.state_leaves))
         elif self.state_leaves:
             raise ValueError("the model state has leaves and no structure")
+        if self.frozen is not None and len(self.frozen.places) - len(self.frozen.leaves) != len(self.leaves):
+            raise ValueError("the parameters that train are not those of the whole structure")
         _check_state(self)
         _check_files(self)
         return self

@@ -3,11 +3,13 @@
 - A `Computation` makes a `ComputedContribution` from a `Start`: `GradientComputation` one gradient (`GradientFn`),
   `LocalComputation` several steps (`LocalProgram`, `LocalTraining`). `Layout` is what it needs of the wire.
 - An `Encoder` encodes the blocks of a contribution while they are sent (`Sending`).
-- A `Placement` puts parameters and batches on devices. `initial` calls a script's `init`.
+- A `Placement` puts parameters and batches on devices. `initial` calls a script's `init`. `Base` is the frozen part of
+  a model.
 """
 
 from __future__ import annotations
 
+from ._base import Base
 from ._contribution import Computation, ComputedContribution, GradientComputation, Layout, Start, Summary
 from ._encoding import Encoder, Sending
 from ._flops import peak_of
@@ -18,6 +20,7 @@ from ._placement import Placement
 
 __all__ = [
     "AHEAD",
+    "Base",
     "Computation",
     "ComputedContribution",
     "Encoder",

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._update import Objective, TreeSpec
+from .._update import Objective
 from ..errors import ConfigurationError
 from ._flops import flops_of
 from ._placement import Placement
@@ -67,29 +67,19 @@ class GradientFn:
 
     def __init__(
         self,
-        loss: Callable[..., Any],
-        tree: TreeSpec,
+        objective: Objective,
         placement: Placement | None = None,
         pack: Callable[[list[Any]], list[Any]] | None = None,
-        *,
-        has_rng: bool = False,
-        seed: int = 0,
     ) -> None:
         """Prepare; nothing is compiled before the first call.
 
         Args:
-            loss: see `Objective`.
-            tree: the model's tree.
+            objective: the loss and the model's tree.
             placement: the devices to use; None: all local devices.
             pack: traced, to make the leaves of a gradient into fewer arrays. Each result of a compiled function takes
                 milliseconds to compile, and so does each piece of code that reads one leaf.
-            has_rng, seed: see `Objective`.
-
-        Raises:
-            ConfigurationError: `loss` is not a function.
         """
-        self._objective = Objective(loss, tree, has_rng=has_rng, seed=seed)
-        self._tree = tree
+        self._objective, self._tree = objective, objective.tree
         self._pack = pack
         self.placement = placement or Placement()
         self._function = jax.jit(
@@ -115,7 +105,7 @@ class GradientFn:
         if treedef != self._tree.treedef:
             raise ConfigurationError(f"the model has the structure {treedef}: must be {self._tree.treedef}")
         placed, placed_batch = self.placement.leaves(flat), self.placement.batch(batch)
-        made = self._function(placed, placed_batch, np.asarray(at, np.uint32))
+        made = self._function(placed, placed_batch, np.asarray(at, np.uint32), self._objective.frozen)
         loss, metrics, finite, leaves = self.placement.first(made)
         return Gradient(leaves, loss, metrics, finite, examples_of(batch))
 
@@ -129,7 +119,8 @@ class GradientFn:
             ConfigurationError: for the same reasons as a call.
         """
         leaves = self.placement.shapes(self._tree)
-        compiled = self._function.lower(leaves, self.placement.batch(batch), np.zeros(2, np.uint32)).compile()
+        arguments = (leaves, self.placement.batch(batch), np.zeros(2, np.uint32), self._objective.frozen)
+        compiled = self._function.lower(*arguments).compile()
         return flops_of(compiled, len(self.placement.devices))
 
     @property
@@ -137,8 +128,8 @@ class GradientFn:
         """See `Placement.on_host`."""
         return self.placement.on_host
 
-    def _compute(self, leaves: list[Any], batch: Any, at: Any) -> Any:
-        outcome = self._objective(leaves, batch, at)
+    def _compute(self, leaves: list[Any], batch: Any, at: Any, frozen: list[Any]) -> Any:
+        outcome = self._objective(leaves, batch, at, frozen)
         made = outcome.leaves if self._pack is None else self._pack(outcome.leaves)
         return outcome.loss, outcome.metrics, outcome.finite, made
 

@@ -18,8 +18,8 @@ _MOST_ELEMENTS: Final = 1_000_000
 _MOST_CONSTANT_BYTES: Final = 1 << 20
 
 
-def initial(init: Callable[[Any], Any], seed: int) -> Any:
-    """The result of ``init(jax.random.key(seed))``.
+def initial(init: Callable[[Any], Any], seed: int, keep: Callable[[Any], Any] | None = None) -> Any:
+    """The result of ``init(jax.random.key(seed))``, or the part of it that `keep` returns.
 
     On a CPU a small `init` runs as one program. Its floats may differ from those of `init` run operation by operation
     in the last bits; every pod, and a single process too, gets the same ones.
@@ -27,13 +27,14 @@ def initial(init: Callable[[Any], Any], seed: int) -> Any:
     Args:
         init: PRNG key -> parameters, a pytree of arrays.
         seed: the seed of the random key.
+        keep: returns a part of the result. The rest is not computed, unless `init` cannot be compiled.
 
     Raises:
         ConfigurationError: an array that `init` returns is divided over several devices.
     """
     import jax
 
-    made = _made(init, jax.random.key(seed))
+    made = _made(init if keep is None else lambda key: keep(init(key)), jax.random.key(seed))
     for path, leaf in jax.tree_util.tree_flatten_with_path(made)[0]:
         if isinstance(leaf, jax.Array) and not leaf.sharding.is_fully_replicated:
             name = jax.tree_util.keystr(path) or "an array"

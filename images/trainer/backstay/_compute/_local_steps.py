@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from .._data import BatchKey
-from .._update import LocalSteps, Objective, Selection, TreeSpec, all_finite, called, fragments_of
+from .._update import LocalSteps, Objective, Selection, all_finite, called, fragments_of
 from ._contribution import ComputedContribution, Layout, PackedContribution, Start
 from ._flops import flops_of
 from ._gradient import Gradient, examples_of
@@ -37,14 +37,10 @@ class LocalProgram:
 
     def __init__(
         self,
-        loss: Callable[..., Any],
-        tree: TreeSpec,
+        objective: Objective,
         local: LocalSteps,
         placement: Placement | None = None,
         pack: Callable[[list[Any]], list[Any]] | None = None,
-        *,
-        has_rng: bool = False,
-        seed: int = 0,
     ) -> None:
         """Prepare; nothing is compiled before the first call. The other arguments are those of `GradientFn`.
 
@@ -53,10 +49,9 @@ class LocalProgram:
         """
         self.local = local
         self.placement = placement or Placement()
-        self._tree = tree
-        self._count = len(tree.parameters.leaves)
-        self._fragments = fragments_of(tree, local.fragments)
-        self._objective = Objective(loss, tree, has_rng=has_rng, seed=seed)
+        self._objective, self._tree = objective, objective.tree
+        self._count = len(self._tree.parameters.leaves)
+        self._fragments = fragments_of(self._tree, local.fragments)
         self._pack = pack or list
         self.keeps = local.inner_state == "keep"
         jit = partial(
@@ -66,7 +61,8 @@ class LocalProgram:
         )
         self.initial_state: Callable[[Any], Any] = jit(self._initial_state)
         self.begin: Callable[[Any, Any], Any] = jit(self._begin)
-        self.step: Any = jit(self._step, donate_argnums=0)
+        step: Any = jit(self._step, donate_argnums=0)
+        self._compiled_step = step
         # The new state of the inner optimizer takes the memory of the previous state.
         self.finish: Callable[..., Any] = jit(self._finish, donate_argnums=2 if self.keeps else ())
         self.copy: Callable[[Any], Any] = jit(partial(jax.tree_util.tree_map, jnp.copy))
@@ -87,8 +83,13 @@ class LocalProgram:
             lambda leaf: shape(leaf.shape, leaf.dtype, sharding=self.placement.everywhere, weak_type=leaf.weak_type),
             carry,
         )
-        compiled = self.step.lower(carry, self.placement.batch(batch), np.zeros(2, np.uint32)).compile()
+        arguments = (carry, self.placement.batch(batch), np.zeros(2, np.uint32), self._objective.frozen)
+        compiled = self._compiled_step.lower(*arguments).compile()
         return flops_of(compiled, len(self.placement.devices))
+
+    def step(self, carry: Any, batch: Any, at: Any) -> Any:
+        """Dispatch a step; returns the next `carry`, in the memory of this one, and the loss and metrics."""
+        return self._compiled_step(carry, batch, at, self._objective.frozen)
 
     def _initial_state(self, leaves: Any) -> Any:
         optimizer, params = self.local.optimizer, self._params(leaves)
@@ -102,8 +103,8 @@ class LocalProgram:
         model, held = jax.tree_util.tree_map(jnp.copy, (list(leaves), inner))
         return {"model": model, "inner": held, "finite": jnp.bool_(True)}
 
-    def _step(self, carry: Any, batch: Any, at: Any) -> Any:
-        made = self._objective(carry["model"], batch, at)
+    def _step(self, carry: Any, batch: Any, at: Any, frozen: list[Any]) -> Any:
+        made = self._objective(carry["model"], batch, at, frozen)
         optimizer, params = self.local.optimizer, self._params(carry["model"])
         gradients = self._tree.parameters.unflatten(made.leaves[: self._count])
 

@@ -58,6 +58,11 @@ class Placement:
         placed: list[Any] = jax.device_put(list(leaves), self.everywhere, may_alias=True)
         return placed
 
+    def kept(self, leaves: Sequence[Any]) -> list[Any]:
+        """Leaves that every call of a compiled function takes, in memory of the devices."""
+        placed: list[Any] = jax.device_put(list(leaves), self.everywhere, may_alias=True)
+        return placed
+
     def shapes(self, tree: TreeSpec) -> list[Any]:
         """The shapes, dtypes and places of the results of `leaves`, for the leaves of a tree."""
         sharding = None if self.on_host else self.everywhere

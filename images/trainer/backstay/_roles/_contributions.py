@@ -24,7 +24,7 @@ from .._update import Selection, ZeroLeaves, parts_of_leaves
 from ._next_contribution import NextContribution
 
 if TYPE_CHECKING:
-    from .._compute import Summary
+    from .._compute import Computation, Summary
     from .._process import Environment
     from ._observers import WorkerObserver
     from ._script import Script, ScriptPlan
@@ -62,10 +62,8 @@ class Contributions:
         self.arrangement = Arrangement(plan.partition)
         self._overlaps = script.overlaps(environment.config)
         self._encoder = encoder
-        # With overlap, a contribution is dispatched before the fate of the previous one is known.
-        begin = (lambda contribution: None) if self._overlaps else encoder.begin
-        self._computation = script.computation(plan.partition.tree, self.arrangement, self._batch, begin)
-        self.on_host = self._computation.on_host
+        self.on_host = Placement().on_host
+        self._made: Computation | None = None
         self._next = NextContribution()
         self._zero = ZeroLeaves(plan.partition.tree)
         self._checked = CheckedBatches(script.batches)
@@ -74,6 +72,20 @@ class Contributions:
         self._last: Summary | None = None  # of the newest contribution
         self.history = History()
         self.compiled = False
+
+    def use(self, frozen: Sequence[Any]) -> None:
+        """Set the values of the frozen leaves, on the devices, before anything is computed. They never change."""
+        if self._made is not None:
+            return
+        # With overlap, a contribution is dispatched before the fate of the previous one is known.
+        begin = (lambda contribution: None) if self._overlaps else self._encoder.begin
+        objective = self._script.objective(frozen)
+        self._made = self._script.computation(objective, self.arrangement, self._batch, begin)
+
+    @property
+    def _computation(self) -> Computation:
+        assert self._made is not None, "`use` was not called"
+        return self._made
 
     def compute(
         self, pulled: Pulled, params: Sequence[Any], received: Selection | None

@@ -16,6 +16,7 @@ from .._checkpoint import load
 from .._process import ALREADY_COMPLETE, Environment, Stop
 from .._transport import ControlClient, Heartbeats, JobState
 from ..errors import CheckpointError, ConfigurationError, PeerLost, Refused
+from ._beginning import FrozenPart
 from ._ending import EvaluationGivenUp, begin_evaluation, raise_end, report_evaluation
 from ._script import Script, ScriptPlan, evaluation_of
 
@@ -57,6 +58,7 @@ class Evaluator:
         self._control = ControlClient(
             environment.servers, environment.credentials, environment.peer, environment.timeouts
         )
+        self._frozen = FrozenPart(script.beginning, plan.agreement)
         self._lost = False
         self._found: tuple[int, dict[str, float], str, str] | None = None
         self._heart = Heartbeats(self._control, self._silent)
@@ -101,8 +103,12 @@ class Evaluator:
                 return job
 
     def _join(self) -> None:
-        replies = self._control.join_all(self._plan.agreement, self._stop.requested.is_set)
+        replies = self._control.join_all(self._frozen.agreement, self._stop.requested.is_set)
         self._heart.expect([reply.incarnation for reply in replies])
+        if not self._frozen.known:
+            self._heart.start()  # reading may take long
+            self._frozen.read(replies[0].frozen_from)
+            self._join()  # with the digests
         self.ready = True
 
     def _silent(self, shard: int, why: str) -> None:
@@ -118,7 +124,8 @@ class Evaluator:
         try:
             with self._announced(step, name), _instrument.span("evaluate", step):
                 found = load(uri, like=self._plan.partition.tree.shapes())
-                params = found.params if found.average is None else found.average
+                trained = found.params if found.average is None else found.average
+                params = self._frozen.whole(trained)
                 metrics = evaluation_of(self._evaluate, params, found.state, has_state=self._script.has_state)
         except EvaluationGivenUp as given_up:
             _LOG.error("step %d is not evaluated: %s", step, given_up)

@@ -12,11 +12,13 @@ from .._checkpoint import load, patiently
 from .._process import TRAINED, write_termination
 from .._result import Result
 from ..errors import CheckpointError
+from ._beginning import FrozenPart
 from ._script import evaluated
 
 if TYPE_CHECKING:
     from backstay_spec.runtime import Trained
 
+    from .._checkpoint import Checkpoint
     from .._process import Environment
     from ._script import Script, ScriptPlan
 
@@ -47,6 +49,9 @@ def restored(
     tree = plan.partition.tree
     checkpoint = patiently(lambda: load(uri, like=tree.shapes()))
     params, state, average = jax.device_put((checkpoint.params, checkpoint.state, checkpoint.average))
+    if tree.frozen is not None:
+        frozen = _frozen(script, plan, checkpoint)
+        params, average = frozen.whole(params), None if average is None else frozen.whole(average)
     loaded(checkpoint.step)
     evaluation = trained.metrics
     if not evaluation and script.evaluate is not None:
@@ -66,3 +71,20 @@ def restored(
         rank=environment.index,
         average=average,
     )
+
+
+def _frozen(script: Script, plan: ScriptPlan, checkpoint: Checkpoint) -> FrozenPart:
+    """The frozen parameters, which must be those of the training.
+
+    Raises:
+        CheckpointError: the arrays cannot be read, or are not those of the training.
+    """
+    beginning, record = script.beginning, checkpoint.frozen
+    reference = beginning.reference("", record)
+    part = FrozenPart(beginning, plan.agreement, deterministic=script.deterministic)
+    part.read(reference)
+    if record is not None:
+        here = beginning.record(part.agreement.frozen, reference)
+        if why := record.difference(here, f"the checkpoint {checkpoint.uri}", "this pod"):
+            raise CheckpointError(f"the frozen parameters are not those of the training: {why}")
+    return part

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -17,16 +17,17 @@ from .._data import Batches, BatchKey
 from .._update import LocalSteps, local_settings
 from .._version import __version__
 from ..errors import ConfigurationError, OptimizerError
+from ._beginning import Beginning
 
 if TYPE_CHECKING:
     import optax
 
     from backstay_spec.runtime import RuntimeConfig
 
-    from .._checkpoint import Origin, StartFrom
+    from .._checkpoint import StartFrom
     from .._compute import Computation, ComputedContribution, Layout
     from .._transport import Agreement
-    from .._update import Partition, Rule, ShardWire, TreeSpec, Wire
+    from .._update import Objective, Partition, Rule, ShardWire, Wire
     from ._observers import OnUpdate, StopWhen
 
 __all__ = ["Script", "ScriptPlan", "check_alone", "epochs_of", "evaluated", "evaluation_of", "warn_of_several"]
@@ -83,7 +84,9 @@ class ScriptPlan:
             **self.arguments,
             **self.wire.settings(),
         }
-        leaves = (Leaf(path=leaf.name, shape=leaf.shape, dtype=leaf.dtype.name) for leaf in parts.tree.leaves)
+        frozen = () if parts.tree.frozen is None else parts.tree.frozen.leaves
+        named = (*parts.tree.leaves, *frozen)
+        leaves = (Leaf(path=leaf.name, shape=leaf.shape, dtype=leaf.dtype.name) for leaf in named)
         return Agreement(tuple(leaves), settings)
 
 
@@ -118,6 +121,7 @@ class Script:
     damps: bool = False
     outer: str = ""
     average: float | None = None
+    frozen: Any = None
 
     def __post_init__(self) -> None:
         for name in ("init", "loss", "batches"):
@@ -171,9 +175,7 @@ class Script:
             TreeError: `init` returned something that cannot be trained.
             OptimizerError: the optimizer cannot be computed by this number of shards.
         """
-        import jax
-
-        from .._update import Wire, analyse, coded_leaves, describe, fragments_of, partition
+        from .._update import Wire, analyse, coded_leaves, fragments_of, partition
 
         wire = (wire or Wire()).resolved(local=self.local is not None)
         if self.wire is not None and self.wire.resolved(local=self.local is not None) != wire:
@@ -181,7 +183,7 @@ class Script:
                 f"wire is {self.wire} in the script, and {wire} in the job. spec.wire of the TrainingJob (of "
                 "`backstay run`: --gradients and --parameters) must be the same, or train must leave `wire` out"
             )
-        tree = describe(jax.eval_shape(self.init, jax.random.key(self.seed)), has_state=self.has_state)
+        tree = self.beginning.tree
         rule = analyse(self.optimizer, tree)
         arguments = {
             "steps": str(self.steps),
@@ -197,9 +199,15 @@ class Script:
         parts = partition(tree, rule, shards, coded=coded_leaves(tree, wire), fragments=fragments)
         return ScriptPlan(parts, rule, arguments, wire)
 
+    def objective(self, frozen: Sequence[Any] = ()) -> Objective:
+        """The loss of this script. `frozen`: the values of the frozen leaves, on the devices."""
+        from .._update import Objective
+
+        return Objective(self.loss, self.beginning.tree, has_rng=self.has_rng, seed=self.seed, frozen=frozen)
+
     def computation(
         self,
-        tree: TreeSpec,
+        objective: Objective,
         layout: Layout,
         batch_of: Callable[[BatchKey], Any],
         dispatched: Callable[[ComputedContribution], None] = lambda contribution: None,
@@ -207,23 +215,19 @@ class Script:
         """The computation of a worker between a pull and a push.
 
         Args:
-            tree: the partition's tree.
+            objective: the loss of this script.
             layout: the layout of the partition's blocks in the worker's memory.
             batch_of: returns the batch of a key.
             dispatched: as in `GradientComputation`.
         """
         from .._compute import GradientComputation, GradientFn, LocalComputation, LocalProgram, Placement
 
-        options: Any = {
-            "placement": Placement(deterministic=self.deterministic),
-            "pack": layout.pack,
-            "has_rng": self.has_rng,
-            "seed": self.seed,
-        }
+        placement = Placement(deterministic=self.deterministic)
         if self.local is not None:
-            program = LocalProgram(self.loss, tree, self.local, **options)
+            program = LocalProgram(objective, self.local, placement, layout.pack)
             return LocalComputation(program, layout, batch_of, self.steps, dispatched)
-        return GradientComputation(GradientFn(self.loss, tree, **options), tree, layout, batch_of, dispatched)
+        gradient_of = GradientFn(objective, placement, layout.pack)
+        return GradientComputation(gradient_of, objective.tree, layout, batch_of, dispatched)
 
     @property
     def batches_of_update(self) -> int:
@@ -266,51 +270,10 @@ class Script:
             )
         return config.overlap
 
-    def from_seed(self) -> Any:
-        """The result of `init`."""
-        from .._compute import initial
-
-        return initial(self.init, self.seed)
-
-    def initial(self, start_from: str = "") -> Any:
-        """The model of version 0, which is parameters or ``(params, state)``.
-
-        Args:
-            start_from: the result of `fixed_start` in the process that decided how the job begins.
-
-        Raises:
-            CheckpointError: `start_from` cannot be read, or does not fit what `init` returns.
-        """
-        if self.start_from is None:
-            return self.from_seed()
-        import jax
-
-        from .._checkpoint import patiently, read_start
-        from .._update import describe
-
-        start, fixed = self.start_from, start_from or self.fixed_start()
-        tree = describe(jax.eval_shape(self.init, jax.random.key(self.seed)), has_state=self.has_state)
-        values: list[Any] = patiently(lambda: list(read_start(start, fixed, tree.leaves)))
-        if any(value is None for value in values):
-            own = jax.tree.leaves(self.from_seed())
-            values = [one if value is None else value for value, one in zip(values, own, strict=True)]
-        return tree.unflatten(values)
-
-    def fixed_start(self, skip: Callable[[Origin], bool] | None = None) -> str:
-        """The present content of `start_from`, so that all servers read the same; empty without `start_from`.
-
-        Args:
-            skip: see `_checkpoint.fix`.
-
-        Raises:
-            CheckpointError: the place that it names cannot be read.
-        """
-        if self.start_from is None:
-            return ""
-        from .._checkpoint import fix, patiently
-
-        uri = self.start_from.uri
-        return patiently(lambda: fix(uri, skip))
+    @cached_property
+    def beginning(self) -> Beginning:
+        """The values that training begins with."""
+        return Beginning(self)
 
 
 def epochs_of(script: Script) -> Samples | None:
@@ -389,9 +352,7 @@ def check_alone(script: Script, *, stores: bool) -> ScriptPlan | None:
         OptimizerError: the process stores checkpoints, and a server cannot compute the optimizer at all.
         TreeError: `init` returned something that cannot be trained.
     """
-    import jax
-
-    leaves = len(jax.tree.leaves(jax.eval_shape(script.init, jax.random.key(script.seed))))
+    leaves = len(script.beginning.tree.leaves)
     if not stores and leaves > CHECKED_LEAVES:
         _LOG.info(
             "whether a job can compute this optimizer is not checked: the model has %d leaves, more than %d. "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -154,6 +154,10 @@ class Standby:
     @property
     def threaded(self) -> ThreadedCoordinator | None:
         return None
+
+    def other_frozen(self, digests: Sequence[str], source: str, peer: str) -> str:
+        """See `Host`."""
+        raise AssertionError("a standby lets no pod join")
 
     @property
     def data_address(self) -> str:

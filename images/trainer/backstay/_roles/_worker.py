@@ -40,6 +40,7 @@ from .._transport import (
 )
 from .._update import Selection, on_host
 from ..errors import BackstayError, PeerLost, Refused, WaitedTooLong
+from ._beginning import FrozenPart
 from ._contributions import Contributions
 from ._ending import Stopped, WorkerEnd
 from ._observers import SecondsObserver, WorkerObserver
@@ -92,6 +93,7 @@ class Worker:
             environment, script, plan, self._protocol, self._observer, self._heart, self._encoder
         )
         self._buffers = ParamBuffers(self._contributions.arrangement, jax.local_devices()[0])
+        self._frozen = FrozenPart(script.beginning, plan.agreement, deterministic=script.deterministic)
         self._received: Selection | None = None  # `Start.received` of the next contribution
         self._spent: Sequence[Any] = ()  # parameters on an accelerator that nothing uses any more
         self._moved = False  # a joined server was lost
@@ -261,7 +263,7 @@ class Worker:
         self._heart.activity = WAITING if self._contributions.compiled else COMPILING
         with _instrument.span("join"):
             replies = self._control.join_all(
-                self._plan.agreement,
+                self._frozen.agreement,
                 self._stop.requested.is_set,
                 at=(self._protocol.term, self._protocol.version),
                 # Servers that have reported the end leave; the operator then replaces rank 0 where it has no result.
@@ -272,6 +274,10 @@ class Worker:
             self.seconds.rolled_back(replies[0].began)
         self._heart.expect([reply.incarnation for reply in replies])
         self._heart.start()  # from the first join on: the first pull waits for parameters that are being prepared
+        if not self._frozen.known:
+            with _instrument.span("frozen"):
+                self._frozen.read(replies[0].frozen_from)
+            return self._join()  # with their digests
         self._streams = connect(
             [reply.data_address for reply in replies],
             self._plan.partition.shards,
@@ -282,6 +288,7 @@ class Worker:
             carried=self._observer.carried,
         )
         self.ready = True
+        self._contributions.use(self._frozen.arrays)
         self._contributions.compile()
         with _instrument.span("first_pull"):
             return self._pull(None, 0)
@@ -378,8 +385,8 @@ class Worker:
                 at = self._protocol.term, self._protocol.version
                 try:
                     # A server that found the training complete has no version, and nothing to agree on with others.
-                    first = self._control.join(0, self._plan.agreement, at)
-                    replies = [first] if first.done else self._control.join_all(self._plan.agreement, over, at=at)
+                    first = self._control.join(0, self._frozen.agreement, at)
+                    replies = [first] if first.done else self._control.join_all(self._frozen.agreement, over, at=at)
                 except BackstayError as error:
                     _LOG.debug("the servers cannot be joined while this worker evaluates: %s", error)
                     continue
@@ -405,7 +412,8 @@ class Worker:
         # Arrays that came through pinned memory are bound to one device; a script may use them on all.
         own = [leaf if isinstance(leaf, np.ndarray) or not leaf.committed else on_host(leaf) for leaf in leaves]
         model = self._plan.partition.tree.unflatten(jax.device_put(own, may_alias=True))
-        return model if self._script.has_state else (model, None)
+        params, state = model if self._script.has_state else (model, None)
+        return self._frozen.whole(params), state
 
     def _close(self) -> None:
         self._heart.activity = LEAVING

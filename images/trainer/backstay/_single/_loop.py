@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._compute import AHEAD, LocalProgram, LocalTraining, Placement, examples_of
+from .._compute import AHEAD, Base, LocalProgram, LocalTraining, Placement, examples_of
 from .._coordination import CoordinatorState, EpochEnded, advance, begin_alone
 from .._data import IMPURE, BatchKey, CheckedBatches, Prefetcher
 from .._result import History, Result
@@ -135,17 +135,22 @@ def train_alone(
         JobFailed: ``NonFiniteGradients``.
     """
     if storage is None:
-        state, model = CoordinatorState(term=1, version=0, world=1, samples=epochs_of(script)), script.initial()
+        state, model = (
+            CoordinatorState(term=1, version=0, world=1, samples=epochs_of(script)),
+            script.beginning.trained(),
+        )
     else:
         state, model = storage.state.copy(), storage.model(script)
     begin_alone(state, script.batches_of_update)
-    tree, leaves = describe(model, has_state=script.has_state), jax.tree_util.tree_leaves(model)
+    describe(model, has_state=script.has_state)  # refuses an array that is in it twice
+    tree, leaves = script.beginning.tree, jax.tree_util.tree_leaves(model)
     del model  # its memory is free when `leaves` are
     placement = Placement(devices, deterministic=script.deterministic)
+    frozen = _frozen(script, placement, state.start_from, storage)
     wire = None if script.wire is None else script.wire.resolved(local=script.local is not None)
     rounding = None if wire is None or wire.exact else Rounding(tree, wire)
     carry = _first(leaves, tree, script, placement, rounding, storage)
-    step = (_gradients if script.local is None else _local_steps)(script, tree, placement, rounding)
+    step = (_gradients if script.local is None else _local_steps)(script, script.objective(frozen), placement, rounding)
     fetching = _fetching(script, placement)
     judge, lead = _Judge(tree, max_non_finite, state.non_finite_run), Lead()
     waiting: deque[StepReport] = deque()
@@ -175,7 +180,7 @@ def train_alone(
             carry, outcome, examples = step(carry, key, fetch)
             shown = bool(model_every) and (number + 1) % model_every == 0
             stored = storage is not None and number + 1 < end and storage.due(number + 1)
-            newest = StepReport(number + 1, examples, outcome, _evaluated(carry, tree) if shown else None)
+            newest = StepReport(number + 1, examples, outcome, _evaluated(carry, tree, frozen) if shown else None)
             waiting.append(newest)
             stops = False
             while len(waiting) > (0 if shown or stored or leaving() or state.world != 1 else lead.steps):
@@ -199,9 +204,9 @@ def train_alone(
             storage.finish()  # before `evaluate`, which may end this process
         if interrupts is not None and interrupts.arrived:
             raise InterruptedAt(state.version, interrupts.arrived)
-    params, model_state = _model(carry, tree)
+    params, model_state = _model(carry, tree, frozen)
     average = average_of(carry["optimizer"], tree)
-    metrics = evaluated(script, *_evaluated(carry, tree))
+    metrics = evaluated(script, *_evaluated(carry, tree, frozen))
     return Result(
         params=params,
         state=model_state,
@@ -210,9 +215,25 @@ def train_alone(
         metrics=metrics,
         checkpoint=None if storage is None else storage.newest,
         train_metrics={} if newest is None else newest.metrics,
-        average=average,
+        average=None if average is None else tree.whole(average, frozen),
         history=history,
     )
+
+
+def _frozen(script: Script, placement: Placement, start_from: str, storage: AloneStorage | None) -> Sequence[Any]:
+    """The values of the frozen leaves, on the devices.
+
+    Raises:
+        CheckpointError: the arrays cannot be read, or are not those of the checkpoint that training continues from.
+    """
+    beginning = script.beginning
+    if beginning.tree.frozen is None:
+        return ()
+    reference = beginning.reference(start_from, None if storage is None else storage.frozen)
+    base = Base.placed(beginning.frozen(reference), placement, digests=storage is not None)
+    if storage is not None:
+        storage.agree(beginning.record(base.digests, reference))
+    return base.arrays
 
 
 @contextmanager
@@ -243,17 +264,18 @@ def _fetching(script: Script, placement: Placement) -> Iterator[Callable[[BatchK
         prefetcher.close()
 
 
-def _model(carry: Mapping[str, Any], tree: TreeSpec) -> tuple[Any, Any]:
-    """Parameters and state."""
+def _model(carry: Mapping[str, Any], tree: TreeSpec, frozen: Sequence[Any]) -> tuple[Any, Any]:
+    """All parameters, and the state."""
     model = tree.unflatten([*carry["params"], *carry["state"]])
-    return model if tree.has_state else (model, None)
+    params, state = model if tree.has_state else (model, None)
+    return tree.whole(params, frozen), state
 
 
-def _evaluated(carry: Mapping[str, Any], tree: TreeSpec) -> tuple[Any, Any]:
+def _evaluated(carry: Mapping[str, Any], tree: TreeSpec, frozen: Sequence[Any]) -> tuple[Any, Any]:
     """Returns the arguments of `evaluate`: the parameters, or their average if there is one, and the state."""
-    params, state = _model(carry, tree)
+    params, state = _model(carry, tree, frozen)
     average = average_of(carry["optimizer"], tree)
-    return params if average is None else average, state
+    return params if average is None else tree.whole(average, frozen), state
 
 
 def _first(
@@ -294,15 +316,15 @@ _Step = Callable[[Any, BatchKey, Callable[[BatchKey], Any]], tuple[Any, Mapping[
 """Makes one update as ``(carry, key, batch_of) -> (carry, outcome, examples)``, where `carry` is donated."""
 
 
-def _gradients(script: Script, tree: TreeSpec, placement: Placement, rounding: Rounding | None) -> _Step:
+def _gradients(script: Script, objective: Objective, placement: Placement, rounding: Rounding | None) -> _Step:
     """Each update has one gradient; one function, compiled for each shape of batch."""
-    objective = Objective(script.loss, tree, has_rng=script.has_rng, seed=script.seed)
+    tree = objective.tree
     update = _update_of(script, tree, placement, rounding, Turns(script.optimizer, tree, 1))
 
-    def step(carry: Any, batch: Any, words: Any) -> Any:
+    def step(carry: Any, batch: Any, words: Any, frozen: Any) -> Any:
         number = carry["step"]
         at = jnp.stack([number, jnp.zeros_like(number)])
-        made = objective(_received(carry, rounding), batch, at)
+        made = objective(_received(carry, rounding), batch, at, frozen)
         return update(carry, (made.leaves, made.loss, made.metrics, made.finite), words, 0)
 
     options = placement.options
@@ -310,25 +332,16 @@ def _gradients(script: Script, tree: TreeSpec, placement: Placement, rounding: R
 
     def whole(carry: Any, key: BatchKey, batch_of: Callable[[BatchKey], Any]) -> tuple[Any, Mapping[str, Any], int]:
         batch = batch_of(key)
-        return *jitted(carry, batch, _words(script, key, rounding)), examples_of(batch)
+        return *jitted(carry, batch, _words(script, key, rounding), objective.frozen), examples_of(batch)
 
     return whole
 
 
-def _local_steps(script: Script, tree: TreeSpec, placement: Placement, rounding: Rounding | None) -> _Step:
+def _local_steps(script: Script, objective: Objective, placement: Placement, rounding: Rounding | None) -> _Step:
     """Each update has local steps, as one worker makes them."""
     assert script.local is not None
-    training = LocalTraining(
-        LocalProgram(
-            script.loss,
-            tree,
-            script.local,
-            placement,
-            has_rng=script.has_rng,
-            seed=script.seed,
-        ),
-        script.steps,
-    )
+    tree = objective.tree
+    training = LocalTraining(LocalProgram(objective, script.local, placement), script.steps)
     options = placement.options
     turns = Turns(script.optimizer, tree, script.local.fragments)
     received = jax.jit(lambda carry: _received(carry, rounding), out_shardings=placement.everywhere)

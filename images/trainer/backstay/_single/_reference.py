@@ -27,8 +27,8 @@ from .._roles import evaluation_of
 from .._update import (
     LocalSteps,
     Mean,
+    Objective,
     Rounding,
-    TreeSpec,
     Turns,
     Untrained,
     Wire,
@@ -87,6 +87,7 @@ def train_local(
     on_update: Callable[[ReferenceUpdate], object] | None = None,
     wire: Wire | None = None,
     local: LocalSteps | None = None,
+    frozen: Any = None,
 ) -> Result:
     """Train in this process.
 
@@ -108,6 +109,7 @@ def train_local(
         wire: parameters and gradients are rounded as they would be between workers and servers; None: they are not.
             The parameters that are updated, and the result, keep full precision.
         local: each rank makes local steps.
+        frozen: see `train`.
 
     Raises:
         ConfigurationError: an argument, or a function's result, is invalid.
@@ -116,18 +118,21 @@ def train_local(
     steps, world = whole(steps), whole(world)
     check_arguments(steps=steps, clip_norm=clip_norm, world=world)
     model = initial(init, seed)
-    tree = describe(model, has_state=has_state)
-    model = jax.tree_util.tree_map(_copied, model, tree.shapes())
+    tree = describe(model, has_state=has_state, frozen=frozen)
+    params, model_state = model if has_state else (model, None)
+    placement = Placement(devices, deterministic=deterministic)
+    base: list[Any] = []
+    if tree.frozen is not None:
+        base, params = placement.kept(tree.frozen.values(params)), tree.frozen.trained(params)
+    model = jax.tree_util.tree_map(_copied, (params, model_state) if has_state else params, tree.shapes())
     params, model_state = model if has_state else (model, None)
     # Copied, because a state may be the same array as the parameters, and both are donated.
     state = jax.tree_util.tree_map(
         lambda leaf: leaf.copy(), called("init", optimizer, lambda: jax.jit(optimizer.init)(params))
     )
     turns = Turns(optimizer, tree, 1 if local is None else local.fragments)
-    options: dict[str, Any] = {"has_rng": has_rng, "seed": seed}
-    contributions_of = _contributors(
-        loss, tree, local, turns, steps, world, placement=Placement(devices, deterministic=deterministic), **options
-    )
+    objective = Objective(loss, tree, has_rng=has_rng, seed=seed, frozen=base)
+    contributions_of = _contributors(objective, local, placement, turns, steps, world)
     update = _updater(optimizer, tree.parameters.unflatten, turns)
     count = len(tree.parameters.leaves)
     averaged = jax.jit(_average, static_argnums=(1, 2))
@@ -186,14 +191,12 @@ def train_local(
                 model_state = tree.state.unflatten(new_state)
         if on_update is not None:
             examples = sum(gradient.examples for gradient in gradients)
-            if (
-                on_update(
-                    ReferenceUpdate(step + 1, newest.loss, newest.metrics, examples, not bad, params, model_state)
-                )
-                is True
-            ):
+            now = tree.whole(params, base)
+            update_report = ReferenceUpdate(step + 1, newest.loss, newest.metrics, examples, not bad, now, model_state)
+            if on_update(update_report) is True:
                 steps = step + 1
                 break
+    params = tree.whole(params, base)
     metrics: Mapping[str, float] = {}
     if evaluate is not None:
         metrics = evaluation_of(evaluate, params, model_state, has_state=has_state)
@@ -208,17 +211,11 @@ def train_local(
 
 
 def _contributors(
-    loss: Callable[..., Any],
-    tree: TreeSpec,
-    local: LocalSteps | None,
-    turns: Turns,
-    steps: int,
-    world: int,
-    **options: Any,
+    objective: Objective, local: LocalSteps | None, placement: Placement, turns: Turns, steps: int, world: int
 ) -> list[Callable[[Any, BatchKey, Callable[[BatchKey], Any]], Gradient]]:
     """A function ``(model, key, batches) -> contribution`` for each rank."""
     if local is not None:
-        program = LocalProgram(loss, tree, local, **options)
+        program = LocalProgram(objective, local, placement)
 
         def training(one: LocalTraining) -> Callable[..., Gradient]:
             def contribute(model: Any, key: BatchKey, batches: Callable[[BatchKey], Any]) -> Gradient:
@@ -227,7 +224,7 @@ def _contributors(
             return contribute
 
         return [training(LocalTraining(program, steps)) for _ in range(world)]
-    gradient_of = GradientFn(loss, tree, **options)
+    gradient_of = GradientFn(objective, placement)
     return [lambda model, key, batches: gradient_of(model, batches(key), (key.step, key.rank))] * world
 
 

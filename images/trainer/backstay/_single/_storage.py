@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from .._checkpoint import (
     CheckpointStore,
     FolderLease,
+    FrozenRecord,
     Holder,
     Identity,
     ManifestStorage,
@@ -31,7 +32,7 @@ from .._checkpoint import (
 from .._coordination import MODES, CoordinatorState, Intervals, WriteManifest
 from .._roles import epochs_of
 from .._update import Entry, entries_of, model_from, optimizer_state_from
-from ..errors import BackstayError
+from ..errors import BackstayError, CheckpointError
 
 if TYPE_CHECKING:
     from .._roles import Script, ScriptPlan
@@ -114,7 +115,7 @@ class AloneStorage:
             identity,
             run,
             run,
-            script.fixed_start,
+            script.beginning.fixed_start,
         )
         self._changed = threading.Condition()
         self._order: tuple[tuple[Entry, ...], CoordinatorState] | None = None  # until its manifest is stored
@@ -153,10 +154,24 @@ class AloneStorage:
         if not stores:
             self._storage.close()
 
+    @property
+    def frozen(self) -> FrozenRecord | None:
+        """The frozen parameters of the checkpoint that training continues from."""
+        return self._storage.frozen.record
+
+    def agree(self, record: FrozenRecord) -> None:
+        """Store this record with each checkpoint.
+
+        Raises:
+            CheckpointError: training continues, and its frozen parameters were others.
+        """
+        if why := self._storage.frozen.join(record, "this process"):
+            raise CheckpointError(why)
+
     def model(self, script: Script) -> Any:
         """The parameters, or ``(params, state)``, to begin with."""
         if not self.continues:
-            return script.initial(self.state.start_from)
+            return script.beginning.trained(self.state.start_from)
         return model_from(self._plan.rule, self._reader().read)
 
     def optimizer_state(self, initial: Any) -> Any:

@@ -59,9 +59,16 @@ class LossOutcome:
 
 
 class Objective:
-    """A user's ``loss``, as a function of flat lists of leaves."""
+    """A user's ``loss``, as a function of flat lists of leaves.
 
-    def __init__(self, loss: Any, tree: TreeSpec, *, has_rng: bool = False, seed: int = 0) -> None:
+    Attributes:
+        tree: the model's tree.
+        frozen: the values of its frozen leaves. Compiled functions take them as an argument.
+    """
+
+    def __init__(
+        self, loss: Any, tree: TreeSpec, *, has_rng: bool = False, seed: int = 0, frozen: Sequence[Any] = ()
+    ) -> None:
         """
         Args:
             loss: ``(params, [state,] batch, [key])`` to ``scalar`` or ``(scalar, {name: scalar})``; with state to
@@ -69,6 +76,7 @@ class Objective:
             tree: the model's tree. `loss` gets a state if the tree has one.
             has_rng: whether `loss` gets a key, the one of `BatchKey.key`.
             seed: the seed of the random keys.
+            frozen: the values of the tree's frozen leaves, on the devices.
 
         Raises:
             ConfigurationError: `loss` is not a function.
@@ -78,33 +86,31 @@ class Objective:
             raise ConfigurationError(f"loss is {type(loss).__name__}: must be a function of ({wanted})")
         self._loss = loss
         self._what = "gradients returned, as its result," if isinstance(loss, OwnGradients) else "loss returned"
-        self._tree = tree
+        self.tree, self.frozen = tree, list(frozen)
         self._has_rng = has_rng
         self._seed = seed
 
-    def __call__(self, leaves: Sequence[Any], batch: Any, at: Any) -> LossOutcome:
+    def __call__(self, leaves: Sequence[Any], batch: Any, at: Any, frozen: Sequence[Any] = ()) -> LossOutcome:
         """
         Args:
             leaves: the model's leaves, in the order of the tree.
             batch: any pytree of arrays.
             at: the step and the rank of the batch, uint32 of shape [2].
+            frozen: `self.frozen`, traced. No gradient is computed for them.
 
         Raises:
             ConfigurationError: `loss` returns something else than it should.
         """
-        count = len(self._tree.parameters.leaves)
+        count = len(self.tree.parameters.leaves)
         trained, untrained = list(leaves[:count]), list(leaves[count:])
         key = key_at(self._seed, at[0], at[1]) if self._has_rng else None
 
         def objective(trained: list[Any]) -> Any:
-            return self._checked(self._called(self._tree.unflatten([*trained, *untrained]), batch, key))
+            return self._checked(self._called([*trained, *untrained], frozen, batch, key))
 
         if isinstance(self._loss, OwnGradients):
-            result, own = self._pair(self._called(self._tree.unflatten(list(leaves)), batch, key))
-            (loss, (metrics, state)), gradients = (
-                self._checked(result),
-                _matching(self._tree.parameters, own, GRADIENTS),
-            )
+            result, own = self._pair(self._called(leaves, frozen, batch, key))
+            (loss, (metrics, state)), gradients = self._checked(result), self._own_gradients(own)
         else:
             (loss, (metrics, state)), gradients = jax.value_and_grad(objective, has_aux=True)(trained)
             gradients = [_ascent(leaf) for leaf in gradients]
@@ -113,9 +119,17 @@ class Objective:
             finite = finite & _stays_finite(state, untrained)
         return LossOutcome([*gradients, *state], loss, metrics, finite)
 
-    def _called(self, model: Any, batch: Any, key: Any) -> Any:
-        arguments = [*(model if self._tree.has_state else [model]), batch, *([key] if self._has_rng else [])]
-        return self._loss(*arguments)
+    def _called(self, leaves: Sequence[Any], frozen: Sequence[Any], batch: Any, key: Any) -> Any:
+        model = self.tree.unflatten(leaves)
+        params, *state = model if self.tree.has_state else (model,)
+        return self._loss(self.tree.whole(params, frozen), *state, batch, *([key] if self._has_rng else []))
+
+    def _own_gradients(self, gradients: Any) -> list[Any]:
+        """The gradients of the parameters that train. The function may return any others, or None, for frozen ones."""
+        apart = self.tree.frozen
+        if apart is not None and jax.tree_util.tree_structure(gradients) == apart.treedef:
+            gradients = apart.trained(gradients)
+        return _matching(self.tree.parameters, gradients, GRADIENTS)
 
     def _pair(self, made: Any) -> tuple[Any, Any]:
         if isinstance(made, tuple) and len(made) == 2:
@@ -135,12 +149,12 @@ class Objective:
         for name, value in metrics.items():
             if not isinstance(name, str) or not (_is_scalar(value, jnp.number) or _is_scalar(value, jnp.bool_)):
                 raise ConfigurationError(f"{self._what} the metric {name!r}: {_kind(value)}: must be a real scalar")
-        new = [] if self._tree.state is None else _matching(self._tree.state, state)
+        new = [] if self.tree.state is None else _matching(self.tree.state, state)
         return scalar, ({name: jnp.asarray(value) for name, value in metrics.items()}, new)
 
     def _parts(self, result: Any) -> tuple[Any, Any, Mapping[Any, Any]]:
         """Scalar, new state and metrics."""
-        if self._tree.has_state:
+        if self.tree.has_state:
             if isinstance(result, tuple) and len(result) == 2:
                 return result[0], result[1], {}
             if isinstance(result, tuple) and len(result) == 3 and isinstance(result[2], Mapping):
@@ -154,7 +168,7 @@ class Objective:
         return result, None, {}
 
     def _wanted(self) -> str:
-        if self._tree.has_state:
+        if self.tree.has_state:
             return "(scalar, new_state), or (scalar, new_state, {name: scalar})"
         return "(scalar, {name: scalar})"
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ import numpy as np
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from ..errors import TreeError
+from ._frozen import FrozenSpec, selected
 
 PARAMS: Final = "params/"
 MODEL_STATE: Final = "state/"
@@ -37,8 +38,8 @@ class LeafSpec:
             in file names.
         shape: the array's shape.
         dtype: the array's dtype as JAX holds it (float64 is float32 unless x64 is enabled).
-        trained: True for a parameter, which the optimizer updates; False for a leaf of the model state, whose new value
-            is the weighted mean of the contributions' new values.
+        trained: True for a parameter; False for a leaf of the model state, whose new value is the weighted mean of the
+            contributions' new values.
     """
 
     path: str
@@ -78,11 +79,14 @@ class TreeSpec:
         treedef: the `jax.tree_util.PyTreeDef` of what `init` returns: of the parameters, or of the pair
             ``(params, state)``.
         has_state: whether it is of the pair.
+        frozen: the parameters that do not train: they are not in `leaves`, and `treedef` has None in their places.
+            None: all train.
     """
 
     leaves: tuple[LeafSpec, ...]
     treedef: Any
     has_state: bool = False
+    frozen: FrozenSpec | None = None
 
     @property
     def nbytes(self) -> int:
@@ -106,6 +110,10 @@ class TreeSpec:
         """Put `leaves` (one for each of `self.leaves`, any objects) into the tree that `init` returns, parameters or
         ``(params, state)``."""
         return jax.tree_util.tree_unflatten(self.treedef, list(leaves))
+
+    def whole(self, params: Any, frozen: Sequence[Any]) -> Any:
+        """All parameters, out of those that train and the values of the frozen leaves."""
+        return params if self.frozen is None else self.frozen.combine(params, frozen)
 
     def shapes(self) -> Any:
         """The tree with a `jax.ShapeDtypeStruct` at every leaf."""
@@ -131,44 +139,62 @@ class TreeSpec:
         return None
 
 
-def describe(tree: Any, *, has_state: bool = False) -> TreeSpec:
+def describe(tree: Any, *, has_state: bool = False, frozen: Any = None) -> TreeSpec:
     """Name the leaves of a model and check that it can be trained.
 
     Args:
         tree: the parameters, any pytree of floating-point or complex arrays (JAX, NumPy, Python floats,
             `jax.ShapeDtypeStruct`); with `has_state` the pair ``(params, state)``, where `state` is a pytree of arrays
             of numbers or booleans. ``None`` is an empty subtree, as everywhere in JAX.
+        frozen: which parameters are frozen, as in `train`. They may be arrays of any numbers.
 
     Raises:
         TreeError: `tree` is not such a pair; a leaf is not an array; a parameter has a dtype without gradients
             (integers, booleans, keys); a parameter is the same array as another one; a leaf of the state is a typed
-            key.
+            key; `frozen` is invalid.
     """
+    params, state = tree, None
+    if has_state:
+        if type(tree) is not tuple or len(tree) != 2:
+            what = f"a tuple of {len(tree)}" if isinstance(tree, tuple) else type(tree).__name__
+            raise TreeError(f"init returned {what}: with has_state=True it must return the pair (params, state)")
+        params, state = tree
+    leaves, apart = _parameters(params, frozen)
+    kept = params if apart is None else apart.trained(params)
     if not has_state:
-        return TreeSpec(_leaves(tree, trained=True), jax.tree_util.tree_structure(tree))
-    if type(tree) is not tuple or len(tree) != 2:
-        what = f"a tuple of {len(tree)}" if isinstance(tree, tuple) else type(tree).__name__
-        raise TreeError(f"init returned {what}: with has_state=True it must return the pair (params, state)")
-    params, state = tree
-    leaves = (*_leaves(params, trained=True), *_leaves(state, trained=False))
-    return TreeSpec(leaves, jax.tree_util.tree_structure(tree), has_state=True)
+        return TreeSpec(leaves, jax.tree_util.tree_structure(kept), frozen=apart)
+    structure = jax.tree_util.tree_structure((kept, state))
+    return TreeSpec((*leaves, *_states(state)), structure, has_state=True, frozen=apart)
 
 
-def _leaves(tree: Any, *, trained: bool) -> tuple[LeafSpec, ...]:
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+def _parameters(params: Any, frozen: Any) -> tuple[tuple[LeafSpec, ...], FrozenSpec | None]:
+    """The leaves that train, and those that are frozen."""
+    flat, treedef = jax.tree_util.tree_flatten_with_path(params)
     names = leaf_names(path for path, _ in flat)
-    leaves: list[LeafSpec] = []
-    seen: dict[int, str] = {}
-    for name, (_, value) in zip(names, flat, strict=True):
-        leaves.append(_leaf(name, value, trained=trained))
-        if not trained or not isinstance(value, jax.Array | np.ndarray):
+    places = (False,) * len(names) if frozen is None else selected(frozen, params, names)
+    leaves = []
+    seen: dict[int, tuple[str, bool]] = {}
+    for name, (_, value), apart in zip(names, flat, places, strict=True):
+        leaves.append(_leaf(name, value, "frozen" if apart else "trained"))
+        if not isinstance(value, jax.Array | np.ndarray):
             continue
-        if (other := seen.setdefault(id(value), name)) != name:
+        other, other_apart = seen.setdefault(id(value), (name, apart))
+        if other != name and not (apart and other_apart):
             raise TreeError(
                 f"parameters: leaves {other} and {name} are the same array. Training would separate them: keep "
                 f"the array at one place in the tree and use it twice in `loss`, or make the second a copy."
             )
-    return tuple(leaves)
+    if frozen is None:
+        return tuple(leaves), None
+    trained = tuple(leaf for leaf, apart in zip(leaves, places, strict=True) if not apart)
+    kept = tuple(leaf for leaf, apart in zip(leaves, places, strict=True) if apart)
+    return trained, FrozenSpec(kept, treedef, places)
+
+
+def _states(state: Any) -> tuple[LeafSpec, ...]:
+    flat, _ = jax.tree_util.tree_flatten_with_path(state)
+    names = leaf_names(path for path, _ in flat)
+    return tuple(_leaf(name, value, "state") for name, (_, value) in zip(names, flat, strict=True))
 
 
 def leaf_names(paths: Iterable[tuple[Any, ...]]) -> list[str]:
@@ -192,9 +218,17 @@ def arrays(tree: Any, spec: TreeSpec) -> list[np.ndarray[Any, Any]]:
     Raises:
         TreeError: `tree` has other leaves than `spec`.
     """
-    if (why := spec.difference(describe(tree, has_state=spec.has_state))) is not None:
+    values, treedef = jax.tree_util.tree_flatten(tree)
+    if treedef == spec.treedef:  # the names are those of the whole model, which `tree` is not if a part is frozen
+        found = [
+            _leaf(leaf.path, value, "trained" if leaf.trained else "state")
+            for leaf, value in zip(spec.leaves, values, strict=True)
+        ]
+        why = spec.difference(replace(spec, leaves=tuple(found)))
+    else:
+        why = spec.difference(describe(tree, has_state=spec.has_state))
+    if why is not None:
         raise TreeError(f"parameters: {why}")
-    values = jax.tree_util.tree_leaves(tree)
     return [
         np.ascontiguousarray(np.asarray(value), dtype=leaf.dtype).reshape(leaf.shape)
         for leaf, value in zip(spec.leaves, values, strict=True)
@@ -206,8 +240,8 @@ def is_low_precision(dtype: np.dtype[Any]) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize < 4
 
 
-def _leaf(name: str, value: Any, *, trained: bool) -> LeafSpec:
-    part = "parameters" if trained else "model state"
+def _leaf(name: str, value: Any, kind: Literal["trained", "frozen", "state"]) -> LeafSpec:
+    part = "model state" if kind == "state" else "parameters"
     if isinstance(value, jax.ShapeDtypeStruct | jax.Array | np.ndarray | np.generic):
         dtype = value.dtype
         shape = tuple(value.shape)
@@ -219,20 +253,20 @@ def _leaf(name: str, value: Any, *, trained: bool) -> LeafSpec:
             f"{part}: leaf {name} is of type {type(value).__name__}, not an array. `init` must return a pytree "
             f"of arrays; keep configuration out of it."
         )
-    if trained and not jnp.issubdtype(dtype, jnp.inexact):
+    if kind == "trained" and not jnp.issubdtype(dtype, jnp.inexact):
         raise TreeError(
-            f"parameters: leaf {name} is {dtype}, which gradients cannot train. Keep it out of what `init` returns "
-            f"(close over it in `loss`), make it a floating-point array, or move it to the model state "
-            f"(has_state=True)."
+            f"parameters: leaf {name} is {dtype}, which gradients cannot train. Freeze it (frozen=...), or make it a "
+            f"floating-point array. You can also keep it out of what `init` returns (close over it in `loss`), or move "
+            f"it to the model state (has_state=True)."
         )
-    if not trained and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    if kind == "state" and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise TreeError(
             f"model state: leaf {name} is a typed random key, which has no mean. Pass has_rng=True: `loss` then gets "
             f"a new key in each step."
         )
     if not (jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)):
         raise TreeError(f"{part}: leaf {name} is {dtype}: must be an array of numbers or booleans")
-    return LeafSpec(name, shape, np.dtype(jax.dtypes.canonicalize_dtype(dtype)), trained)
+    return LeafSpec(name, shape, np.dtype(jax.dtypes.canonicalize_dtype(dtype)), kind != "state")
 
 
 def _key(entry: Any) -> str:

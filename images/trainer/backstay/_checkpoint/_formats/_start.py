@@ -95,11 +95,15 @@ class _StartReport:
         return "".join(f"\n  {name} ({len(found)}): {_some(found)}" for name, found in lists.items() if found)
 
 
-def read_start(start: StartFrom, fixed: str, leaves: Sequence[LeafSpec]) -> list[_Array | None]:
+def read_start(
+    start: StartFrom, fixed: str, leaves: Sequence[LeafSpec], others: Sequence[LeafSpec] | None = ()
+) -> list[_Array | None]:
     """The values of `leaves`, in their order; None for a leaf that begins as `init` returns it.
 
     Args:
         fixed: the reference that `fix` returned for ``start.uri``.
+        others: the leaves of the model whose values another process reads: here they are only looked for. None: there
+            are others, and that process compares the names.
 
     Raises:
         CheckpointError: the arrays cannot be read, or do not fit. The message lists the names that were missing,
@@ -107,8 +111,9 @@ def read_start(start: StartFrom, fixed: str, leaves: Sequence[LeafSpec]) -> list
         Exception: any that the mapping raises, except the one for an array that does not exist.
     """
     report, values = _StartReport(), list[_Array | None]()
+    everyone = [*leaves, *(others or ())]
     with open_arrays(fixed) as arrays:
-        begin = _collection(arrays, leaves) if start.mapping is None else ""
+        begin = _collection(arrays, everyone) if start.mapping is None else ""
         for leaf in leaves:
             found = _find(arrays, begin, leaf) if start.mapping is None else _mapped(start.mapping, arrays, leaf)
             if isinstance(found, str):
@@ -116,15 +121,17 @@ def read_start(start: StartFrom, fixed: str, leaves: Sequence[LeafSpec]) -> list
                 values.append(None)
                 continue
             values.append(_fitted(found, leaf, report, start.shapes))
-        of_model = (begin, *_STATES) if any(not leaf.trained for leaf in leaves) else (begin,)
-        report.unexpected = sorted(
-            name for name in arrays if name not in arrays.read_names and name.startswith(of_model)
-        )
+        report.taken = sum(value is not None for value in values)
+        elsewhere = sum(_exists(start, arrays, begin, leaf) for leaf in others or ())
+        of_model = (begin, *_STATES) if any(not leaf.trained for leaf in everyone) else (begin,)
+        if others is not None:
+            report.unexpected = sorted(
+                name for name in arrays if name not in arrays.read_names and name.startswith(of_model)
+            )
         where, names = arrays.where, sorted(arrays)
     if len(report.stateless) < sum(not leaf.trained for leaf in leaves):
         report.missing += report.stateless
         report.stateless = []
-    report.taken = sum(value is not None for value in values)
     refused = (
         report.misfits
         or (report.missing and start.missing == "error")
@@ -137,7 +144,7 @@ def read_start(start: StartFrom, fixed: str, leaves: Sequence[LeafSpec]) -> list
             "of missing parameters, and shapes='init' those of parameters whose shape differs. unexpected='ignore' "
             "leaves out arrays that have no parameter."
         )
-    if leaves and not report.taken:
+    if leaves and others is not None and not report.taken and not elsewhere:
         raise CheckpointError(
             f"start_from: no parameter of init has a value in {where}, so nothing would start from it. The parameters "
             f"({len(leaves)}): {_some([leaf.name for leaf in leaves])}. The arrays ({len(names)}): {_some(names)}. Use "
@@ -156,16 +163,32 @@ def _collection(arrays: Arrays, leaves: Sequence[LeafSpec]) -> str:
     return _COLLECTION
 
 
+def _exists(start: StartFrom, arrays: Arrays, begin: str, leaf: LeafSpec) -> bool:
+    """Whether a leaf has an array, whose name counts as read then."""
+    if start.mapping is not None:
+        return not isinstance(_mapped(start.mapping, arrays, leaf), str)
+    name = _name_of(arrays, begin, leaf)
+    if name is not None:
+        arrays.read_names.add(name)
+    return name is not None
+
+
 def _find(arrays: Arrays, begin: str, leaf: LeafSpec) -> _Array | str:
-    """The array with a parameter's name; the name itself when there is no such array.
+    """The array with a parameter's name; the name itself when there is no such array."""
+    name = _name_of(arrays, begin, leaf)
+    return leaf.name if name is None else arrays[name]
+
+
+def _name_of(arrays: Arrays, begin: str, leaf: LeafSpec) -> str | None:
+    """The name under which an array of a parameter is stored; None: there is none.
 
     Other libraries write some characters of a name differently: those that are ``%XX`` here, and slashes for dots.
     """
     for before in (begin,) if leaf.trained else _STATES:
         for name in (leaf.path, unquote(leaf.path), leaf.path.replace(".", "/")):
             if before + name in arrays:
-                return arrays[before + name]
-    return leaf.name
+                return before + name
+    return None
 
 
 def _mapped(mapping: Callable[[str, Mapping[str, _Array]], Mapped], arrays: Arrays, leaf: LeafSpec) -> _Array | str:

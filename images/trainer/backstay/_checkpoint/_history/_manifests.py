@@ -20,6 +20,7 @@ from .._names import ManifestName, parse_manifest
 from .._store import CheckpointStore, Contents
 from .._structure import describe_structure
 from ._continued import Continued, changes_of
+from ._frozen import AgreedFrozen
 from ._lease import FolderLease, Interrupted
 from ._ownership import Identity, Ownership
 from ._patience import patiently
@@ -84,7 +85,7 @@ class ManifestStorage:
         Args:
             requested: read at each use, because the operator may change it.
             facts: read at each manifest.
-            fixed_start: see `Script.fixed_start`.
+            fixed_start: see `Beginning.fixed_start`.
         """
         self._store, self._lease, self._partition = store, lease, partition
         self._identity, self._requested, self._facts = identity, requested, facts
@@ -98,6 +99,7 @@ class ManifestStorage:
         self._reported = threading.Lock()  # for `_evaluation`, while a slow folder holds `_lock`
         self._evaluation: tuple[int, str, dict[str, float]] | None = None  # step, manifest, metrics; not stored yet
         self.continued: Continued | None = None
+        self.frozen = AgreedFrozen()
 
     def write_manifest(self, order: WriteManifest) -> str:
         """See `CheckpointStorage.write_manifest`."""
@@ -144,6 +146,7 @@ class ManifestStorage:
             metrics=metrics,
             metrics_step=evaluated,
             unix_seconds=time.time(),
+            frozen=self.frozen.record,
         )
 
     def _origin(self, settings: Mapping[str, str]) -> Origin:
@@ -259,6 +262,7 @@ class ManifestStorage:
         if manifest is None:
             return "", (0, -1)
         self.stored_at = manifest.unix_seconds
+        self.frozen.continues(manifest.frozen, manifest.name)
         return self._store.uri_of(manifest), (manifest.term, manifest.version)
 
     def newest(self, above_term: int) -> tuple[CoordinatorState, str]:
@@ -420,6 +424,7 @@ class ManifestStorage:
             state = CoordinatorState.from_json(manifest.state)
         except ValueError as error:
             raise CheckpointError(f"{manifest.name} in {self._store.uri}: {error}") from None
+        self.frozen.continues(manifest.frozen, manifest.name)
         origin, own = manifest.origin, self._owner.is_own(manifest.origin)
         if not (own and self._identity.stops and state.version < (manifest.steps or 0)):
             state.last = 0  # the end by the number of steps, which may be another one now
@@ -443,7 +448,7 @@ class NoStorage:
         world: the number of ranks to begin with.
         incarnation: the incarnation of shard 0's server. No file records the terms of previous servers, so each server
             has its range of terms.
-        fixed_start: see `Script.fixed_start`.
+        fixed_start: see `Beginning.fixed_start`.
     """
 
     stored_at = 0.0
@@ -453,6 +458,7 @@ class NoStorage:
         self._start = ""
         self._least = _TERMS_OF_ONE_SERVER * max(0, incarnation - 1)
         self.continued: Continued | None = None
+        self.frozen = AgreedFrozen()
 
     def write_manifest(self, order: WriteManifest) -> str:
         raise CheckpointError(f"version {order.version} cannot be stored: the job has no checkpoint")

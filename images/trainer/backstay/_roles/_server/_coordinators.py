@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from backstay_rpc.control_pb2 import (
@@ -116,6 +116,11 @@ class CoordinatorAccess(ABC):
     def joined(self, peer: Peer, reply: JoinReply) -> None:
         """A worker or evaluator joined; complete the reply to it."""
         del peer, reply
+
+    def other_frozen(self, digests: Sequence[str], source: str, peer: str) -> str:
+        """See `Host.other_frozen`."""
+        del digests, source, peer  # shard 0 compares them
+        return ""
 
     def left(self, peer: Peer) -> None:
         """A pod leaves; when a server leaves, its state is stored first."""

@@ -42,7 +42,7 @@ def _open_storage(
     """The storage; nothing is read or written yet."""
     environment, script, plan, live = context.environment, context.script, context.plan, context.live
     if context.store is None:
-        return NoStorage(lambda: live.world, environment.incarnation, script.fixed_start)
+        return NoStorage(lambda: live.world, environment.incarnation, script.beginning.fixed_start)
     job = JobIdentity(namespace=environment.namespace, name=environment.job, uid=environment.uid)
     holder = Holder(job, environment.incarnation, environment.pod_name)
     checkpoint = environment.config.checkpoint
@@ -65,7 +65,7 @@ def _open_storage(
         identity,
         live,
         observer,
-        script.fixed_start,
+        script.beginning.fixed_start,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from backstay_rpc.control_pb2 import (
@@ -76,6 +76,10 @@ class ServerHost:
         )
         self._coordinator.joined(peer, reply)
         return reply
+
+    def other_frozen(self, digests: Sequence[str], source: str, peer: str) -> str:
+        """See `Host`."""
+        return self._coordinator.other_frozen(digests, source, peer)
 
     def beat(self, request: HeartbeatRequest) -> HeartbeatReply:
         """A heartbeat."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from backstay_rpc.control_pb2 import (
@@ -59,6 +60,9 @@ class Shard0(CoordinatorAccess):
         self._running: ThreadedCoordinator | None = None  # None until the folder was read, which may fail
         self._storage, self.threaded = begin_history(context, job, self._folder_lost)
         self._running = self.threaded
+        self._beginning = context.script.beginning
+        start = self.threaded.state().start_from
+        self._frozen_from = self._beginning.reference(start, self._storage.frozen.record)
         self._links = Links(self, peers, self._times)
         self.serve_link, self.disconnected = self._links.serve, self._disconnected
 
@@ -148,12 +152,19 @@ class Shard0(CoordinatorAccess):
     # ---- Workers, evaluators and the operator ----
 
     def joined(self, peer: Peer, reply: JoinReply) -> None:
+        reply.frozen_from = self._frozen_from
         if peer.role == contract.ROLE_EVALUATOR:
             self.threaded.do(Coordinator.evaluates)
         elif peer.role == contract.ROLE_WORKER:
             self.threaded.do(Coordinator.joined, peer.index, peer.incarnation)
             reply.key_step = self.threaded.state().key_steps.get(peer.index, 0)
             reply.began = self.threaded.start_of_term.version
+
+    def other_frozen(self, digests: Sequence[str], source: str, peer: str) -> str:
+        frozen = self._beginning.tree.frozen
+        if frozen is None or len(digests) != len(frozen.leaves):
+            return f"{peer} has {len(digests)} frozen parameters, and this server has another number"
+        return self._storage.frozen.join(self._beginning.record(digests, source), peer)
 
     def left(self, peer: Peer) -> None:
         if peer.role == contract.ROLE_SERVER:

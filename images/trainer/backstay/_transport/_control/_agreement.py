@@ -27,15 +27,20 @@ class Agreement:
     """The settings that must be the same in every pod.
 
     Attributes:
-        leaves: the parameters' leaves.
+        leaves: the leaves of the model, the frozen ones last.
         settings: name -> value, both text. These are the arguments of `train` under their own names, and digests in hex
             under `STRUCTURE`, `PROGRAM` and `LAYOUT`. `CONSTANTS` are those of the program, separated by blanks.
             `SOFTWARE` names the version of JAX and its width of floats. It explains another difference, and does not
             count as a difference. `VERSION` is the version of Backstay.
+        frozen: the digests of the frozen leaves, in their order; empty: there are none, or they are not read yet. Only
+            shard 0 compares them.
+        frozen_from: where they were read.
     """
 
     leaves: tuple[Leaf, ...]
     settings: Mapping[str, str]
+    frozen: tuple[str, ...] = ()
+    frozen_from: str = ""
 
     @cached_property
     def digest(self) -> bytes:

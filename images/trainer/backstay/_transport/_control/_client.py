@@ -168,6 +168,8 @@ class ControlClient:
             settings=agreement.settings,
             term=at[0],
             version=at[1],
+            frozen=agreement.frozen,
+            frozen_from=agreement.frozen_from,
         )
         reply: JoinReply = self._call(shard, "Join", request)
         return reply

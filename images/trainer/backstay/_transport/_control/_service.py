@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
@@ -83,6 +83,9 @@ class Host(Protocol):
         """Why pods cannot join yet; empty when they can."""
 
     def joined(self, peer: Peer) -> JoinReply: ...
+    def other_frozen(self, digests: Sequence[str], source: str, peer: str) -> str:
+        """Why a pod with these frozen parameters, which it read from `source`, cannot train; empty: it can."""
+
     def beat(self, request: HeartbeatRequest) -> HeartbeatReply: ...
     def left(self, peer: Peer, *, trained: bool = False) -> bool:
         """A peer leaves; `trained`: `train` returns in it. False: too late to be counted, because this server ends."""
@@ -240,6 +243,9 @@ class ControlService(grpc.GenericRpcHandler):
             # promotion, its Service may already lead to it, and the next standby may call it first.
             raise Refusal(RefusalCode.NOT_READY, why)
         self._claim(request.peer)
+        there = f"{request.peer.role} {request.peer.index}"
+        if request.frozen and (why := host.other_frozen(request.frozen, request.frozen_from, there)):
+            raise Refusal(RefusalCode.INVALID, why)
         if host.threaded is not None and request.peer.role == "worker":
             host.threaded.do(Coordinator.worker_at, request.term, request.version)
         return host.joined(request.peer)

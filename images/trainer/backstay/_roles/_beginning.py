@@ -1,0 +1,214 @@
+"""The values that training begins with: what `init` returns, or the arrays of `start_from`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .._checkpoint import FrozenRecord, Origin
+    from .._transport import Agreement
+    from .._update import LeafSpec, TreeSpec
+    from ._script import Script
+
+__all__ = ["Beginning", "FrozenPart"]
+
+
+class Beginning:
+    """The initial values of a script's model.
+
+    A process computes or reads only the part that it needs: servers hold what trains, workers hold what is frozen.
+    """
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+
+    @cached_property
+    def tree(self) -> TreeSpec:
+        """The model's tree. Only shapes are computed.
+
+        Raises:
+            TreeError: `init` returns something that cannot be trained, or `frozen` is invalid.
+        """
+        import jax
+
+        from .._update import describe
+
+        script = self._script
+        shapes = jax.eval_shape(script.init, jax.random.key(script.seed))
+        return describe(shapes, has_state=script.has_state, frozen=script.frozen)
+
+    def trained(self, start_from: str = "") -> Any:
+        """The model of version 0 without its frozen leaves: parameters, or ``(params, state)``.
+
+        Args:
+            start_from: the result of `fixed_start` in the process that decided how the job begins.
+
+        Raises:
+            CheckpointError: `start_from` cannot be read, or does not fit what `init` returns.
+        """
+        tree = self.tree
+        others = () if tree.frozen is None else None
+        return tree.unflatten(self._values(tree.leaves, self._leaves_that_train, others, start_from))
+
+    def frozen(self, start_from: str = "") -> list[Any]:
+        """The values of the frozen leaves, in their order. Raises as `trained` does.
+
+        `init` runs on a processor, so that workers with different accelerators have the same values.
+        """
+        apart = self.tree.frozen
+        if apart is None:
+            return []
+        return self._values(apart.leaves, self._frozen_leaves, self.tree.leaves, start_from)
+
+    def record(self, digests: Sequence[str], reference: str) -> FrozenRecord:
+        """The description of the frozen leaves for checkpoints and other pods.
+
+        Args:
+            digests: the digests of their values, in their order.
+            reference: the source of the values, as `reference` returned it.
+        """
+        from .._checkpoint import FrozenLeaf, FrozenRecord, describe_structure
+
+        apart, start = self.tree.frozen, self._script.start_from
+        assert apart is not None
+        leaves = tuple(
+            FrozenLeaf(path=leaf.path, shape=leaf.shape, dtype=leaf.dtype.name, digest=digest)
+            for leaf, digest in zip(apart.leaves, digests, strict=True)
+        )
+        structure = describe_structure(apart.treedef.unflatten([0] * len(apart.places)))
+        return FrozenRecord(
+            start_from="" if start is None else start.uri,
+            uri=reference,
+            leaves=leaves,
+            structure=structure,
+            places=apart.places,
+        )
+
+    def reference(self, start_from: str, record: FrozenRecord | None) -> str:
+        """Where the frozen leaves are read; empty: `init` returns them.
+
+        Args:
+            start_from: as in `trained`, of a history that begins; empty for one that is continued.
+            record: what the history says about its frozen leaves, if it is known.
+
+        Raises:
+            CheckpointError: `start_from` of the script cannot be read.
+        """
+        from .._checkpoint import MANIFEST_SUFFIX
+
+        start = self._script.start_from
+        if start is None or self.tree.frozen is None:
+            return ""
+        if record is None and start_from:
+            return start_from
+        if record is not None and record.start_from == start.uri and record.uri.endswith(MANIFEST_SUFFIX):
+            return record.uri  # the folder may have a newer checkpoint
+        return self.fixed_start()  # of files that have changed, the digests then name the arrays
+
+    def fixed_start(self, skip: Callable[[Origin], bool] | None = None) -> str:
+        """The present content of `start_from`, so that all servers read the same; empty without `start_from`.
+
+        Args:
+            skip: see `_checkpoint.fix`.
+
+        Raises:
+            CheckpointError: the place that it names cannot be read.
+        """
+        start = self._script.start_from
+        if start is None:
+            return ""
+        from .._checkpoint import fix, patiently
+
+        return patiently(lambda: fix(start.uri, skip))
+
+    def _values(
+        self,
+        leaves: tuple[LeafSpec, ...],
+        keep: Callable[[Any], list[Any]],
+        others: tuple[LeafSpec, ...] | None,
+        start_from: str,
+    ) -> list[Any]:
+        """The values of `leaves`, which `keep` takes out of what `init` returns. `others`: see `read_start`."""
+        from .._compute import initial
+
+        script = self._script
+        kept = None if self.tree.frozen is None else keep
+
+        def own() -> list[Any]:
+            if kept is None:
+                return keep(initial(script.init, script.seed))
+            with _on_processor() if leaves is not self.tree.leaves else nullcontext():
+                made: list[Any] = initial(script.init, script.seed, kept)
+            return made
+
+        start = script.start_from
+        if start is None:
+            return own()
+        from .._checkpoint import patiently, read_start
+
+        fixed = start_from or self.fixed_start()
+        values: list[Any] = patiently(lambda: list(read_start(start, fixed, leaves, others)))
+        if any(value is None for value in values):
+            values = [one if value is None else value for value, one in zip(values, own(), strict=True)]
+        return values
+
+    def _leaves_that_train(self, model: Any) -> list[Any]:
+        import jax
+
+        apart = self.tree.frozen
+        if apart is None:
+            return jax.tree.leaves(model)
+        params, *state = model if self._script.has_state else (model,)
+        return jax.tree.leaves((apart.trained(params), *state))
+
+    def _frozen_leaves(self, model: Any) -> list[Any]:
+        apart = self.tree.frozen
+        assert apart is not None
+        return apart.values(model[0] if self._script.has_state else model)
+
+
+def _on_processor() -> Any:
+    """A context in which arrays are computed on a processor, if JAX may use it beside an accelerator."""
+    import jax
+
+    try:
+        return jax.default_device(jax.local_devices(backend="cpu")[0])
+    except RuntimeError:
+        return nullcontext()
+
+
+class FrozenPart:
+    """The frozen parameters in a worker or an evaluator.
+
+    Attributes:
+        known: whether they are read, or there are none.
+        arrays: the values, on the devices.
+        agreement: what the pod sends when it joins. It has their digests once they are read.
+    """
+
+    def __init__(self, beginning: Beginning, agreement: Agreement, *, deterministic: bool = False) -> None:
+        self._beginning, self._deterministic = beginning, deterministic
+        self.agreement = agreement
+        self.arrays: Sequence[Any] = ()
+        self.known = beginning.tree.frozen is None
+
+    def read(self, reference: str) -> None:
+        """Read them, or let `init` make them. Raises as `Beginning.frozen`.
+
+        Args:
+            reference: the source, as shard 0 answered.
+        """
+        from .._compute import Base, Placement
+
+        placement = Placement(deterministic=self._deterministic)
+        base = Base.placed(self._beginning.frozen(reference), placement, digests=True)
+        self.arrays, self.known = base.arrays, True
+        self.agreement = replace(self.agreement, frozen=base.digests, frozen_from=reference)
+
+    def whole(self, params: Any) -> Any:
+        """All parameters, out of those that train."""
+        return self._beginning.tree.whole(params, self.arrays)

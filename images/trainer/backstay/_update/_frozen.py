@@ -1,0 +1,125 @@
+"""Divides the parameters of a model into those that train and frozen ones, which do not travel.
+
+Frozen parameters are leaves of the result of `init`, and of the argument of `loss`. The leaves of a `TreeSpec` are only
+those that train, so the optimizer, the shards, the wire and the checkpoints do not know the others. docs/decisions/0098
+has the reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import numpy as np
+
+from ..errors import TreeError
+
+if TYPE_CHECKING:
+    from ._tree import LeafSpec
+
+__all__ = ["FrozenSpec", "selected"]
+
+_SHOWN: Final = 8
+
+
+@dataclass(frozen=True)
+class FrozenSpec:
+    """The frozen leaves of a model, and their places in its parameters.
+
+    Attributes:
+        leaves: in the order of the tree.
+        treedef: the `jax.tree_util.PyTreeDef` of all parameters, trained and frozen.
+        places: for each leaf of `treedef`, whether it is frozen.
+    """
+
+    leaves: tuple[LeafSpec, ...]
+    treedef: Any
+    places: tuple[bool, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    def combine(self, params: Any, frozen: Sequence[Any]) -> Any:
+        """All parameters.
+
+        Args:
+            params: the tree of what trains, which has None in the places of frozen leaves.
+            frozen: a value for each of `leaves`.
+        """
+        trained, others = iter(jax.tree_util.tree_leaves(params)), iter(frozen)
+        leaves = [next(others) if place else next(trained) for place in self.places]
+        return jax.tree_util.tree_unflatten(self.treedef, leaves)
+
+    def trained(self, params: Any) -> Any:
+        """The tree of what trains, out of all parameters. Raises `ValueError` if `params` has another structure."""
+        leaves = self.treedef.flatten_up_to(params)
+        kept = [None if place else leaf for place, leaf in zip(self.places, leaves, strict=True)]
+        return jax.tree_util.tree_unflatten(self.treedef, kept)
+
+    def values(self, params: Any) -> list[Any]:
+        """The frozen leaves, out of all parameters. Raises `ValueError` as `trained` does."""
+        leaves = self.treedef.flatten_up_to(params)
+        return [leaf for place, leaf in zip(self.places, leaves, strict=True) if place]
+
+
+def selected(frozen: Any, params: Any, names: Sequence[str]) -> tuple[bool, ...]:
+    """Whether each leaf of `params` is frozen.
+
+    Args:
+        frozen: a function of a leaf's name; or a pytree of booleans, with the structure of `params` or of its upper
+            part.
+        params: the parameters, any pytree.
+        names: the name of each leaf.
+
+    Raises:
+        TreeError: `frozen` is neither, or selects no leaf or all of them.
+    """
+    if callable(frozen) and jax.tree_util.all_leaves([frozen]):
+        places = tuple(_answers(frozen, names))
+    else:
+        places = tuple(_broadcast(frozen, params))
+    if not names:
+        raise TreeError("frozen is given, and init returns no parameters: leave frozen out")
+    if not any(places):
+        raise TreeError(f"frozen selects none of the {len(names)} parameters, which are {_some(names)}")
+    if all(places):
+        raise TreeError(f"frozen selects all {len(names)} parameters, so nothing would train: {_some(names)}")
+    return places
+
+
+def _answers(frozen: Callable[[str], Any], names: Sequence[str]) -> Iterator[bool]:
+    for name in names:
+        answer = frozen(name)
+        if not isinstance(answer, bool | np.bool_):
+            raise TreeError(
+                f"frozen({name!r}) returned {type(answer).__name__}: must return True for a frozen parameter, or False"
+            )
+        yield bool(answer)
+
+
+def _broadcast(frozen: Any, params: Any) -> list[bool]:
+    flags = jax.tree_util.tree_leaves(frozen)
+    other = next((flag for flag in flags if not isinstance(flag, bool | np.bool_)), None)
+    if other is not None or not flags:
+        found = "nothing" if other is None else type(other).__name__
+        raise TreeError(
+            f"frozen has {found} where a boolean must be: must be a function of a parameter's name, or a pytree of "
+            "booleans like the parameters"
+        )
+
+    def spread(flag: Any, part: Any) -> Any:
+        return jax.tree_util.tree_map(lambda _: bool(flag), part)
+
+    try:
+        places: list[bool] = jax.tree_util.tree_leaves(jax.tree_util.tree_map(spread, frozen, params))
+    except ValueError as error:
+        raise TreeError(f"frozen has another structure than the parameters that init returns: {error}") from None
+    return places
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

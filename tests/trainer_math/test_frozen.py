@@ -1,0 +1,255 @@
+"""Frozen parameters reach `loss` and `evaluate`, and nothing else."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays_of
+
+from backstay import BatchKey, LocalSteps, train
+from backstay._compute._base import digest_of
+from backstay._compute._gradient import GradientFn
+from backstay._update import Objective, enable_x64
+from backstay._update._tree import arrays, describe
+from backstay.errors import TreeError
+from backstay.testing import train_local
+
+STEPS, WORLD = 6, 2
+
+
+def init(key):
+    first, second = jax.random.split(key)
+    return {
+        "base": [jax.random.normal(first, (6, 6)), jnp.arange(6, dtype=jnp.int8), jnp.ones(6, jnp.bfloat16)],
+        "adapter": {"a": jax.random.normal(second, (6, 2)), "b": jnp.zeros((2, 6))},
+        "head": jnp.ones((6, 3)),
+    }
+
+
+def loss(params, batch):
+    x, y = batch
+    kernel, codes, scale = params["base"]
+    hidden = jnp.tanh(x @ (kernel + params["adapter"]["a"] @ params["adapter"]["b"]) + codes * scale.astype(x.dtype))
+    error = jnp.mean((hidden @ params["head"] - y) ** 2)
+    return error, {"hidden": jnp.mean(hidden)}
+
+
+def batches(key):
+    return key.rng.normal(size=(8, 6)), key.rng.normal(size=(8, 3))
+
+
+def plain(world=1, clip_norm=None, optimizer=None):
+    """A loop over what trains only, which an optax user would write."""
+    params = jax.tree.map(jnp.asarray, init(jax.random.key(0)))
+    base, trained = params.pop("base"), params
+    chain = optimizer or optax.adam(1e-2)
+    if clip_norm is not None:
+        chain = optax.chain(optax.clip_by_global_norm(clip_norm), chain)
+    held = chain.init(trained)
+    gradient = jax.jit(jax.grad(lambda trained, batch: loss({"base": base, **trained}, batch)[0]))
+    for step in range(STEPS):
+        parts = [gradient(trained, batches(BatchKey(step, rank, world, 0))) for rank in range(world)]
+        mean = jax.tree.map(lambda *each: sum(each) / world, *parts)
+        updates, held = chain.update(mean, held, trained)
+        trained = optax.apply_updates(trained, updates)
+    return {"base": base, **trained}
+
+
+def is_base(name):
+    return name.startswith("base.")
+
+
+def assert_same(found, expected, rtol=1e-11):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=rtol, atol=1e-12)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+@pytest.mark.parametrize("frozen", [is_base, {"base": True, "adapter": {"a": False, "b": False}, "head": False}])
+def test_t4_the_rest_trains_as_if_it_were_the_whole_model(frozen, clip_norm):
+    """Float64. The clipped norm is that of what trains."""
+    arguments = {"init": init, "loss": loss, "batches": batches, "steps": STEPS, "clip_norm": clip_norm}
+    with enable_x64():
+        expected = plain(clip_norm=clip_norm)
+        seen = []
+        found = train(
+            **arguments,
+            optimizer=optax.adam(1e-2),
+            frozen=frozen,
+            evaluate=lambda params: seen.append(jax.tree.map(np.asarray, params)) or {"codes": params["base"][1].sum()},
+        )
+        assert_same(found.params, expected)
+        assert_same(seen[0], expected)
+        assert found.metrics == {"codes": 15.0}
+        arguments.pop("steps")
+        assert_same(
+            train_local(**arguments, optimizer=optax.adam(1e-2), steps=STEPS, frozen=frozen, world=WORLD).params,
+            plain(WORLD, clip_norm),
+        )
+
+
+def test_local_steps_the_average_and_own_gradients_leave_it_alone():
+    arguments = {"init": init, "batches": batches, "optimizer": optax.sgd(1.0), "steps": 2, "frozen": is_base}
+    with enable_x64():
+        expected = plain(optimizer=optax.adam(1e-2))
+        local = LocalSteps(STEPS // 2, optax.adam(1e-2), inner_state="keep")
+        assert_same(train(**arguments, loss=loss, local=local).params, expected, 1e-9)
+        arguments |= {"optimizer": optax.adam(1e-2), "steps": STEPS}
+
+        def whole(params, batch):  # with gradients for all, as a user has them already
+            return jax.value_and_grad(loss, has_aux=True, allow_int=True)(params, batch)
+
+        def part(params, batch):
+            def of(trained):
+                return loss({**trained, "base": params["base"]}, batch)
+
+            value, gradients = jax.value_and_grad(of, has_aux=True)({k: v for k, v in params.items() if k != "base"})
+            return value, {**gradients, "base": [None, None, None]}
+
+        for gradients in (whole, part):
+            assert_same(train(**arguments, gradients=gradients).params, expected)
+        averaged = train(**arguments, loss=loss, average=0.9)
+        assert_same(averaged.params, expected)
+        assert_same(averaged.average["base"], expected["base"])
+        assert jax.tree.structure(averaged.average) == jax.tree.structure(expected)
+
+
+def test_a_model_with_state_keeps_its_pair():
+    def stateful(params, state, batch):
+        error, _ = loss(params, batch)
+        return error, {"count": state["count"] + 1}
+
+    def pair(key):
+        return init(key), {"count": jnp.int32(0)}
+
+    with enable_x64():
+        found = train(
+            init=pair,
+            loss=stateful,
+            batches=batches,
+            optimizer=optax.adam(1e-2),
+            steps=STEPS,
+            has_state=True,
+            frozen=is_base,
+            evaluate=lambda params, state: {"count": state["count"] + params["base"][1][0]},
+        )
+        assert_same(found.params, plain())
+    assert found.state == {"count": STEPS}
+    assert found.metrics == {"count": STEPS}
+
+
+def test_no_gradient_is_computed_for_it():
+    """XLA reports the memory of the results and between them, which is less than one array of the frozen size."""
+    params = {"base": jnp.ones((1024, 1024)), "bias": jnp.zeros(1024)}
+    tree = describe(params, frozen=lambda name: name == "base")
+
+    def squares(params, x):
+        return jnp.sum((x @ params["base"] + params["bias"]) ** 2)
+
+    function = GradientFn(Objective(squares, tree, frozen=[params["base"]]))
+    x = np.ones((4, 1024), np.float32)
+    leaves = function.placement.shapes(tree)
+    lowered = function._function.lower(leaves, x, np.zeros(2, np.uint32), [params["base"]])
+    memory = lowered.compile().memory_analysis()
+    assert memory.temp_size_in_bytes + memory.output_size_in_bytes < params["base"].nbytes / 4
+
+
+# ---- The tree ----
+
+TREES = st.recursive(
+    st.builds(lambda: np.zeros(2, np.float32)),
+    lambda inner: (
+        st.dictionaries(st.sampled_from(["a", "b", "0", "é"]), inner, min_size=1, max_size=3)
+        | st.lists(inner, min_size=1, max_size=3)
+        | st.tuples(inner, st.none())
+    ),
+)
+
+
+@given(TREES, st.data())
+def test_a_divided_tree_is_put_together_again(tree, data):
+    names = [leaf.path for leaf in describe(tree).leaves]
+    flags = data.draw(st.lists(st.booleans(), min_size=len(names), max_size=len(names)))
+    chosen = dict(zip(names, flags, strict=True))
+    if all(flags) or not any(flags):
+        with pytest.raises(TreeError, match=r"selects (all|none of the)"):
+            describe(tree, frozen=chosen.__getitem__)
+        return
+    spec = describe(tree, frozen=chosen.__getitem__)
+    apart = spec.frozen
+    assert [leaf.path for leaf in spec.leaves] == [name for name in names if not chosen[name]]
+    assert [leaf.path for leaf in apart.leaves] == [name for name in names if chosen[name]]
+    numbered = jax.tree.unflatten(jax.tree.structure(tree), list(range(len(names))))
+    trained = apart.trained(numbered)
+    assert jax.tree.structure(trained) == spec.treedef
+    assert spec.whole(trained, apart.values(numbered)) == numbered
+    assert len(arrays(apart.trained(tree), spec)) == len(spec.leaves)
+    same = describe(tree, frozen=jax.tree.unflatten(jax.tree.structure(tree), flags))
+    assert (same.leaves, same.frozen) == (spec.leaves, spec.frozen)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "text"),
+    [
+        (lambda name: False, "frozen selects none of the 6 parameters, which are adapter.a, adapter.b, base.0"),
+        (lambda name: True, "frozen selects all 6 parameters, so nothing would train"),
+        (lambda name: 1, r"frozen\('adapter.a'\) returned int: must return True for a frozen parameter, or False"),
+        ({"base": True}, "frozen has another structure than the parameters that init returns"),
+        ({"base": True, "adapter": 3, "head": False}, "frozen has int where a boolean must be"),
+        ("base", "frozen has str where a boolean must be"),
+        ({}, "frozen has nothing where a boolean must be"),
+    ],
+)
+def test_an_invalid_selection_is_refused(frozen, text):
+    with pytest.raises(TreeError, match=text):
+        train(init=init, loss=loss, batches=batches, optimizer=optax.sgd(0.1), steps=1, frozen=frozen)
+
+
+def test_the_same_array_may_be_frozen_twice_and_not_trained_beside():
+    shared = jnp.ones(3)
+    assert len(describe({"a": shared, "b": shared, "c": jnp.ones(1)}, frozen=lambda name: name != "c").leaves) == 1
+    with pytest.raises(TreeError, match="leaves a and b are the same array"):
+        describe({"a": shared, "b": shared}, frozen=lambda name: name == "a")
+
+
+# ---- Digests ----
+
+KINDS = st.sampled_from([np.float32, np.float64, np.int8, np.bool_, np.complex64, ml_dtypes.bfloat16, ml_dtypes.int4])
+
+
+@given(arrays_of.arrays(np.uint8, st.integers(1, 300)), st.data())
+def test_a_changed_bit_changes_the_digest(data, draw):
+    before = digest_of(data)
+    at, bit = draw.draw(st.integers(0, data.size - 1)), draw.draw(st.integers(0, 7))
+    data[at] ^= 1 << bit
+    assert digest_of(data) != before
+
+
+@given(KINDS, st.integers(2, 40))
+def test_dtype_and_shape_belong_to_the_digest(dtype, size):
+    array = np.zeros(size, dtype)
+    found = {digest_of(array), digest_of(array[None]), digest_of(array[:, None]), digest_of(np.zeros(size + 1, dtype))}
+    assert len(found) == 4
+    assert digest_of(array.view(np.uint8)) not in found
+    assert digest_of(np.zeros(size, dtype)[::1]) == digest_of(array)
+
+
+def test_a_large_array_is_read_to_its_end():
+    """More than one chunk, and a part of one; two words that change places are noticed."""
+    array = np.arange(3 * 65536 + 40, dtype=np.uint32)
+    before = digest_of(array)
+    for at in (0, 65536, array.size - 1):
+        other = array.copy()
+        other[at] += 1
+        assert digest_of(other) != before
+    other = array.copy()
+    other[[0, 2]] = other[[2, 0]]
+    assert digest_of(other) != before
