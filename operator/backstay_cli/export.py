@@ -9,14 +9,15 @@ import sys
 __all__ = ["export_checkpoint"]
 
 
-def export_checkpoint(checkpoint: str, out: str, form: str) -> int:
+def export_checkpoint(checkpoint: str, out: str, form: str, base: str | None = None) -> int:
     """Write a checkpoint in another format; returns the exit status.
 
     Args:
         checkpoint: a manifest, or a folder or URI with checkpoints.
         out: the file, folder or URI to write.
         form: ``safetensors`` or ``orbax``.
+        base: the place of the frozen parameters; empty: where the job read them; None: they are not exported.
     """
-    command = [sys.executable, "-m", "backstay._checkpoint", checkpoint, out, form]
+    command = [sys.executable, "-m", "backstay._checkpoint", checkpoint, out, form, *([] if base is None else [base])]
     # Arrays are only copied: an accelerator that another process uses stays untouched.
     return subprocess.run(command, env={**os.environ, "JAX_PLATFORMS": "cpu"}, check=False).returncode

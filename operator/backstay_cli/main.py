@@ -356,6 +356,12 @@ def export(
     format: Annotated[  # noqa: A002  # the option is called so
         str, typer.Option(help="safetensors, or orbax, which needs the package orbax-checkpoint.")
     ] = "safetensors",
+    whole: Annotated[
+        bool, typer.Option("--whole", help="With the frozen parameters, from the place where the job read them.")
+    ] = False,
+    base: Annotated[
+        str | None, typer.Option(help="The place of the frozen parameters, instead of the one of --whole.")
+    ] = None,
 ) -> None:
     """Write the parameters of a checkpoint for other programs.
 
@@ -365,7 +371,7 @@ def export(
 
     if format not in {"safetensors", "orbax"}:
         refuse(f"--format is {format!r}: must be safetensors or orbax")
-    raise typer.Exit(export_checkpoint(checkpoint, out, format))
+    raise typer.Exit(export_checkpoint(checkpoint, out, format, base or ("" if whole else None)))
 
 
 @app.command()

@@ -62,11 +62,14 @@ def test_the_image_classifier_trains_on_whole_images_and_shifts_them(capsys, mon
 def one_step(adapter, at=(0, 0)):
     """(tree, the model of `init`, the outcome of one batch)."""
     model = adapter.init(jax.random.key(0))
-    tree = describe(model, has_state=adapter.has_state)
+    tree = describe(model, has_state=adapter.has_state, frozen=adapter.frozen)
     assert jax.tree.structure(jax.eval_shape(adapter.init, jax.random.key(0))) == jax.tree.structure(model)
-    objective = Objective(adapter.loss, tree, has_rng=adapter.has_rng)
-    made = jax.jit(lambda leaves, at: vars(objective(leaves, BATCH, at)))(
-        jax.tree.leaves(model), np.asarray(at, np.uint32)
+    frozen, leaves = [], jax.tree.leaves(model)
+    if tree.frozen is not None:
+        frozen, leaves = tree.frozen.values(model), jax.tree.leaves(tree.frozen.trained(model))
+    objective = Objective(adapter.loss, tree, has_rng=adapter.has_rng, frozen=frozen)
+    made = jax.jit(lambda leaves, at, frozen: vars(objective(leaves, BATCH, at, frozen)))(
+        leaves, np.asarray(at, np.uint32), frozen
     )
     return tree, model, made
 
@@ -194,14 +197,15 @@ def test_equinox_static_fields_integer_arrays_shared_arrays_and_mixed_precision(
         return jnp.mean((jax.vmap(model)(x) - y).astype(jnp.float32) ** 2)
 
     adapter = ours_equinox.adapt(Tied, loss, lambda model: {"n": 1.0}, compute_dtype=jnp.bfloat16)
-    tree, (params, state), made = one_step(adapter)
-    assert [leaf.name for leaf in tree.leaves] == ["embed", "layer.bias", "layer.weight", "state/fixed.places"]
+    tree, params, made = one_step(adapter)
+    assert [leaf.name for leaf in tree.leaves] == ["embed", "layer.bias", "layer.weight"]
+    assert [str(leaf) for leaf in tree.frozen.leaves] == ["places int32[4]"]
     assert set(dtypes) == {(jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.bfloat16))}
-    assert {leaf.dtype.name for leaf in tree.leaves} == {"float32", "int32"}
-    assert np.array_equal(tree.unflatten(made["leaves"])[1]["fixed"]["places"], np.arange(4))
-    model = adapter.model(params, state)
+    assert {leaf.dtype.name for leaf in made["leaves"]} == {"float32"}
+    model = adapter.model(params)
     assert model.out is model.embed
-    assert adapter.evaluate(params, state) == {"n": 1.0}
+    assert np.array_equal(model.places, np.arange(4))
+    assert adapter.evaluate(params) == {"n": 1.0}
 
 
 def test_equinox_frozen_arrays_keep_their_bits_and_models_may_be_given():
@@ -214,6 +218,49 @@ def test_equinox_frozen_arrays_keep_their_bits_and_models_may_be_given():
     after = adapter.model(result.params, result.state)
     assert np.array_equal(after.layers[0].weight, model.layers[0].weight)
     assert not np.array_equal(after.layers[-1].weight, model.layers[-1].weight)
+
+
+class Adapted(nnx.Module):
+    def __init__(self, rngs):
+        self.body = nnx.LoRALinear(4, 8, lora_rank=2, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.head = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.norm(self.body(x)))
+
+
+def test_nnx_parameters_that_are_not_selected_are_frozen_and_statistics_are_not():
+    trained = nnx.Any(nnx.LoRAParam, nnx.PathContains("head"))
+    adapter = ours_nnx.adapt(Adapted, square, trained=trained, frozen=lambda name: name == "head.bias")
+    tree = describe(adapter.init(jax.random.key(0)), has_state=True, frozen=adapter.frozen)
+    assert [leaf.name for leaf in tree.leaves] == [
+        "body.lora.lora_a",
+        "body.lora.lora_b",
+        "head.kernel",
+        "state/norm.mean",
+        "state/norm.var",
+    ]
+    frozen = ["body.bias", "body.kernel", "head.bias", "norm.bias", "norm.scale"]
+    assert [leaf.name for leaf in tree.frozen.leaves] == frozen
+    settings = {name: value for name, value in adapter.items() if name != "evaluate"}
+    result = backstay.train(**settings, batches=lambda key: BATCH, optimizer=optax.sgd(0.1), steps=3)
+    before = adapter.init(jax.random.key(0))[0]
+    assert np.array_equal(result.params["body"]["kernel"], before["body"]["kernel"])
+    assert not np.array_equal(result.params["body"]["lora"]["lora_b"], before["body"]["lora"]["lora_b"])
+    assert np.array_equal(adapter.model(result.params, result.state).body.kernel[...], before["body"]["kernel"])
+
+
+def test_linen_and_equinox_freeze_by_names():
+    settings = {"example": (BATCH[0],), "options": {"train": True}}
+    linen = ours_linen.adapt(Norm(), square, **settings, frozen=lambda name: name.startswith("Dense_0"))
+    tree = describe(linen.init(jax.random.key(0)), has_state=linen.has_state, frozen=linen["frozen"])
+    assert [leaf.name for leaf in tree.frozen.leaves] == ["Dense_0.bias", "Dense_0.kernel"]
+    whole = ours_equinox.adapt(lambda key: eqx.nn.MLP(4, 8, 8, 1, key=key), square)
+    assert "frozen" not in whole
+    part = ours_equinox.adapt(lambda key: eqx.nn.MLP(4, 8, 8, 1, key=key), square, frozen=lambda name: "bias" in name)
+    tree = describe(part.init(jax.random.key(0)), frozen=part["frozen"])
+    assert [leaf.name for leaf in tree.frozen.leaves] == ["layers.0.bias", "layers.1.bias"]
 
 
 @pytest.mark.parametrize(

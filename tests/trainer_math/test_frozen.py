@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
 from backstay import BatchKey, LocalSteps, train
-from backstay._compute._base import digest_of
 from backstay._compute._gradient import GradientFn
-from backstay._update import Objective, enable_x64
+from backstay._update import Objective, digest_of, enable_x64
 from backstay._update._tree import arrays, describe
 from backstay.errors import TreeError
 from backstay.testing import train_local

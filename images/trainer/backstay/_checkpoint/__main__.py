@@ -1,4 +1,4 @@
-"""Runs the work of `backstay export` as ``python -m backstay._checkpoint CHECKPOINT OUT FORMAT``."""
+"""Runs the work of `backstay export` as ``python -m backstay._checkpoint CHECKPOINT OUT FORMAT [BASE]``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ..errors import BackstayError, ConfigurationError
 from ._formats import export
 
 
-def main(checkpoint: str, out: str, form: Any) -> int:
-    """Returns the exit status."""
+def main(checkpoint: str, out: str, form: Any, base: str | None = None) -> int:
+    """Returns the exit status. `base`: the place of the frozen parameters; empty: that of the job."""
     try:
-        done = export(checkpoint, out, form)
+        done = export(checkpoint, out, form, base=False if base is None else base or True)
     except BackstayError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigurationError) else 1

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,8 @@ import jax
 
 from .._update import AVERAGE, STATE
 from ..errors import CheckpointError
-from ._manifest import FrozenRecord, ManifestLeaf
+from ._formats import StartFrom, frozen_values
+from ._manifest import FrozenLeaf, FrozenRecord, Manifest, ManifestLeaf
 from ._names import MANIFEST_SUFFIX
 from ._reader import Reader
 from ._store import CheckpointStore
@@ -49,7 +51,13 @@ class Checkpoint:
     frozen: FrozenRecord | None = field(default=None, repr=False)
 
 
-def load(uri: str, like: Any = None, *, best: bool = False) -> Checkpoint:
+def load(
+    uri: str,
+    like: Any = None,
+    *,
+    best: bool = False,
+    base: bool | str | os.PathLike[str] | StartFrom | Any = False,
+) -> Checkpoint:
     """Read a checkpoint's parameters and model state.
 
     Args:
@@ -58,6 +66,9 @@ def load(uri: str, like: Any = None, *, best: bool = False) -> Checkpoint:
         like: a tree with the structure that `init` returned; for a model with state, the pair ``(params, state)``. Its
             leaves are arrays or ``jax.ShapeDtypeStruct``. Needed if the parameters contain other containers than
             dicts, lists and tuples.
+        base: with ``train(frozen=...)``, a checkpoint has only the parameters that train. False: `params` and `average`
+            have None in the places of the others. True: the others are read from the place where the job read them. A
+            path, a URI or a `StartFrom` is another place. Or a tree of all parameters, such as what `init` returned.
         best: whether to read the best checkpoint of a job with ``spec.checkpoint.keepBest``, instead of the newest one.
 
     Returns:
@@ -65,7 +76,7 @@ def load(uri: str, like: Any = None, *, best: bool = False) -> Checkpoint:
 
     Raises:
         CheckpointError: the folder has no complete checkpoint, or with `best` no evaluated one. Or `like` has other
-            leaves (the message names the first).
+            leaves (the message names the first). Or `base` has other arrays than the job.
     """
     uri = str(uri)
     skipped: tuple[str, ...] = ()
@@ -91,22 +102,15 @@ def load(uri: str, like: Any = None, *, best: bool = False) -> Checkpoint:
     if like is not None and has_state and not (type(like) is tuple and len(like) == 2):
         raise CheckpointError(f"the checkpoint {manifest.name} has a model state: `like` must be (params, state)")
     like_params, like_state = like if like is not None and has_state else (like, None)
-    params = _tree(
-        [reader.parameter(index) for index in range(len(manifest.leaves))],
-        manifest.leaves,
-        manifest.structure,
-        like_params,
-        manifest.name,
-    )
-    average = None
+    frozen = None if base is False else list(frozen_values(manifest, base).values())
+
+    def parameters(read: Callable[[int], Any]) -> Any:
+        leaves, specs, structure = _whole([read(i) for i in range(len(manifest.leaves))], manifest, frozen)
+        return _tree(leaves, specs, structure, like_params, manifest.name)
+
+    params, average = parameters(reader.parameter), None
     if any(STATE + AVERAGE + leaf.path in reader for leaf in manifest.leaves):
-        average = _tree(
-            [reader.average(index) for index in range(len(manifest.leaves))],
-            manifest.leaves,
-            manifest.structure,
-            like_params,
-            manifest.name,
-        )
+        average = parameters(reader.average)
     state = None
     if manifest.state_structure is not None:
         state = _tree(
@@ -130,9 +134,25 @@ def load(uri: str, like: Any = None, *, best: bool = False) -> Checkpoint:
     )
 
 
+def _whole(
+    trained: list[Any], manifest: Manifest, frozen: list[Any] | None
+) -> tuple[list[Any], Sequence[ManifestLeaf | FrozenLeaf], dict[str, Any]]:
+    """The arrays of the parameters, with their descriptions and structure. `frozen`: None: without the frozen ones."""
+    record = manifest.frozen
+    if frozen is None or record is None:
+        return trained, manifest.leaves, manifest.structure
+    mine, others = zip(trained, manifest.leaves, strict=True), zip(frozen, record.leaves, strict=True)
+    arrays, specs = list[Any](), list[ManifestLeaf | FrozenLeaf]()
+    for place in record.places:
+        array, leaf = next(others) if place else next(mine)
+        arrays.append(array)
+        specs.append(leaf)
+    return arrays, specs, record.structure
+
+
 def _tree(
     leaves: list[Any],
-    specs: Sequence[ManifestLeaf],
+    specs: Sequence[ManifestLeaf | FrozenLeaf],
     structure: dict[str, Any],
     like: Any,
     name: str,

@@ -18,7 +18,9 @@ _MOST_ELEMENTS: Final = 1_000_000
 _MOST_CONSTANT_BYTES: Final = 1 << 20
 
 
-def initial(init: Callable[[Any], Any], seed: int, keep: Callable[[Any], Any] | None = None) -> Any:
+def initial(
+    init: Callable[[Any], Any], seed: int, keep: Callable[[Any], Any] | None = None, *, compiled: bool = True
+) -> Any:
     """The result of ``init(jax.random.key(seed))``, or the part of it that `keep` returns.
 
     On a CPU a small `init` runs as one program. Its floats may differ from those of `init` run operation by operation
@@ -28,13 +30,15 @@ def initial(init: Callable[[Any], Any], seed: int, keep: Callable[[Any], Any] | 
         init: PRNG key -> parameters, a pytree of arrays.
         seed: the seed of the random key.
         keep: returns a part of the result. The rest is not computed, unless `init` cannot be compiled.
+        compiled: whether `init` may run as one program. False: the result has the bits of ``init(key)``.
 
     Raises:
         ConfigurationError: an array that `init` returns is divided over several devices.
     """
     import jax
 
-    made = _made(init if keep is None else lambda key: keep(init(key)), jax.random.key(seed))
+    function = init if keep is None else lambda key: keep(init(key))
+    made = (_made if compiled else _called)(function, jax.random.key(seed))
     for path, leaf in jax.tree_util.tree_flatten_with_path(made)[0]:
         if isinstance(leaf, jax.Array) and not leaf.sharding.is_fully_replicated:
             name = jax.tree_util.keystr(path) or "an array"
@@ -44,6 +48,10 @@ def initial(init: Callable[[Any], Any], seed: int, keep: Callable[[Any], Any] | 
                 'Mesh(np.asarray(jax.local_devices()), ("batch",)), which is the mesh of Backstay'
             )
     return made
+
+
+def _called(init: Callable[[Any], Any], key: Any) -> Any:
+    return init(key)
 
 
 def _made(init: Callable[[Any], Any], key: Any) -> Any:

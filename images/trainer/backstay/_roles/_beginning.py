@@ -57,7 +57,8 @@ class Beginning:
     def frozen(self, start_from: str = "") -> list[Any]:
         """The values of the frozen leaves, in their order. Raises as `trained` does.
 
-        `init` runs on a processor, so that workers with different accelerators have the same values.
+        `init` runs on a processor and operation by operation. So workers with different accelerators have the same
+        bits, and ``init(key)`` has them too, which a user gives to `load` as `base`.
         """
         apart = self.tree.frozen
         if apart is None:
@@ -141,8 +142,9 @@ class Beginning:
         def own() -> list[Any]:
             if kept is None:
                 return keep(initial(script.init, script.seed))
-            with _on_processor() if leaves is not self.tree.leaves else nullcontext():
-                made: list[Any] = initial(script.init, script.seed, kept)
+            trains = leaves is self.tree.leaves
+            with nullcontext() if trains else _on_processor():
+                made: list[Any] = initial(script.init, script.seed, kept, compiled=trains)
             return made
 
         start = script.start_from

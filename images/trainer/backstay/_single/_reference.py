@@ -123,7 +123,9 @@ def train_local(
     placement = Placement(devices, deterministic=deterministic)
     base: list[Any] = []
     if tree.frozen is not None:
-        base, params = placement.kept(tree.frozen.values(params)), tree.frozen.trained(params)
+        made = initial(init, seed, compiled=False)
+        base = placement.kept(tree.frozen.values(made[0] if has_state else made))
+        params = tree.frozen.trained(params)
     model = jax.tree_util.tree_map(_copied, (params, model_state) if has_state else params, tree.shapes())
     params, model_state = model if has_state else (model, None)
     # Copied, because a state may be the same array as the parameters, and both are donated.

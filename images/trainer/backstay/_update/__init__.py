@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from ._engine._kernels import Mean, enable_x64, mean, state_mean
     from ._engine._sums import BRANCHES, Tree
     from ._fragments import Turns, fragments_of
+    from ._frozen import FrozenSpec, digest_of, selected
     from ._lazy_blocks import LazyBlocks
     from ._local_steps import LocalSteps, default_outer, local_settings, outer_optimizer
     from ._objective import NON_FINITE_LOSS, Objective, OwnGradients, all_finite
@@ -77,6 +78,7 @@ __all__ = [
     "DeviceBlock",
     "Encoded",
     "Entry",
+    "FrozenSpec",
     "LazyBlocks",
     "LeafSpec",
     "LocalSteps",
@@ -108,6 +110,7 @@ __all__ = [
     "coded_leaves",
     "default_outer",
     "describe",
+    "digest_of",
     "enable_x64",
     "encoded_with",
     "entries_of",
@@ -126,6 +129,7 @@ __all__ = [
     "placed_from",
     "residual_dtype",
     "seed_of",
+    "selected",
     "shard_wires",
     "shares_host_memory",
     "state_mean",
@@ -146,6 +150,7 @@ _HOMES: Final = {
     "DeviceBlock": "._codecs",
     "Encoded": "._codecs",
     "Entry": "._snapshot",
+    "FrozenSpec": "._frozen",
     "LazyBlocks": "._lazy_blocks",
     "LeafSpec": "._tree",
     "LocalSteps": "._local_steps",
@@ -178,6 +183,7 @@ _HOMES: Final = {
     "coded_leaves": "._codecs",
     "default_outer": "._local_steps",
     "describe": "._tree",
+    "digest_of": "._frozen",
     "enable_x64": "._engine._kernels",
     "encoded_with": "._codecs",
     "entries_of": "._whole_state",
@@ -196,6 +202,7 @@ _HOMES: Final = {
     "placed_from": "._codecs",
     "residual_dtype": "._codecs",
     "seed_of": "._codecs",
+    "selected": "._frozen",
     "shard_wires": "._codecs",
     "shares_host_memory": "._codecs",
     "state_mean": "._engine._kernels",

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._update import leaf_names, selected
 from ..errors import ConfigurationError
 
 Path = tuple[Any, ...]
@@ -24,6 +25,7 @@ class Adapter(Mapping[str, Any]):
         evaluate: the function that `train` takes as `evaluate`, or None.
         has_state: whether the model has a state.
         has_rng: whether `loss` gets a random key.
+        frozen: the argument `frozen` of `train`; None: all parameters train.
         model: ``model(params, state=None)`` makes the model again, for evaluation, such as from a `Result` or from
             what `backstay.load` returns.
     """
@@ -34,9 +36,10 @@ class Adapter(Mapping[str, Any]):
     has_state: bool
     has_rng: bool
     model: Callable[..., Any]
+    frozen: Any = None
 
     def _arguments(self) -> dict[str, Any]:
-        names = ("init", "loss", "evaluate", "has_state", "has_rng")
+        names = ("init", "loss", "evaluate", "has_state", "has_rng", *(["frozen"] if self.frozen is not None else []))
         return {name: getattr(self, name) for name in names}
 
     def __getitem__(self, name: str) -> Any:
@@ -92,6 +95,23 @@ def pick(tree: Mapping[Any, Any], paths: Sequence[Path]) -> list[Any]:
             node = node[key]
         values.append(node)
     return values
+
+
+def frozen_beside(fixed: Any, frozen: Any) -> Any:
+    """The argument `frozen` of `train`, for a model of which a part does not train in any case.
+
+    Args:
+        fixed: a tree of dicts like the parameters, with a boolean for each array: whether it is in that part.
+        frozen: the argument of the adapter.
+    """
+    flags, treedef = jax.tree_util.tree_flatten(fixed)
+    if not any(flags):
+        return frozen
+    if frozen is None:
+        return fixed
+    names = leaf_names(path for path, _ in jax.tree_util.tree_flatten_with_path(fixed)[0])
+    own = selected(frozen, fixed, names)
+    return jax.tree_util.tree_unflatten(treedef, [flag or also for flag, also in zip(flags, own, strict=True)])
 
 
 def keys_of(path: Sequence[Any]) -> Path:

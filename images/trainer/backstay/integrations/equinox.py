@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 
 from ..errors import ConfigurationError
-from ._adapter import Adapter, Path, cast, check_function, keys_of, nest, pick, scalar_and_metrics
+from ._adapter import Adapter, Path, cast, check_function, frozen_beside, keys_of, nest, pick, scalar_and_metrics
 
 __all__ = ["adapt"]
 
@@ -22,11 +22,12 @@ def adapt(
     has_rng: bool = False,
     trained: Any = eqx.is_inexact_array,
     compute_dtype: Any = None,
+    frozen: Any = None,
 ) -> Adapter:
     """Make the arguments of `train` from an Equinox model.
 
-    The arrays that `trained` selects are the parameters. The model's other arrays are part of the model state and keep
-    their values, and so is an ``eqx.nn.State``. An array that occurs several times in the model is one parameter, as
+    The arrays that `trained` selects are the parameters. The model's other arrays are frozen parameters. An
+    ``eqx.nn.State`` is the model state. An array that occurs several times in the model is one parameter, as
     with ``eqx.nn.Shared``. All other fields, functions and sizes for example, are what `make` gives them.
 
     Args:
@@ -40,7 +41,9 @@ def adapt(
         has_rng: whether `loss` gets a random key, such as for dropout.
         trained: what ``eqx.partition`` takes: a function of a leaf, or a tree of booleans.
         compute_dtype: a floating-point dtype, in which `loss` gets the floating-point arrays of the parameters and the
-            batch. Gradients and updates keep the parameters' dtype. None: as they are.
+            batch. Gradients and updates keep the parameters' dtype. Arrays that `trained` does not select keep their
+            dtype too. None: as they are.
+        frozen: as in `train`, of the arrays that `trained` selects; names are such as ``layers.0.weight``.
 
     Raises:
         ConfigurationError: an argument is something else, or the model has no parameters.
@@ -54,19 +57,18 @@ def adapt(
         key = values.pop() if has_rng else None
         batch = values.pop()
         held = values[0] if values else {}
-        net, state = model.merge(cast(params, compute_dtype), held)
+        net, state = model.merge(params, held, compute_dtype)
         arguments = [net, *([state] if model.stateful else []), cast(batch, compute_dtype)]
         result = loss(*arguments, *([key] if has_rng else []))
         if not model.stateful:
-            scalar, metrics = scalar_and_metrics(result)
-            return (scalar, held, metrics) if model.has_state else (scalar, metrics)
+            return scalar_and_metrics(result)
         if not isinstance(result, tuple) or len(result) < 2 or not isinstance(result[1], eqx.nn.State):
             raise ConfigurationError(
                 "loss returned no state: for a model with a state it must be (scalar, new_state), or "
                 "(scalar, new_state, {name: scalar})"
             )
         scalar, metrics = scalar_and_metrics((result[0], *result[2:]) if len(result) > 2 else result[0])
-        return scalar, model.changed(held, result[1]), metrics
+        return scalar, model.state_of(result[1]), metrics
 
     def rebuild(params: Any, state: Any = None) -> Any:
         net, own = model.merge(params, state or {})
@@ -82,9 +84,10 @@ def adapt(
         init=model.init,
         loss=loss_of,
         evaluate=None if evaluate is None else evaluation,
-        has_state=model.has_state,
+        has_state=model.stateful,
         has_rng=has_rng,
         model=rebuild,
+        frozen=frozen_beside(model.fixed, frozen),
     )
 
 
@@ -114,9 +117,9 @@ class _EquinoxModel:
             if isinstance(leaf, jax.ShapeDtypeStruct)
         ]
         self._first = first  # of each array of the model, the first array that is the same
-        self._paths: list[Path] = arrays
-        self._params = [index for index, same in enumerate(first) if same == index and is_trained[index]]
-        self._fixed = [index for index, same in enumerate(first) if same == index and not is_trained[index]]
+        self._own = [index for index, same in enumerate(first) if same == index]
+        self._names: list[Path] = [arrays[index] for index in self._own]
+        self._fixed = frozenset(index for index in self._own if not is_trained[index])
         self._states: list[Path] = []
         if self.stateful:
             self._states = [
@@ -124,35 +127,31 @@ class _EquinoxModel:
                 for marker, value in _items(self._template[1])
                 for path, _ in jax.tree_util.tree_leaves_with_path(value)
             ]
-        if not self._params:
+        if len(self._fixed) == len(self._own):
             raise ConfigurationError("the model has no arrays that `trained` selects: nothing can be trained")
 
     @property
-    def has_state(self) -> bool:
-        return bool(self._fixed or self._states)
+    def fixed(self) -> dict[Any, Any]:
+        """For each parameter, whether it is one that `trained` does not select."""
+        return nest(self._names, [index in self._fixed for index in self._own])
 
     def init(self, key: Any) -> Any:
         model, state = self._new(key)
         arrays = [leaf for leaf in jax.tree.leaves(model) if eqx.is_array(leaf)]
-        params = nest([self._paths[index] for index in self._params], [arrays[index] for index in self._params])
-        if not self.has_state:
-            return params
-        held = {"fixed": nest([self._paths[i] for i in self._fixed], [arrays[i] for i in self._fixed])}
-        return params, held | {"state": nest(self._states, jax.tree.leaves(state))}
+        params = nest(self._names, [arrays[index] for index in self._own])
+        return (params, self.state_of(state)) if self.stateful else params
 
-    def merge(self, params: Any, held: Mapping[str, Any]) -> tuple[Any, Any]:
-        """The model and its ``eqx.nn.State``, or None."""
-        values: dict[int, Any] = {}
-        values |= zip(self._params, pick(params, [self._paths[index] for index in self._params]), strict=True)
-        if self._fixed:
-            values |= zip(self._fixed, pick(held["fixed"], [self._paths[i] for i in self._fixed]), strict=True)
+    def merge(self, params: Any, held: Mapping[str, Any], dtype: Any = None) -> tuple[Any, Any]:
+        """The model and its ``eqx.nn.State``, or None. `dtype`: of the floating-point arrays that `trained` selects."""
+        values = dict(zip(self._own, pick(params, self._names), strict=True))
+        values |= {index: cast(values[index], dtype) for index in self._own if index not in self._fixed}
         model = _filled(self._template[0], [values[same] for same in self._first])
         state = _filled(self._template[1], pick(held["state"], self._states)) if self.stateful else None
         return model, state
 
-    def changed(self, held: Mapping[str, Any], state: Any) -> dict[str, Any]:
-        """The model state with a new ``eqx.nn.State``."""
-        return {**held, "state": nest(self._states, jax.tree.leaves(state))}
+    def state_of(self, state: Any) -> dict[str, Any]:
+        """The model state, out of an ``eqx.nn.State``."""
+        return {"state": nest(self._states, jax.tree.leaves(state))}
 
     def _new(self, key: Any) -> tuple[Any, Any]:
         made = self._make(key)

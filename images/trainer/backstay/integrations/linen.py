@@ -55,6 +55,7 @@ def adapt(
     example: Sequence[Any],
     options: Mapping[str, Any] | None = None,
     rngs: Sequence[str] = ("dropout",),
+    frozen: Any = None,
 ) -> Adapter:
     """Make the arguments of `train` from a Linen module.
 
@@ -70,6 +71,7 @@ def adapt(
         options: keyword arguments for ``module.init``.
         rngs: names of the streams of random numbers that the module reads, besides ``params``. Their keys are of the
             key of the step.
+        frozen: as in `train`; names are such as ``dense.kernel``, without ``params``.
 
     Raises:
         ConfigurationError: an argument is something else, or the module has no parameters.
@@ -122,4 +124,5 @@ def adapt(
         has_state=has_state,
         has_rng=bool(names),
         model=rebuild,
+        frozen=frozen,
     )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..errors import ConfigurationError
-from ._adapter import Adapter, Path, check_function, nest, pick, scalar_and_metrics
+from ._adapter import Adapter, Path, check_function, frozen_beside, nest, pick, scalar_and_metrics
 
 __all__ = ["adapt"]
 
@@ -22,13 +22,14 @@ def adapt(
     *,
     trained: Any = nnx.Param,
     has_rngs: bool = False,
+    frozen: Any = None,
 ) -> Adapter:
     """Make the arguments of `train` from an NNX model.
 
-    Variables of the type `trained` are the parameters. All other variables, such as batch statistics, are the model
-    state. Streams of random numbers are neither: each step seeds all streams of the model from the key of the step.
-    Variables that the forward pass adds to the model, such as intermediates, are dropped. A variable that occurs
-    several times in the model is one parameter.
+    Variables of the type `trained` are the parameters. Other variables of the type ``nnx.Param`` are frozen parameters.
+    All other variables, such as batch statistics, are the model state. Streams of random numbers are neither: each step
+    seeds all streams of the model from the key of the step. Variables that the forward pass adds to the model, such as
+    intermediates, are dropped. A variable that occurs several times in the model is one parameter.
 
     Args:
         make: ``make(rngs)`` returns the model; or a model, whose values training starts from.
@@ -38,6 +39,7 @@ def adapt(
         trained: an NNX filter, such as ``nnx.LoRAParam``. The variables that it does not select are not trained.
         has_rngs: whether `loss` gets an ``nnx.Rngs`` of the step as its last argument, for models that take it when
             they are called.
+        frozen: as in `train`, of the variables that `trained` selects; names are such as ``body.kernel``.
 
     Raises:
         ConfigurationError: `make`, `loss` or `evaluate` is something else.
@@ -74,6 +76,7 @@ def adapt(
         has_state=model.has_state,
         has_rng=model.has_rng or has_rngs,
         model=rebuild,
+        frozen=frozen_beside(model.fixed, frozen),
     )
 
 
@@ -82,18 +85,25 @@ class _NnxModel:
 
     def __init__(self, make: Any, trained: Any) -> None:
         self._make = make
-        self._filters = (trained, nnx.RngState, ...)
+        self._filters = (trained, nnx.RngState, nnx.Param, ...)
         # A typed key, because an integer would be the seed of every stream.
         abstract = nnx.eval_shape(lambda: self._new(jax.random.key(0)))
         if not isinstance(abstract, nnx.Module):
             raise ConfigurationError(f"make returned {type(abstract).__name__}: must return an nnx.Module")
         self._graph, *self._templates = nnx.split(abstract, *self._filters)
-        params, rngs, rest = ([path for path, _ in nnx.to_flat_state(each)] for each in self._templates)
+        params, rngs, fixed, rest = ([path for path, _ in nnx.to_flat_state(each)] for each in self._templates)
         self._params: list[Path] = params
         self._rngs: list[Path] = rngs
+        self._fixed: list[Path] = fixed
         self._rest: list[Path] = rest
         if not params:
             raise ConfigurationError(f"the model has no variables that {trained} selects: nothing can be trained")
+
+    @property
+    def fixed(self) -> dict[Any, Any]:
+        """For each parameter, whether it is one that `trained` does not select."""
+        flags = [False] * len(self._params) + [True] * len(self._fixed)
+        return nest([*self._params, *self._fixed], flags)
 
     @property
     def has_state(self) -> bool:
@@ -109,22 +119,23 @@ class _NnxModel:
         return len(self._rngs)
 
     def init(self, key: Any) -> Any:
-        _, params, _, rest = nnx.split(self._new(key), *self._filters)
-        values = nest(self._params, _values(params, self._params))
+        _, params, _, fixed, rest = nnx.split(self._new(key), *self._filters)
+        arrays = [*_values(params, self._params), *_values(fixed, self._fixed)]
+        values = nest([*self._params, *self._fixed], arrays)
         return (values, nest(self._rest, _values(rest, self._rest))) if self.has_state else values
 
     def merge(self, params: Any, state: Any, key: Any) -> Any:
         """The model with these values. `key`: of its streams of random numbers; None: any."""
         if key is None:
             key = jax.random.key(0)
-        values = [pick(params, self._params), self._seeds(key), pick(state, self._rest)]
-        paths = [self._params, self._rngs, self._rest]
+        values = [pick(params, self._params), self._seeds(key), pick(params, self._fixed), pick(state, self._rest)]
+        paths = [self._params, self._rngs, self._fixed, self._rest]
         states = [_filled(*each) for each in zip(self._templates, paths, values, strict=True)]
         return nnx.merge(self._graph, *states)
 
     def state_of(self, model: Any) -> dict[Any, Any]:
         """The state of `model`, without the variables that were not in it at first."""
-        _, _, _, rest = nnx.split(model, *self._filters)
+        *_, rest = nnx.split(model, *self._filters)
         return nest(self._rest, _values(rest, self._rest))
 
     def _new(self, key: Any) -> Any:

@@ -1,13 +1,15 @@
 """Reads and writes arrays in other formats by name, for `start_from` and `backstay export`.
 
 - `_arrays`: files and folders of named arrays; `_orbax`: checkpoints of Orbax, imported only when they are used.
-- `_start`: initial parameters from another place; `_export`: a checkpoint as arrays of another format.
+- `_start`: initial parameters from another place; `_base`: the frozen ones of a checkpoint.
+- `_export`: a checkpoint as arrays of another format.
 """
 
 from __future__ import annotations
 
 from ._arrays import fix
+from ._base import frozen_values
 from ._export import Exported, export
 from ._start import StartFrom, read_start
 
-__all__ = ["Exported", "StartFrom", "export", "fix", "read_start"]
+__all__ = ["Exported", "StartFrom", "export", "fix", "frozen_values", "read_start"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from ..._update import MODEL_STATE
 from ...errors import CheckpointError, StorageError
+from .._dtypes import STORED
 from .._files import PosixFolder, open_folder
 from .._manifest import Origin
 from .._names import MANIFEST_SUFFIX
@@ -30,6 +32,7 @@ from ._orbax import is_orbax, read_orbax
 __all__ = ["Arrays", "MissingArray", "fix", "open_arrays"]
 
 _SAFETENSORS: Final = ".safetensors"
+_LINE: Final = 64  # bytes; XLA aliases memory of the host that begins at a multiple of it
 _SAMPLE: Final = 64 << 10
 """Bytes at the beginning and at the end of a file. Its fingerprint contains them, and so differs for another file of
 the same size."""
@@ -168,28 +171,58 @@ def _tensors(uri: str, opened: contextlib.ExitStack) -> dict[str, Callable[[], N
     readers: dict[str, Callable[[], NDArray[np.generic]]] = {}
     homes: dict[str, str] = {}
     for name, path in _files(uri, opened):
-        try:
-            file = opened.enter_context(safetensors.safe_open(path, framework="numpy"))
-        except (safetensors.SafetensorError, OSError) as error:
-            raise CheckpointError(f"{name} is not a safetensors file: {error}") from error
-        for tensor in file.keys():  # noqa: SIM118  # it is not a mapping
+        for tensor, reader in _tensors_of_file(name, path).items():
             if tensor in homes:
                 raise CheckpointError(f"{uri}: the tensor {tensor!r} is in {homes[tensor]} and in {name}")
             homes[tensor] = name
-            readers[tensor] = _tensor(file, name, tensor)
+            readers[tensor] = reader
     return readers
 
 
-def _tensor(file: Any, name: str, tensor: str) -> Callable[[], NDArray[np.generic]]:
-    def read() -> NDArray[np.generic]:
-        try:
-            array: NDArray[np.generic] = file.get_tensor(tensor)
-        except (safetensors.SafetensorError, TypeError, KeyError) as error:
-            dtype = file.get_slice(tensor).get_dtype()
-            raise CheckpointError(f"{name}: the tensor {tensor!r} of dtype {dtype} cannot be read: {error}") from error
-        return array
+def _tensors_of_file(name: str, path: str) -> dict[str, Callable[[], NDArray[np.generic]]]:
+    """The tensors of one safetensors file. https://huggingface.co/docs/safetensors has the format.
 
-    return read
+    The library checks the file. It does not read: it knows fewer dtypes than JAX, and copies each tensor once more.
+    """
+    try:
+        with safetensors.safe_open(path, framework="numpy"), Path(path).open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+    except (safetensors.SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{name} is not a safetensors file: {error}") from error
+    header.pop("__metadata__", None)
+    return {tensor: partial(_read_tensor, name, path, tensor, entry, 8 + length) for tensor, entry in header.items()}
+
+
+def _read_tensor(name: str, path: str, tensor: str, entry: Mapping[str, Any], first: int) -> NDArray[np.generic]:
+    """One tensor, in memory where XLA can use it without a copy. `first`: where the data begin in the file.
+
+    Raises:
+        CheckpointError: the tensor has a dtype that is not supported, or the file has become shorter.
+        StorageError: the file cannot be read now.
+    """
+    dtype = STORED.get(entry["dtype"])
+    if dtype is None:
+        raise CheckpointError(
+            f"{name}: the tensor {tensor!r} of dtype {entry['dtype']} cannot be read: must be one of "
+            f"{', '.join(STORED)}"
+        )
+    start, stop = entry["data_offsets"]
+    room = np.empty(stop - start + _LINE, np.uint8)
+    skip = -room.ctypes.data % _LINE
+    data = room.data[skip : skip + stop - start]
+    filled = 0
+    try:
+        with Path(path).open("rb", buffering=0) as file:
+            file.seek(first + start)
+            while filled < len(data):
+                count = file.readinto(data[filled:])
+                if not count:
+                    raise CheckpointError(f"{name}: the tensor {tensor!r} ends early: the file has become shorter")
+                filled += count
+    except OSError as error:
+        raise StorageError(f"cannot read {name}: {error}") from error
+    return np.frombuffer(data, dtype).reshape(entry["shape"])
 
 
 def _files(uri: str, opened: contextlib.ExitStack) -> Iterator[tuple[str, str]]:

@@ -20,6 +20,7 @@ from .._names import MANIFEST_SUFFIX
 from .._store import CheckpointStore
 from .._structure import rebuild
 from ._arrays import fix, open_arrays
+from ._base import frozen_values
 from ._orbax import write_orbax
 
 __all__ = ["Exported", "export"]
@@ -52,7 +53,13 @@ class Exported:
     nbytes: int
 
 
-def export(checkpoint: str, out: str, format: Literal["safetensors", "orbax"] = "safetensors") -> Exported:  # noqa: A002
+def export(
+    checkpoint: str,
+    out: str,
+    format: Literal["safetensors", "orbax"] = "safetensors",  # noqa: A002
+    *,
+    base: Any = False,
+) -> Exported:
     """Write the parameters, and the model state, of a checkpoint in a format that other programs read.
 
     Args:
@@ -65,6 +72,8 @@ def export(checkpoint: str, out: str, format: Literal["safetensors", "orbax"] = 
             the model state begin with ``state/``. ``orbax``: the tree of parameters, or
             ``{"params": ..., "state": ...}`` for a model with state. Nodes other than dicts, lists and tuples become
             dicts.
+        base: as in `load`. With it, the output also has the parameters that were frozen. Without it, the output has
+            only those that were trained, such as adapters.
 
     Raises:
         ConfigurationError: `format` is not one of these, or `out` has the suffix of another format.
@@ -86,6 +95,8 @@ def export(checkpoint: str, out: str, format: Literal["safetensors", "orbax"] = 
     manifest = CheckpointStore(folder or ".").open(name, verify=False)
     with open_arrays(fixed) as arrays:
         named = dict(arrays)
+    if base is not False:
+        named |= frozen_values(manifest, base)
     if format == "orbax":
         write_orbax(str(out), _tree(manifest, named))
     else:
@@ -97,7 +108,12 @@ def export(checkpoint: str, out: str, format: Literal["safetensors", "orbax"] = 
 
 def _tree(manifest: Manifest, named: Mapping[str, NDArray[np.generic]]) -> Any:
     """The tree of a checkpoint, or nested dicts where it has nodes that only its script could make."""
-    params = _rebuilt(manifest.structure, {leaf.path: named[leaf.path] for leaf in manifest.leaves})
+    record, paths = manifest.frozen, [leaf.path for leaf in manifest.leaves]
+    structure = manifest.structure
+    if record is not None and record.leaves[0].path in named:
+        mine, others, structure = iter(paths), (leaf.path for leaf in record.leaves), record.structure
+        paths = [next(others) if place else next(mine) for place in record.places]
+    params = _rebuilt(structure, {path: named[path] for path in paths})
     if manifest.state_structure is None:
         return params
     state = {leaf.path: named[MODEL_STATE + leaf.path] for leaf in manifest.state_leaves}

@@ -1,0 +1,129 @@
+"""A checkpoint of a model with frozen parameters is made whole again with the arrays of its base, and no others."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+import safetensors.numpy
+
+import backstay
+from backstay._checkpoint.__main__ import main
+from backstay.errors import CheckpointError
+
+CODES = np.arange(-4, 4, dtype=ml_dtypes.float8_e4m3fn)
+
+
+def init(key):
+    return {"base": {"w": jax.random.normal(key, (4, 4)), "codes": jnp.asarray(CODES)}, "head": (jnp.ones(4),)}
+
+
+def loss(params, batch):
+    return jnp.mean((batch @ params["base"]["w"] @ params["head"][0]) ** 2) + 0 * params["base"]["codes"][0].astype(
+        float
+    )
+
+
+def mapping(name, arrays):
+    return f"other.{name.removeprefix('base.')}" if name.startswith("base.") else None
+
+
+@pytest.fixture
+def base(tmp_path):
+    place = tmp_path / "base"
+    place.mkdir()
+    arrays = {"w": np.eye(4, dtype=np.float32), "codes": np.full(8, 2.0, ml_dtypes.float8_e4m3fn)}
+    for number, (name, array) in enumerate(arrays.items()):
+        tensors = {f"other.{name}": array, f"unused.{number}": np.zeros(1, np.float32)}
+        safetensors.numpy.save_file(tensors, place / f"{number}.safetensors")
+    return place, arrays
+
+
+def trained(tmp_path, **changes):
+    arguments = {
+        "init": init,
+        "loss": loss,
+        "batches": lambda key: np.ones((2, 4), np.float32),
+        "optimizer": optax.sgd(0.1),
+        "steps": 2,
+        "frozen": lambda name: name.startswith("base."),
+        "checkpoint": str(tmp_path / "stored"),
+        "average": 0.5,
+    }
+    return backstay.train(**arguments | changes), str(tmp_path / "stored")
+
+
+def assert_equal(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert (a.dtype, np.asarray(a).tobytes()) == (b.dtype, np.asarray(b).tobytes())
+
+
+def test_a_base_in_several_files_under_other_names(base, tmp_path):
+    """With the base, parameters and average are those of the run. Exports have the same arrays."""
+    place, arrays = base
+    start = backstay.StartFrom(str(place), mapping=mapping, missing="init", unexpected="ignore")
+    result, stored = trained(tmp_path, start_from=start)
+    assert_equal(result.params["base"], {"w": arrays["w"], "codes": arrays["codes"]})
+    alone = backstay.load(stored)
+    assert alone.params["base"] == {"w": None, "codes": None}
+    assert (alone.frozen.start_from, len(alone.frozen.leaves)) == (str(place), 2)
+    whole = backstay.load(stored, base=start)
+    assert_equal(whole.params, result.params)
+    assert_equal(whole.average, result.average)
+    assert_equal(backstay.load(stored, base=result.params).params, result.params)
+    assert_equal(backstay.load(stored, like=result.params, base=start).params, result.params)
+    with pytest.raises(CheckpointError, match=r"missing \(2\)[^$]*give it: base=backstay.StartFrom"):
+        backstay.load(stored, base=True)
+    for out, given in (("adapters", False), ("whole", start)):
+        backstay.export(stored, str(tmp_path / f"{out}.safetensors"), base=given)
+        backstay.export(stored, str(tmp_path / out), "orbax", base=given)
+    assert sorted(safetensors.numpy.load_file(tmp_path / "adapters.safetensors")) == ["head.0"]
+    with safetensors.safe_open(tmp_path / "whole.safetensors", framework="numpy") as found:
+        assert sorted(found.keys()) == ["base.codes", "base.w", "head.0"]
+        assert found.get_tensor("base.w").tobytes() == arrays["w"].tobytes()
+
+
+def test_without_a_mapping_the_place_of_the_job_is_enough(tmp_path, capsys):
+    first = {"base.w": np.eye(4, dtype=np.float32), "base.codes": CODES, "head.0": np.ones(4, np.float32)}
+    place = tmp_path / "model.safetensors"
+    safetensors.numpy.save_file(first, place)
+    result, stored = trained(tmp_path, start_from=str(place))
+    assert_equal(backstay.load(stored, base=True).params, result.params)
+    assert main(stored, str(tmp_path / "out.safetensors"), "safetensors", "") == 0
+    assert "exported step 2: 3 arrays" in capsys.readouterr().out
+    first["base.w"][0, 0] = 2
+    safetensors.numpy.save_file(first, tmp_path / "other.safetensors")
+    text = r"these frozen parameters are not those beside which .* was trained: base.w \(1 of 2 arrays differ\)"
+    with pytest.raises(CheckpointError, match=text):
+        backstay.load(stored, base=tmp_path / "other.safetensors")
+    safetensors.numpy.save_file(first, place)
+    with pytest.raises(CheckpointError, match="has changed"):
+        backstay.load(stored, base=True)
+    assert main(stored, str(tmp_path / "no.safetensors"), "safetensors", str(tmp_path / "absent")) == 1
+    assert "error: " in capsys.readouterr().err
+
+
+def test_a_base_that_init_made_is_given_as_a_tree(tmp_path):
+    result, stored = trained(tmp_path, seed=7)
+    assert_equal(backstay.load(stored, base=init(jax.random.key(7))).params, result.params)
+    with pytest.raises(CheckpointError, match=r"are the result of init: .* base=init\(jax.random.key\(7\)\)"):
+        backstay.load(stored, base=True)
+    with pytest.raises(CheckpointError, match=r"base.w .1 of 2 arrays differ"):
+        backstay.load(stored, base=init(jax.random.key(8)))
+    with pytest.raises(CheckpointError, match=r"`base` has 1 arrays, and all parameters of .* are 3"):
+        backstay.load(stored, base={"w": 1})
+    wide = init(jax.random.key(7)) | {"base": {"w": np.ones((4, 4)), "codes": CODES}}
+    with pytest.raises(CheckpointError, match=r"`base` has float64\[4, 4\] at base.w: must be float32\[4, 4\]"):
+        backstay.load(stored, base=wide)
+
+
+def test_a_checkpoint_without_frozen_parameters_has_no_base(tmp_path):
+    _, stored = trained(
+        tmp_path, frozen=None, init=lambda key: {"w": jnp.ones((4, 1))}, loss=lambda p, b: (b @ p["w"]).sum()
+    )
+    with pytest.raises(CheckpointError, match="has no frozen parameters: leave `base` out"):
+        backstay.load(stored, base=True)
