@@ -9,10 +9,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .._checkpoint import FrozenRecord, Origin
+    from .._checkpoint import FrozenRecord, Origin, StartFrom
     from .._transport import Agreement
     from .._update import LeafSpec, TreeSpec
-    from ._script import Script
 
 __all__ = ["Beginning", "FrozenPart"]
 
@@ -23,8 +22,12 @@ class Beginning:
     A process computes or reads only the part that it needs: servers hold what trains, workers hold what is frozen.
     """
 
-    def __init__(self, script: Script) -> None:
-        self._script = script
+    def __init__(
+        self, init: Callable[[Any], Any], seed: int, start_from: StartFrom | None, *, has_state: bool, frozen: Any
+    ) -> None:
+        """The arguments are those of `train`."""
+        self._init, self._seed, self._start_from = init, seed, start_from
+        self._has_state, self._frozen = has_state, frozen
 
     @cached_property
     def tree(self) -> TreeSpec:
@@ -37,9 +40,8 @@ class Beginning:
 
         from .._update import describe
 
-        script = self._script
-        shapes = jax.eval_shape(script.init, jax.random.key(script.seed))
-        return describe(shapes, has_state=script.has_state, frozen=script.frozen)
+        shapes = jax.eval_shape(self._init, jax.random.key(self._seed))
+        return describe(shapes, has_state=self._has_state, frozen=self._frozen)
 
     def trained(self, start_from: str = "") -> Any:
         """The model of version 0 without its frozen leaves: parameters, or ``(params, state)``.
@@ -74,7 +76,7 @@ class Beginning:
         """
         from .._checkpoint import FrozenLeaf, FrozenRecord, describe_structure
 
-        apart, start = self.tree.frozen, self._script.start_from
+        apart, start = self.tree.frozen, self._start_from
         assert apart is not None
         leaves = tuple(
             FrozenLeaf(path=leaf.path, shape=leaf.shape, dtype=leaf.dtype.name, digest=digest)
@@ -101,7 +103,7 @@ class Beginning:
         """
         from .._checkpoint import MANIFEST_SUFFIX
 
-        start = self._script.start_from
+        start = self._start_from
         if start is None or self.tree.frozen is None:
             return ""
         if record is None and start_from:
@@ -119,7 +121,7 @@ class Beginning:
         Raises:
             CheckpointError: the place that it names cannot be read.
         """
-        start = self._script.start_from
+        start = self._start_from
         if start is None:
             return ""
         from .._checkpoint import fix, patiently
@@ -136,18 +138,17 @@ class Beginning:
         """The values of `leaves`, which `keep` takes out of what `init` returns. `others`: see `read_start`."""
         from .._compute import initial
 
-        script = self._script
         kept = None if self.tree.frozen is None else keep
 
         def own() -> list[Any]:
             if kept is None:
-                return keep(initial(script.init, script.seed))
+                return keep(initial(self._init, self._seed))
             trains = leaves is self.tree.leaves
             with nullcontext() if trains else _on_processor():
-                made: list[Any] = initial(script.init, script.seed, kept, compiled=trains)
+                made: list[Any] = initial(self._init, self._seed, kept, compiled=trains)
             return made
 
-        start = script.start_from
+        start = self._start_from
         if start is None:
             return own()
         from .._checkpoint import patiently, read_start
@@ -164,13 +165,13 @@ class Beginning:
         apart = self.tree.frozen
         if apart is None:
             return jax.tree.leaves(model)
-        params, *state = model if self._script.has_state else (model,)
+        params, *state = model if self._has_state else (model,)
         return jax.tree.leaves((apart.trained(params), *state))
 
     def _frozen_leaves(self, model: Any) -> list[Any]:
         apart = self.tree.frozen
         assert apart is not None
-        return apart.values(model[0] if self._script.has_state else model)
+        return apart.values(model[0] if self._has_state else model)
 
 
 def _on_processor() -> Any:

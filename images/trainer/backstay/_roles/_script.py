@@ -273,7 +273,7 @@ class Script:
     @cached_property
     def beginning(self) -> Beginning:
         """The values that training begins with."""
-        return Beginning(self)
+        return Beginning(self.init, self.seed, self.start_from, has_state=self.has_state, frozen=self.frozen)
 
 
 def epochs_of(script: Script) -> Samples | None:

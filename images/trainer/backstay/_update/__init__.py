@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from ._engine._kernels import Mean, enable_x64, mean, state_mean
     from ._engine._sums import BRANCHES, Tree
     from ._fragments import Turns, fragments_of
-    from ._frozen import FrozenSpec, digest_of, selected
+    from ._frozen import digest_of, selected
     from ._lazy_blocks import LazyBlocks
     from ._local_steps import LocalSteps, default_outer, local_settings, outer_optimizer
     from ._objective import NON_FINITE_LOSS, Objective, OwnGradients, all_finite
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from ._rules import Rule, analyse, called
     from ._selection import ALL, Selection
     from ._snapshot import Entry, Snapshot
-    from ._tree import MODEL_STATE, PARAMS, LeafSpec, TreeSpec, describe, leaf_names
+    from ._tree import MODEL_STATE, PARAMS, FrozenSpec, LeafSpec, TreeSpec, describe, leaf_names
     from ._untrained import UPDATES, Untrained, ZeroLeaves, warning
     from ._whole_state import entries_of, model_from, optimizer_state_from
 
@@ -150,7 +150,7 @@ _HOMES: Final = {
     "DeviceBlock": "._codecs",
     "Encoded": "._codecs",
     "Entry": "._snapshot",
-    "FrozenSpec": "._frozen",
+    "FrozenSpec": "._tree",
     "LazyBlocks": "._lazy_blocks",
     "LeafSpec": "._tree",
     "LocalSteps": "._local_steps",

@@ -1,4 +1,4 @@
-"""Divides the parameters of a model into those that train and frozen ones, which do not travel.
+"""Selects the frozen parameters of a model, which do not travel, and computes digests of them.
 
 Frozen parameters are leaves of the result of `init`, and of the argument of `loss`. The leaves of a `TreeSpec` are only
 those that train, so the optimizer, the shards, the wire and the checkpoints do not know the others. docs/decisions/0098
@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -19,55 +18,11 @@ from numpy.typing import NDArray
 
 from ..errors import TreeError
 
-if TYPE_CHECKING:
-    from ._tree import LeafSpec
-
-__all__ = ["FrozenSpec", "digest_of", "selected"]
+__all__ = ["digest_of", "selected"]
 
 _SHOWN: Final = 8
 _WORDS: Final = 8192
 """A chunk of so many 64-bit words stays in the cache of a processor."""
-
-
-@dataclass(frozen=True)
-class FrozenSpec:
-    """The frozen leaves of a model, and their places in its parameters.
-
-    Attributes:
-        leaves: in the order of the tree.
-        treedef: the `jax.tree_util.PyTreeDef` of all parameters, trained and frozen.
-        places: for each leaf of `treedef`, whether it is frozen.
-    """
-
-    leaves: tuple[LeafSpec, ...]
-    treedef: Any
-    places: tuple[bool, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(leaf.nbytes for leaf in self.leaves)
-
-    def combine(self, params: Any, frozen: Sequence[Any]) -> Any:
-        """All parameters.
-
-        Args:
-            params: the tree of what trains, which has None in the places of frozen leaves.
-            frozen: a value for each of `leaves`.
-        """
-        trained, others = iter(jax.tree_util.tree_leaves(params)), iter(frozen)
-        leaves = [next(others) if place else next(trained) for place in self.places]
-        return jax.tree_util.tree_unflatten(self.treedef, leaves)
-
-    def trained(self, params: Any) -> Any:
-        """The tree of what trains, out of all parameters. Raises `ValueError` if `params` has another structure."""
-        leaves = self.treedef.flatten_up_to(params)
-        kept = [None if place else leaf for place, leaf in zip(self.places, leaves, strict=True)]
-        return jax.tree_util.tree_unflatten(self.treedef, kept)
-
-    def values(self, params: Any) -> list[Any]:
-        """The frozen leaves, out of all parameters. Raises `ValueError` as `trained` does."""
-        leaves = self.treedef.flatten_up_to(params)
-        return [leaf for place, leaf in zip(self.places, leaves, strict=True) if place]
 
 
 def selected(frozen: Any, params: Any, names: Sequence[str]) -> tuple[bool, ...]:

@@ -19,7 +19,7 @@ import numpy as np
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from ..errors import TreeError
-from ._frozen import FrozenSpec, selected
+from ._frozen import selected
 
 PARAMS: Final = "params/"
 MODEL_STATE: Final = "state/"
@@ -68,6 +68,47 @@ class LeafSpec:
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype.name}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True)
+class FrozenSpec:
+    """The frozen leaves of a model, and their places in its parameters.
+
+    Attributes:
+        leaves: in the order of the tree.
+        treedef: the `jax.tree_util.PyTreeDef` of all parameters, trained and frozen.
+        places: for each leaf of `treedef`, whether it is frozen.
+    """
+
+    leaves: tuple[LeafSpec, ...]
+    treedef: Any
+    places: tuple[bool, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    def combine(self, params: Any, frozen: Sequence[Any]) -> Any:
+        """All parameters.
+
+        Args:
+            params: the tree of what trains, which has None in the places of frozen leaves.
+            frozen: a value for each of `leaves`.
+        """
+        trained, others = iter(jax.tree_util.tree_leaves(params)), iter(frozen)
+        leaves = [next(others) if place else next(trained) for place in self.places]
+        return jax.tree_util.tree_unflatten(self.treedef, leaves)
+
+    def trained(self, params: Any) -> Any:
+        """The tree of what trains, out of all parameters. Raises `ValueError` if `params` has another structure."""
+        leaves = self.treedef.flatten_up_to(params)
+        kept = [None if place else leaf for place, leaf in zip(self.places, leaves, strict=True)]
+        return jax.tree_util.tree_unflatten(self.treedef, kept)
+
+    def values(self, params: Any) -> list[Any]:
+        """The frozen leaves, out of all parameters. Raises `ValueError` as `trained` does."""
+        leaves = self.treedef.flatten_up_to(params)
+        return [leaf for place, leaf in zip(self.places, leaves, strict=True) if place]
 
 
 @dataclass(frozen=True)
