@@ -27,8 +27,12 @@ _NOT_TRAINED: Final = (
 )
 
 _FOLDERS: Final = re.compile(r"[^\s'\":]*/")
+_NUMBER: Final = re.compile(r"\d+")
 _FRAME: Final = re.compile(r'\s*File "([^"]+)", line (\d+)')
+# How Python draws an ExceptionGroup and the exceptions in it, at the beginning of each line.
+_GROUP: Final = re.compile(r"\s*(?:[+|] |\+(?:-\+)?-+(?: \d+ -+)?$)")
 _FINAL: Final = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Z_]\w*)(?:: (.*))?$")
+_BEGINS: Final = ("Traceback ", "Exception Group Traceback ")
 _PYTHON: Final = re.compile(r"\S*python[\d.]*: (.*)$")
 # The last line of argparse and click, and a line of absl, when they refuse the arguments of a script. Other programs
 # exit with 2 and such a line too, but not after their usage. Of a long usage, the message may lack the first lines.
@@ -44,6 +48,12 @@ _TRANSIENT: Final = re.compile(
     r"Time(?:d)?out|Connect|Network|Unavailable|Throttl|Socket|SSL|HTTP|Http|URLError|gaierror|BrokenPipe|Temporar|"
     r"RateLimit|IncompleteRead|ClientError|EndpointError|RpcError|MemoryError|StorageError|PeerLost|WaitedTooLong|"
     r"Superseded|KeyboardInterrupt|^(?:OSError|IOError|BlockingIOError|InterruptedError)$"
+)
+# In the last line of a log, if nothing else is known about the end of the program.
+_TRANSIENT_LINE: Final = re.compile(
+    r"time[d]?[ -]?out|connect|network|unavailable|temporar|throttl|socket|ssl|http|refused|unreachable|resolve|"
+    r"\[errno |memory|retry|try again|not ready",
+    re.IGNORECASE,
 )
 # In messages of an accelerator's runtime, or of a library that calls a service: the failure may be temporary.
 _TRANSIENT_TEXT: Final = re.compile(r"RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|out of memory", re.IGNORECASE)
@@ -63,6 +73,8 @@ class Raised:
         text: the exception's message.
         traceback: a bounded traceback; empty if there is none.
         transient: whether the same call may succeed later.
+        guessed: whether only the exit code and the last line of the log are known, such as after ``sys.exit("why")``.
+            `type` is the exit code then. One such death of each pod proves less than an exception.
     """
 
     type: str
@@ -70,14 +82,17 @@ class Raised:
     text: str
     traceback: str = ""
     transient: bool = False
+    guessed: bool = False
 
     @property
     def key(self) -> tuple[str, str]:
         """Equal for the same exception at the same place; without a place, for the same exception and message.
 
         Folders do not count: the folder of a volume, such as that of `spec.code`, may have another path in each pod.
+        Numbers of a guessed text, such as the time, do not count either.
         """
-        return self.type, _FOLDERS.sub("", self.at or self.text)
+        text = _FOLDERS.sub("", self.at or self.text)
+        return self.type, _NUMBER.sub("0", text) if self.guessed else text
 
     @property
     def summary(self) -> str:
@@ -104,7 +119,7 @@ def raised_by(pod: Manifest) -> Raised | None:
     try:
         parsed = json.loads(message)
     except ValueError:
-        return _from_log(message) or _usage_error(message, code)
+        return _from_log(message) or _usage_error(message, code) or _last_line(message, code)
     return _from_message(parsed) if isinstance(parsed, dict) else None
 
 
@@ -117,7 +132,7 @@ def _from_message(message: dict[str, Any]) -> Raised | None:
 
 
 def _from_log(log: str) -> Raised | None:
-    lines = log.rstrip().splitlines()
+    lines = [_GROUP.sub("", line) for line in log.rstrip().splitlines()]
     frames = [(number, found) for number, line in enumerate(lines) if (found := _FRAME.match(line))]
     if not frames:
         found = _PYTHON.match(lines[-1]) if lines else None
@@ -131,7 +146,7 @@ def _from_log(log: str) -> Raised | None:
     # Exceptions that this one was raised from stand above it.
     others = (found[1].rpartition(".")[2] for line in lines if line[:1].strip() and (found := _FINAL.match(line)))
     transient = _is_transient(name, text) or any(_TRANSIENT.search(other) for other in others)
-    start = next((number for number, line in enumerate(lines) if line.startswith("Traceback ")), frames[0][0])
+    start = next((number for number, line in enumerate(lines) if line.startswith(_BEGINS)), frames[0][0])
     return Raised(name, f"{own[-1][1]}:{own[-1][2]}", text, "\n".join(lines[start:]), transient)
 
 
@@ -147,6 +162,15 @@ def _usage_error(log: str, code: int) -> Raised | None:
     if not (_ARGUMENTS.match(refused[1]) or any(_USAGE.match(line) for line in lines)):
         return None
     return Raised("SystemExit", "", lines[-1])
+
+
+def _last_line(log: str, code: int) -> Raised | None:
+    """The end of a program that printed why, and no traceback."""
+    lines = [line.strip() for line in log.rstrip().splitlines()]
+    if not lines or not lines[-1]:
+        return None
+    transient = _TRANSIENT_LINE.search(lines[-1]) is not None or _is_transient("", lines[-1])
+    return Raised(f"exit code {code}", "", lines[-1], transient=transient, guessed=True)
 
 
 def _is_transient(name: str, text: str) -> bool:

@@ -87,6 +87,62 @@ def test_an_import_that_fails_is_read_from_the_log(make_cluster):
     assert message.endswith("ModuleNotFoundError: No module named 'sklearn'")
 
 
+GROUP = """  + Exception Group Traceback (most recent call last):
+  |   File "/backstay/code/train.py", line 9, in <module>
+  |     raise ExceptionGroup("loading", errors)
+  | ExceptionGroup: loading (2 sub-exceptions)
+  +-+---------------- 1 ----------------
+    | ValueError: no column "x"
+    +---------------- 2 ----------------
+    | KeyError: 'y'
+    +------------------------------------
+"""
+
+
+def test_a_group_of_exceptions_is_an_exception(make_cluster):
+    cluster = started(make_cluster)
+    for rank in (0, 1, 2):
+        crash(cluster, WORKER, rank, GROUP)
+    message = cluster.condition("Failed")["message"]
+    assert message.startswith(
+        "ExceptionGroup: loading (2 sub-exceptions) (/backstay/code/train.py:9): raised by 3 of 4"
+    )
+    assert 'ValueError: no column "x"' in message
+
+
+def test_a_temporary_exception_in_a_group_may_pass(make_cluster):
+    cluster = started(make_cluster)
+    for rank in range(4):
+        crash(cluster, WORKER, rank, GROUP.replace("KeyError", "TimeoutError"))
+    assert cluster.status["phase"] != "Failed"
+
+
+def test_the_same_last_line_twice_in_each_pod_fails_the_job(make_cluster):
+    """``sys.exit("why")`` prints no traceback. Another attempt of each pod must end in the same way."""
+    cluster = started(make_cluster)
+    for attempt in (1, 2):
+        for rank in (0, 1, 2):
+            assert cluster.status["phase"] != "Failed"
+            crash(cluster, WORKER, rank, f"loading\n/run/{rank}{attempt}/config.yaml of {attempt}{rank}: no key\n")
+        cluster.tick(2)
+        cluster.settle()
+    failed = cluster.condition("Failed")
+    assert failed["reason"] == "ScriptFailed"
+    assert failed["message"].startswith("exit code 1: /run/")
+    assert ": the end of 3 of 4 workers before the first update, so another attempt" in failed["message"]
+
+
+@pytest.mark.parametrize("last", ["", "cannot connect to data:80", "Connection refused", "the server is not ready"])
+def test_the_end_of_a_program_that_may_pass_is_tried_again(make_cluster, last):
+    cluster = started(make_cluster)
+    for _ in (1, 2):
+        for rank in range(4):
+            crash(cluster, WORKER, rank, f"loading\n{last}\n" if last else "")
+        cluster.tick(2)
+        cluster.settle()
+    assert cluster.status["phase"] != "Failed"
+
+
 def test_a_slot_whose_newest_pod_works_no_longer_counts(make_cluster):
     """Two replacements work, so the exception of the third worker is not one that every attempt raises."""
     cluster = started(make_cluster)

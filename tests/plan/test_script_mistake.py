@@ -88,6 +88,17 @@ def test_o4_other_exceptions_after_the_first_update_are_charged(training: Any, l
     assert cluster.status["roles"]["Worker"]["restarts"] == 3
 
 
+def test_o4_after_the_first_update_a_last_line_does_not_fail_the_job(training: Any) -> None:
+    """Native code may end the process of each worker after the same line of progress."""
+    cluster = training(3)
+    for incarnation in (1, 2):
+        for rank in range(3):
+            crash(cluster, rank, f"step {rank}{incarnation}/100  loss 0.5", incarnation)
+        cluster.tick(60)
+        cluster.settle()
+    assert cluster.status["phase"] != "Failed"
+
+
 def test_o4_one_worker_that_never_contributes_again_fails_the_job(training: Any) -> None:
     """A transform raises for one sample, which every replacement of the worker reads again."""
     cluster = training(3)

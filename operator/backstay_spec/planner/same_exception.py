@@ -2,8 +2,8 @@
 
 Different slots run the same script. If their pods raise the same exception at the same line, or all end with exit code
 0 without training, a retry cannot help. One pod proves nothing, because its node may be the cause. So most slots of a
-role, or of the job, must agree; in a role with one slot two incarnations. No work is lost, because no update was
-applied yet.
+role, or of the job, must agree; in a role with one slot two incarnations. If only the last line of their logs is known,
+each of these slots must have ended so twice. No work is lost, because no update was applied yet.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _has_served(pod: PodView) -> bool:
 
 
 def _agreed(slots: Sequence[Slot], last: Mapping[Slot, Sequence[Raised]], role: str) -> JobFailure | None:
-    counts = Counter(last[slot][0].key for slot in slots if slot in last)
+    counts = Counter(last[slot][0].key for slot in slots if slot in last and _is_sure(last[slot]))
     if not counts:
         return None
     key, agreeing = counts.most_common(1)[0]
@@ -83,8 +83,13 @@ def _agreed(slots: Sequence[Slot], last: Mapping[Slot, Sequence[Raised]], role: 
     return None
 
 
+def _is_sure(found: Sequence[Raised]) -> bool:
+    return not found[0].guessed or (len(found) > 1 and found[0].key == found[1].key)
+
+
 def _failure(raised: Raised, pods: str) -> JobFailure:
     if raised.type == NOT_TRAINED:
         return JobFailure(REASON, f"{raised.text} (seen in {pods})")
-    text = f"{raised.summary}: raised by {pods} before the first update, so another attempt would fail too"
+    how = "the end of" if raised.guessed else "raised by"
+    text = f"{raised.summary}: {how} {pods} before the first update, so another attempt would fail too"
     return JobFailure(REASON, text, raised.traceback)

@@ -14,6 +14,7 @@ cannot end otherwise, however often the workers are replaced:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Final
@@ -40,7 +41,7 @@ def judge(facts: Facts, record: Record) -> JobFailure | None:
     if facts.done or facts.spec.run_policy.suspend or start is None:
         return None
     slots = [slot for slot in desired_slots(facts.job) if slot.role == contract.ROLE_WORKER]
-    raised = {slot: found for slot in slots if (found := same_exception.last_raised(facts.pods.get(slot, ()), start))}
+    raised = {slot: found for slot in slots if (found := _exceptions(facts, slot, start))}
     for slot, found in raised.items():
         if found[0].type in OF_BATCHES:
             return JobFailure(found[0].type, f"{slot.text}: {found[0].text}", found[0].traceback)
@@ -57,10 +58,16 @@ def judge(facts: Facts, record: Record) -> JobFailure | None:
     return None
 
 
+def _exceptions(facts: Facts, slot: Slot, start: datetime) -> list[Raised]:
+    """The exceptions of a slot's dead pods, newest first. An end without one may have another cause."""
+    found = same_exception.last_raised(facts.pods.get(slot, ()), start)
+    return list(itertools.takewhile(lambda raised: not raised.guessed, found))
+
+
 def _cannot_serve(facts: Facts, record: Record, slot: Slot, start: datetime) -> JobFailure | None:
     """The failure, if at least three pods of a server in a row have raised the same exception before they served."""
     pods, backoff = facts.pods.get(slot, ()), record.backoff.get(slot.key)
-    found = same_exception.last_raised(pods, start)
+    found = _exceptions(facts, slot, start)
     # The newest death is counted too: the same plan that counts it is followed by another one.
     if not facts.trained or backoff is None or backoff.failures <= _FAILURES:
         return None
