@@ -246,6 +246,26 @@ def test_an_init_container_that_fails_is_charged_and_ends_the_job_with_its_name(
     assert "the init container download failed with exit code 3: no such bucket" in failed["message"]
 
 
+@pytest.mark.parametrize("role", [WORKER, SERVER])
+def test_pods_that_work_for_an_instant_make_no_pods_without_limit(running, role: str) -> None:
+    """O4: each pod is ready, and a worker has contributed, when it is evicted."""
+    cluster = running(SPEC)
+    created = [cluster.now]
+    for _ in range(80):
+        name = cluster.named(role, 0)
+        if cluster.pods[name]["status"].get("phase") != "Failed":
+            cluster.run(name)
+            cluster.settle()
+            cluster.pods[name]["status"] = disrupted("PreemptionByScheduler")
+        before = set(cluster.pods)
+        cluster.settle()
+        created += [cluster.now for name in set(cluster.pods) - before]
+        cluster.tick(0.25)
+    gaps = [(later - earlier).total_seconds() for earlier, later in itertools.pairwise(created)]
+    assert all(gap >= 1 for gap in gaps[3:])
+    assert len(created) > 4
+
+
 def test_two_preemptions_in_a_row_cost_no_time_and_work_ends_the_row(running) -> None:
     cluster = running(SPEC)
     for _ in range(2):

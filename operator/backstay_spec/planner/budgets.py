@@ -23,12 +23,14 @@ from backstay_spec.types import TrainingJobSpec
 from backstay_spec.types_status import Backoff
 
 __all__ = [
+    "BRIEF",
     "HOPELESS",
     "Cost",
     "NoReplacement",
     "backed_off",
     "cost_of_pod",
     "cost_of_standby",
+    "is_brief",
     "is_spent",
     "wait_after",
 ]
@@ -42,6 +44,9 @@ UNPACED: Final = 2
 # A pod that ran for this long before a disruption is not in a row of deaths, even without known work.
 LIVED: Final = LONGEST_WAIT
 _LAST: Final = 300
+# A pod that lives for less is in a row of deaths even if it has worked. Otherwise a slot could have many pods a second.
+# Times of Kubernetes are whole seconds.
+BRIEF: Final = timedelta(seconds=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +115,17 @@ def cost_of_standby(facts: Facts, record: Record, standby: PodView, verdict: Ver
 
 def _uncharged(facts: Facts, pod: PodView, known: Backoff | None, verdict: Verdict, *, worked: bool) -> Cost:
     created = created_at(pod)
-    lived = has_run(pod) and created is not None and facts.now - created >= LIVED
-    if worked or lived:
+    age = facts.now - created if created is not None else timedelta()
+    if (worked and age >= BRIEF) or (has_run(pod) and age >= LIVED):
         return Cost(charged=False, backoff=None)
     backoff = backed_off(facts, known, verdict, started=has_run(pod))
     return Cost(charged=False, backoff=backoff, wait=backoff.not_before)
+
+
+def is_brief(facts: Facts, pod: PodView, known: Backoff) -> bool:
+    """Whether a pod has not lived long enough to end a row of deaths in which a death was not charged."""
+    created = created_at(pod)
+    return (known.deaths or 0) > known.failures and created is not None and facts.now - created < BRIEF
 
 
 def is_spent(facts: Facts, record: Record, slot: Slot) -> bool:

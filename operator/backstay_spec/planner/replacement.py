@@ -89,7 +89,8 @@ def _judge_living(facts: Facts, record: Record, pod: PodView) -> Decision:
     stalled = hung.reported_stalled(facts, pod)
     if stalled is not None:
         return _end_hung(facts, record, pod, stalled)
-    if pod.slot.key in record.backoff and is_settled(pod, facts.progress):
+    known = record.backoff.get(pod.slot.key)
+    if known is not None and not budgets.is_brief(facts, pod, known) and is_settled(pod, facts.progress):
         record = record.with_backoff(pod.slot.key, None)
     obstacle = None if pod.ready else obstacle_of(pod.raw)
     if obstacle is None:
