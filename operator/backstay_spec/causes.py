@@ -321,9 +321,15 @@ def exit_text(code: int) -> str:
 
 
 def obstacle_of(pod: Manifest) -> Obstacle | None:
-    """Why this pod, which lives, has not started; None once a container of it runs or ran."""
+    """Why this pod, which lives, has not started; None once a container of it that is not an init container runs or
+    ran."""
     status: Mapping[str, Any] = pod.get("status") or {}
-    started = False
+    started, initializes = False, ""
+    sidecars = {
+        container.get("name")
+        for container in (pod.get("spec") or {}).get("initContainers") or ()
+        if container.get("restartPolicy") == "Always"
+    }
     for kind in ("initContainerStatuses", "containerStatuses"):
         for container in _statuses(pod, kind):
             state = container.get("state") or {}
@@ -336,7 +342,10 @@ def obstacle_of(pod: Manifest) -> Obstacle | None:
             if blocked is not None:
                 reported = _joined(waiting["reason"], waiting.get("message") or container.get("image") or "")
                 return Obstacle(blocked, reported)
-            started = started or "running" in state or "terminated" in state
+            if kind == "containerStatuses":
+                started = started or "running" in state or "terminated" in state
+            elif "running" in state and container.get("name") not in sidecars:
+                initializes = str(container.get("name", ""))
     if started or status.get("phase") not in (None, "Pending"):
         return None
     scheduled = _condition(status, "PodScheduled")
@@ -345,6 +354,8 @@ def obstacle_of(pod: Manifest) -> Obstacle | None:
         if scheduled.get("reason") == Blocked.GATED:
             return Obstacle(Blocked.GATED, _joined(Blocked.GATED, why))
         return Obstacle(Blocked.UNSCHEDULABLE, _joined(Blocked.UNSCHEDULABLE, why))
+    if initializes:
+        return Obstacle(Blocked.NOT_STARTED, f"its containers have not started: the init container {initializes} runs")
     # Kubernetes reports a volume that cannot be mounted, such as the code's ConfigMap, only in the pod's events.
     metadata = pod.get("metadata") or {}
     command = f"kubectl --namespace {metadata.get('namespace', '')} events --for pod/{metadata.get('name', '')}"

@@ -140,13 +140,34 @@ def test_an_outcome_of_odd_types_keeps_what_can_be_kept():
     [
         ({"phase": "Pending"}, "NotStarted"),
         ({"phase": "Pending", "conditions": [{"type": "PodScheduled", "status": "False"}]}, "Unschedulable"),
-        ({"phase": "Pending", "initContainerStatuses": [{"name": "i", "state": {"running": {}}}]}, None),
+        ({"phase": "Pending", "initContainerStatuses": [{"name": "i", "state": {"running": {}}}]}, "NotStarted"),
+        (
+            {
+                "phase": "Pending",
+                "initContainerStatuses": [{"name": "i", "state": {"terminated": {"exitCode": 0}}}],
+                "containerStatuses": [{"name": "trainer", "state": {"running": {}}}],
+            },
+            None,
+        ),
         ({"phase": "Running"}, None),
     ],
 )
 def test_what_keeps_a_pod_from_starting(status, blocked):
     obstacle = obstacle_of(pod(status))
     assert (obstacle.blocked if obstacle else None) == blocked
+
+
+def test_an_init_container_that_runs_is_named_and_a_sidecar_is_not():
+    """T8: the pod has not started, so `pendingDeadlineSeconds` counts."""
+    states = [{"name": name, "state": {"running": {}}} for name in ("proxy", "download")]
+    waiting = [{"name": "trainer", "state": {"waiting": {"reason": "PodInitializing"}}}]
+    status = {"phase": "Pending", "initContainerStatuses": states, "containerStatuses": waiting}
+    spec = {"initContainers": [{"name": "proxy", "restartPolicy": "Always"}, {"name": "download"}]}
+    obstacle = obstacle_of({"spec": spec, "status": status})
+    assert obstacle.text == "its containers have not started: the init container download runs"
+    obstacle = obstacle_of({"spec": spec, "status": {**status, "initContainerStatuses": states[:1]}})
+    assert obstacle.blocked == "NotStarted"
+    assert "init container" not in obstacle.text
 
 
 def test_what_a_script_printed_cannot_move_a_reader_s_cursor():
