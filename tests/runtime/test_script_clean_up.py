@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from between import until
 
 ALL = {f"{pod}-{what}" for pod in ("parameter-server-0", "worker-0") for what in ("handler", "atexit")}
 
@@ -30,6 +31,20 @@ def test_t8_after_sigterm_the_clean_up_of_the_script_runs(job, tmp_path: Path, s
     assert server.wait() == 143
     assert written(folder) == ALL
     assert list(checkpoints.glob("*.manifest.json"))
+
+
+def test_t8_the_descriptor_of_an_event_loop_gets_the_signal(job, tmp_path: Path) -> None:
+    folder = tmp_path / "written"
+    folder.mkdir()
+    tiny = job(1, 1)
+    tiny.environment = {"CLEAN_UP": str(folder), "STEPS": "100000", "WAKES": "1"}
+    server, worker = tiny.server(0), tiny.worker(0)
+    tiny.wait_for(worker, "step 1/")
+    for pod in (worker, server):
+        pod.process.send_signal(signal.SIGTERM)
+        assert pod.wait() == 143
+    until(lambda: len(list(folder.glob("*-woken"))) == 2)
+    assert {file.read_text() for file in folder.glob("*-woken")} == {str(int(signal.SIGTERM))}
 
 
 def test_t8_at_the_end_of_a_job_only_atexit_runs(job, tmp_path: Path) -> None:

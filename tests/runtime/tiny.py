@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -112,7 +113,17 @@ def clean_up() -> None:
         put(folder / f"{pod}-handler", str(number))
 
     signal.signal(signal.SIGTERM, handle)
+    if "WAKES" in os.environ:
+        wake_up(folder / f"{pod}-woken")
     atexit.register(lambda: put(folder / f"{pod}-atexit", "done"))
+
+
+def wake_up(file):
+    """Writes the number of a signal that arrives at the descriptor of `signal.set_wakeup_fd`."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write)
+    threading.Thread(target=lambda: put(file, str(os.read(read, 1)[0])), daemon=True).start()
 
 
 def put(file, text):

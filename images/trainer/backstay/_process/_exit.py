@@ -41,6 +41,7 @@ class Stop:
     def __init__(self) -> None:
         self.requested = threading.Event()
         self._before: Any = None  # what handled SIGTERM before `install`
+        self._woken = -1  # the script's descriptor of `signal.set_wakeup_fd`
         self._came = False  # SIGTERM has arrived; the thread may not have read that yet
         self._lock = threading.Lock()
         self._then: list[Callable[[], None]] = []
@@ -59,7 +60,7 @@ class Stop:
         theirs.setblocking(False)
         try:
             self._before = signal.signal(signal.SIGTERM, self._handle)
-            signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+            self._woken = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
         except ValueError:
             ours.close()
             theirs.close()
@@ -72,7 +73,7 @@ class Stop:
             self._then.clear()
         if self._before is None or threading.current_thread() is not threading.main_thread():
             return
-        signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(self._woken)
         signal.signal(signal.SIGTERM, self._before)
         self._before = None
         if self._came or self.requested.is_set():
@@ -98,6 +99,9 @@ class Stop:
     def _listen(self, ours: socket.socket, theirs: socket.socket) -> None:
         with ours, theirs:
             while numbers := ours.recv(64):
+                if self._woken != -1:
+                    with contextlib.suppress(OSError):
+                        os.write(self._woken, numbers)  # an event loop of the script waits for them
                 if signal.SIGTERM in numbers:
                     self.request()
 
