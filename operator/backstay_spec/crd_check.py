@@ -7,6 +7,7 @@ field with the most similar name.
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import json
 import math
@@ -193,6 +194,8 @@ class FoundMistakes:
             hint = f"; write {value.lower()} without quotes"
         elif kind == "string" and isinstance(value, bool | int | float):
             hint = f"; write {display(str(value).lower() if isinstance(value, bool) else str(value))} in quotes"
+        elif kind == "string" and isinstance(value, datetime.date | None):
+            hint = f"; write {display('null' if value is None else str(value))} in quotes"
         elif kind == "array" and isinstance(value, str):
             hint = f"; write {display(value.split())}"
         shown = kind_of(value) if isinstance(value, Mapping | list | tuple) else f"{display(value)}, {kind_of(value)}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -102,6 +104,30 @@ def test_the_other_objects_of_a_file_are_kept_in_their_order(write) -> None:
 )
 def test_a_script_is_known_by_its_name_or_its_content(write, name: str, text: str, script: bool) -> None:
     assert is_script(write(text, name)) is script
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xef\xbb\xbfimport backstay\n", b"# -*- coding: latin-1 -*-\nname = '\xe9'\n", b"x = 1\r\ny = 2\r\n"]
+)
+def test_a_script_is_read_in_the_encoding_in_which_python_reads_it(tmp_path: Path, content: bytes) -> None:
+    script = tmp_path / "train"
+    script.write_bytes(content)
+    assert is_script(script)
+    script.write_bytes(b"x = '\xe9'\n")
+    assert not is_script(script)
+
+
+def test_the_items_of_a_list_are_objects_of_the_file(write) -> None:
+    """`kubectl get -o yaml` writes such a list."""
+    job = json.dumps(yaml.safe_load(JOB % ""))
+    config = '{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c"}, "data": {}}'
+    loaded = load_job(write(f"kind: List\napiVersion: v1\nitems: [{config}, {job}]\n"))
+    assert loaded.job["kind"] == "TrainingJob"
+    assert [other["kind"] for other in loaded.others] == ["ConfigMap"]
+    file = write(f"kind: List\nitems:\n- {config}\n- {job[:-1]}, 'extra': 010}}\n")
+    assert load_job(file).written == {"extra": "010"}
+    with pytest.raises(BadInput, match="holds 0 TrainingJobs"):
+        load_job(write(f"kind: List\nitems: [{config}, {config}]\n"))
 
 
 def test_a_job_that_would_wait_indefinitely_is_refused(write) -> None:

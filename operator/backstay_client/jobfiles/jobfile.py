@@ -11,6 +11,7 @@ import re
 import secrets
 import shlex
 import sys
+import tokenize
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -116,6 +117,7 @@ def load_job(path: Path) -> LoadedJob:
         raise BadInput(f"{path} is not YAML: {error}") from None
     except ValueError as error:
         raise BadInput(f"{path} holds an invalid value: {error}") from None
+    documents, texts = _flat(documents, scalars)
     known = [number for number, document in enumerate(documents) if document is not None]
     jobs = [
         number
@@ -127,7 +129,23 @@ def load_job(path: Path) -> LoadedJob:
     if len(jobs) != 1:
         raise BadInput(f"{path} holds {len(jobs)} TrainingJobs: must hold exactly one")
     others = tuple(documents[number] for number in known if number != jobs[0])
-    return LoadedJob(documents[jobs[0]], others, scalars[jobs[0]])
+    return LoadedJob(documents[jobs[0]], others, texts[jobs[0]])
+
+
+def _flat(documents: Sequence[Any], scalars: Sequence[Mapping[str, str]]) -> tuple[list[Any], list[Mapping[str, str]]]:
+    """The documents, and the items of each ``kind: List`` in its place."""
+    objects, texts = list[Any](), list[Mapping[str, str]]()
+    for document, written in zip(documents, scalars, strict=True):
+        items = document.get("items") if isinstance(document, dict) and document.get("kind") == "List" else None
+        if not isinstance(items, list):
+            objects.append(document)
+            texts.append(written)
+            continue
+        for number, item in enumerate(items):
+            begin = f"items[{number}]."
+            objects.append(item)
+            texts.append({path.removeprefix(begin): text for path, text in written.items() if path.startswith(begin)})
+    return objects, texts
 
 
 def _text_of(path: Path) -> str:
@@ -146,7 +164,8 @@ def is_script(path: Path) -> bool:
     if path.suffix in {".yaml", ".yml", ".json", ".ipynb"} or is_standard_input(path) or not path.is_file():
         return False
     try:
-        text = path.read_text(encoding="utf-8")
+        with tokenize.open(path) as file:  # in the encoding that Python reads it in
+            text = file.read()
         if text.startswith("#!"):
             return "python" in text.partition("\n")[0]
         ast.parse(text)
