@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -100,3 +102,30 @@ def test_t7_a_script_with_another_learning_rate_continues_with_it(
     assert run(0.1, 10) == pytest.approx(-1.0)
     assert run(0.001, 20) == pytest.approx(-1.01)
     assert "0.1 was replaced by 0.001" in capfd.readouterr().err
+
+
+def test_t7_a_constant_that_updates_change_stays_with_a_warning(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def decaying(rate: float) -> optax.GradientTransformation:
+        def update(gradients: Any, state: Any, params: Any = None) -> Any:
+            return jax.tree.map(lambda leaf: -state["rate"] * leaf, gradients), {"rate": state["rate"] * 0.5}
+
+        return optax.GradientTransformation(lambda params: {"rate": jnp.asarray(rate)}, update)
+
+    def run(rate: float, steps: int) -> float:
+        result = backstay.train(
+            init=lambda key: {"w": jnp.zeros(())},
+            loss=lambda params, batch: params["w"],
+            batches=lambda key: np.zeros(1),
+            optimizer=decaying(rate),
+            steps=steps,
+            checkpoint=str(tmp_path),
+        )
+        return float(result.params["w"])
+
+    assert run(1.0, 1) == pytest.approx(-1.0)
+    assert run(0.25, 2) == pytest.approx(-1.5)
+    said = capfd.readouterr().err
+    assert "the optimizer begins with other values: 1.0 was replaced by 0.25. They are not used" in said
+    assert "computes another update" not in said

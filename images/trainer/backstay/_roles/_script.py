@@ -136,6 +136,9 @@ class Script:
         if self.evaluate_every is not None and self.evaluate is None:
             raise ConfigurationError("evaluate_every is given without evaluate: give both, or leave it out")
         set_whole(self, "steps", "seed", "evaluate_every")
+        for name in ("has_state", "has_rng"):
+            if type(getattr(self, name)).__name__ == "bool_":  # of NumPy, which may not be imported yet
+                object.__setattr__(self, name, bool(getattr(self, name)))
         every = self.evaluate_every
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
             raise ConfigurationError(f"evaluate_every is {every!r}: must be a whole number of updates, 1 or more")
@@ -153,6 +156,10 @@ class Script:
             raise ConfigurationError(f"steps is {self.steps!r}: must be a whole number of updates, 0 or more")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
             raise ConfigurationError(f"seed is {self.seed!r}: must be a whole number from 0 to 2**32 - 1")
+        for name in ("clip_norm", "average", "log_every"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, int | float):
+                object.__setattr__(self, name, _number(name, value))
         if self.clip_norm is not None and not 0.0 < self.clip_norm < math.inf:
             raise ConfigurationError(f"clip_norm is {self.clip_norm!r}: must be a positive number, or None not to clip")
         if self.average is not None and (isinstance(self.average, bool) or not 0.0 < self.average < 1.0):
@@ -240,10 +247,12 @@ class Script:
         Args:
             config: the settings of the job; None: one process.
         """
-        program = plan.rule.program
+        updates, start = plan.rule.updates, plan.rule.start
         return {
-            "optimizer": program.sha256.hex(),
-            "optimizer_constants": " ".join(program.constants),
+            "optimizer": updates.sha256.hex(),
+            "optimizer_constants": " ".join(updates.constants),
+            "optimizer_start": start.sha256.hex(),
+            "optimizer_start_constants": " ".join(start.constants),
             "steps": str(self.steps),
             "clip_norm": str(self.clip_norm),
             "update.mode": "Sync" if config is None else config.mode,
@@ -274,6 +283,14 @@ class Script:
     def beginning(self) -> Beginning:
         """The values that training begins with."""
         return Beginning(self.init, self.seed, self.start_from, has_state=self.has_state, frozen=self.frozen)
+
+
+def _number(name: str, value: Any) -> float:
+    """A number of NumPy or JAX, as a float."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ConfigurationError(f"{name} is {_shown(value)}: must be a number") from None
 
 
 def epochs_of(script: Script) -> Samples | None:

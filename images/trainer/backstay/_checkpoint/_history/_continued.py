@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["Continued", "changes_of", "log_continued"]
 
 _LOG = logging.getLogger(__name__)
-_OPTIMIZER: Final = ("optimizer", "optimizer_constants")
+_OPTIMIZER: Final = ("optimizer", "optimizer_constants", "optimizer_start", "optimizer_start_constants")
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,23 @@ def changes_of(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, 
     """The differences between the settings of two runs, as text; settings that only one of them has are left out."""
     different = [name for name in sorted(before.keys() & now.keys()) if before[name] != now[name]]
     changes = [f"{name} was {before[name]} and is {now[name]}" for name in different if name not in _OPTIMIZER]
-    if different and "optimizer" in different:
-        mine, theirs = now.get("optimizer_constants", "").split(), before.get("optimizer_constants", "").split()
-        old, new = [one for one in theirs if one not in mine], [one for one in mine if one not in theirs]
-        changes.insert(0, f"the optimizer computes another update{_replaced(' '.join(old), ' '.join(new))}")
+    if "optimizer_start" in different:
+        begins = f"the optimizer begins with other values{_constants(before, now, 'optimizer_start')}"
+        changes.insert(
+            0,
+            f"{begins}. They are not used, because the values of the checkpoint stay. To use them, begin with another "
+            "checkpoint.uri and start_from",
+        )
+    # Of checkpoints before 27 November 2026, "optimizer" has these values too.
+    if "optimizer" in different and "optimizer_start" in before:
+        changes.insert(0, f"the optimizer computes another update{_constants(before, now, 'optimizer')}")
     return tuple(changes)
+
+
+def _constants(before: Mapping[str, str], now: Mapping[str, str], name: str) -> str:
+    mine, theirs = (settings.get(f"{name}_constants", "").split() for settings in (now, before))
+    old, new = [one for one in theirs if one not in mine], [one for one in mine if one not in theirs]
+    return _replaced(" ".join(old), " ".join(new))
 
 
 def _replaced(old: str, new: str) -> str:

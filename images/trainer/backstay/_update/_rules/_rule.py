@@ -149,9 +149,24 @@ class Rule:
     @cached_property
     def program(self) -> ProgramDigest:
         """The computation of the optimizer, its initial state included."""
+        return self._program(range(len(self.states)))
+
+    @cached_property
+    def updates(self) -> ProgramDigest:
+        """The computation of updates from the state of a checkpoint, with `constants` of this script."""
+        return self._program(self.constants)
+
+    @cached_property
+    def start(self) -> ProgramDigest:
+        """The initial values of the states that a checkpoint replaces."""
+        init, _ = Slicer(self._init).select([i for i in range(len(self.states)) if i not in self.constants])
+        return program_digest([init], [], [])
+
+    def _program(self, states: Sequence[int]) -> ProgramDigest:
+        """The computation of updates, and of the initial values of some states."""
         whole = [program for program in self.programs if isinstance(program, WholeProgram)]
         blocks = [program for program in self.programs if isinstance(program, ElementwiseProgram)]
-        init, _ = Slicer(self._init).select(range(len(self.states)))
+        init, _ = Slicer(self._init).select(states)
         layout = [
             [[isinstance(program, WholeProgram) for program in self.programs]],
             [[list(group.leaves), list(group.states), group.program] for group in self.groups],
