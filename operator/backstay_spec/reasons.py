@@ -391,7 +391,7 @@ FAILURES: Final[tuple[FailureDoc, ...]] = (
         "ScriptFailed",
         "Most pods of a role raised the same exception before the first update, or all workers after it. Or a worker "
         "that each update needs raised it three times in a row without a contribution. Or most pods ended twice with "
-        "the same last line of their logs before the first update, such as after `sys.exit(\"no data\")`.",
+        'the same last line of their logs before the first update, such as after `sys.exit("no data")`.',
         _SCRIPT,
     ),
     FailureDoc(
