@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from typer.testing import CliRunner
 from backstay_cli.main import app
 from backstay_cli.run import Following, keep_trace
 from backstay_client.finding.stored_run import StateFile
-from backstay_client.jobfiles.jobfile import BadInput
+from backstay_client.jobfiles.jobfile import BadInput, refuse_unwritable
 from backstay_client.reading.timeline import BadTimeline, chrome_trace, read
 from backstay_client.reading.trace import trace_of_file, write_trace
 from backstay_client.show.lines import LineDisplay
@@ -206,6 +208,27 @@ def test_a_file_that_cannot_be_written_is_named_and_none_is_left(tmp_path: Path)
     content = timeline(spans(SERVER, 0, [("apply", 1.0, 2.0, 1)]))
     with pytest.raises(BadInput, match=r"--out: .*no/out\.json cannot be written"):
         write_trace(content, (), tmp_path / "no" / "out.json", "here")
+
+
+def test_a_pipe_is_written_and_a_link_stays(tmp_path: Path) -> None:
+    """`--trace` of a file that is not a regular one, such as a device, does not replace it."""
+    content = timeline(spans(SERVER, 0, [("apply", 1.0, 2.0, 1)]))
+    pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "trace.json"
+    os.mkfifo(pipe)
+    refuse_unwritable(pipe, "--trace")
+    got: list[bytes] = []
+    reader = threading.Thread(target=lambda: got.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    write_trace(content, (), pipe, "here")
+    reader.join(30)
+    assert pipe.is_fifo()
+    file.write_text("old")
+    link.symlink_to(file)
+    write_trace(content, (), link, "here")
+    assert link.is_symlink()
+    assert got == [file.read_bytes()]
+    assert b"traceEvents" in got[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe", "trace.json"]
 
 
 def test_what_a_server_has_stored_before_it_was_killed_is_in_the_trace_of_its_successor(tmp_path: Path) -> None:

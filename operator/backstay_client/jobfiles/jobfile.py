@@ -503,6 +503,8 @@ def refuse_unwritable(path: Path, option: str) -> None:
     """
     try:
         existed = path.exists()
+        if path.is_fifo():  # to open it would wait for its reader
+            return
         with path.open("ab"):
             pass
         if not existed:

@@ -140,6 +140,22 @@ def _readable(stored: Iterable[str]) -> Iterator[bytes]:
             yield unpacked(read_file(place))
 
 
+def _put(out: Path, content: bytes) -> None:
+    """Write a file completely or not at all. A link stays. A pipe or a device is written as it is, and not replaced."""
+    if out.exists() and not out.is_file():
+        out.write_bytes(content)
+        return
+    place = out.resolve()
+    temporary = place.with_name(f".{place.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(place)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
 def write_trace(
     timeline: bytes,
     history: Sequence[ShownEntry],
@@ -175,12 +191,8 @@ def write_trace(
     text = json.dumps(chrome_trace(job, history), allow_nan=False, separators=(",", ":")).encode()
     if not out.name or out.is_dir():
         raise BadInput(f"--out: {out} is a folder: name a file")
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_bytes(gzip.compress(text) if out.suffix == ".gz" else text)
-        temporary.replace(out)
+        _put(out, gzip.compress(text) if out.suffix == ".gz" else text)
     except OSError as failed:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
         raise BadInput(f"--out: {out} cannot be written: {failed.strerror or failed}") from None
     return Written(out, job, source, error)
