@@ -215,6 +215,8 @@ def test_a_pipe_is_written_and_a_link_stays(tmp_path: Path) -> None:
     content = timeline(spans(SERVER, 0, [("apply", 1.0, 2.0, 1)]))
     pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "trace.json"
     os.mkfifo(pipe)
+    file.write_text("old")
+    link.symlink_to(file)
     refuse_unwritable(pipe, "--trace")
     got: list[bytes] = []
     reader = threading.Thread(target=lambda: got.append(pipe.read_bytes()), daemon=True)
@@ -222,8 +224,6 @@ def test_a_pipe_is_written_and_a_link_stays(tmp_path: Path) -> None:
     write_trace(content, (), pipe, "here")
     reader.join(30)
     assert pipe.is_fifo()
-    file.write_text("old")
-    link.symlink_to(file)
     write_trace(content, (), link, "here")
     assert link.is_symlink()
     assert got == [file.read_bytes()]
