@@ -27,6 +27,7 @@ MAX_DEPTH: Final = 64
 """Deepest nesting of what is passed on to Kubernetes; no pod comes near it, and a bomb must not exhaust the stack."""
 
 _SHOWN: Final = 60
+_LONE_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 _VALID: Final = {bound.path: bound.valid for bound in BOUNDS if bound.valid}
 _TYPES: Final = {
     "integer": "a whole number",
@@ -211,9 +212,9 @@ class FoundMistakes:
         clean: dict[str, Any] = {}
         for name, inner in value.items():
             here, there = join(path, name), join(schema_path, name)
-            if not isinstance(name, str):
-                self.refuse(here, f"is a field named by {kind_of(name)}: must be named by a string; write it in quotes")
-            elif name in properties:
+            if not self._is_name(name, here):
+                continue
+            if name in properties:
                 if inner is not None:
                     clean[name] = self.value(inner, properties[name], here, there, lenient=lenient)
             elif extra is not None:
@@ -231,6 +232,12 @@ class FoundMistakes:
                 self.refuse(join(path, name), self._missing(properties[name], join(schema_path, name)))
         self._size(len(clean), schema, path, schema_path, "Properties")
         return clean
+
+    def _is_name(self, name: object, path: str) -> bool:
+        if isinstance(name, str):
+            return self._is_text(name, path)
+        self.refuse(path, f"is a field named by {kind_of(name)}: must be named by a string; write it in quotes")
+        return False
 
     @staticmethod
     def _missing(schema: Schema, schema_path: str) -> str:
@@ -250,6 +257,8 @@ class FoundMistakes:
         return value
 
     def _string(self, value: str, schema: Schema, path: str, schema_path: str) -> None:
+        if not self._is_text(value, path):
+            return
         choices: list[str] = schema.get("enum", [])
         if choices and value not in choices:
             near = _close(value, choices) if len(choices) > 1 else None
@@ -265,6 +274,13 @@ class FoundMistakes:
             self.refuse(path, f"is {display(value)}: must be {_VALID.get(schema_path) or 'a string'}{longest}")
         elif pattern and re.search(rf"{pattern}\Z", value) is None:
             self.refuse(path, f"is {display(value)}: must be {_VALID[schema_path]}")
+
+    def _is_text(self, value: str, path: str) -> bool:
+        """Refuse what Python makes of bytes that are not UTF-8. An API server would store another text without a word."""
+        if value.isascii() or _LONE_SURROGATE.search(value) is None:
+            return True
+        self.refuse(path, f"is {display(value)}, which is not UTF-8 text: must be UTF-8, as all text in Kubernetes")
+        return False
 
     def _range(self, value: float, schema: Schema, path: str) -> None:
         low, high = schema.get("minimum"), schema.get("maximum")
@@ -297,15 +313,15 @@ class FoundMistakes:
                 return None
             if isinstance(one, Mapping):
                 for name, inner in one.items():
-                    if not isinstance(name, str):
-                        message = f"is a field named by {kind_of(name)}: must be named by a string; write it in quotes"
-                        self.refuse(join(where, name), message)
+                    self._is_name(name, join(where, name))
                     waiting.append((join(where, name), inner, depth + 1))
             elif isinstance(one, list | tuple):
                 waiting.extend((f"{where}[{index}]", inner, depth + 1) for index, inner in enumerate(one))
             elif isinstance(one, float) and not math.isfinite(one):
                 self.refuse(where, f"is {one}: must be a finite number, JSON has no other")
-            elif not (one is None or isinstance(one, bool | int | float | str)):
+            elif isinstance(one, str):
+                self._is_text(one, where)
+            elif not (one is None or isinstance(one, bool | int | float)):
                 self.refuse(where, f"is {kind_of(one)}: must be a string; write it in quotes")
         return value
 

@@ -78,7 +78,7 @@ def _metadata(value: Any, check: FoundMistakes) -> Any:
 
 
 def _typed(job: dict[str, Any]) -> TrainingJob:
-    """The models must take what the schema took; what they refuse nevertheless (a lone surrogate) is a mistake too."""
+    """The models must take what the schema took; what they refuse nevertheless is a mistake too."""
     try:
         return TrainingJob.model_validate(job)
     except ValidationError as error:

@@ -54,6 +54,8 @@ def test_the_words_of_a_script_are_escaped_and_may_be_thousands(write) -> None:
     assert len(job_of_script(script, arguments=["1"] * 3000)["spec"]["command"]) == 3002
     with pytest.raises(BadInput, match=r"the script with its arguments: has 5002 items: must have at most 4096"):
         job_of_script(script, arguments=["1"] * 5000)
+    with pytest.raises(BadInput, match=r'^word 3 of the script with its arguments is "a\\udcff", which is not UTF-8'):
+        job_of_script(script, arguments=["1", "a\udcff"])
 
 
 def test_a_job_with_generate_name_gets_a_name_as_from_an_api_server(write) -> None:

@@ -387,6 +387,29 @@ def test_a_name_that_the_api_server_makes_up_must_fit_too() -> None:
     assert message.startswith("metadata.name: ")
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "place"),
+    [
+        ("spec/command", ["python", "t.py", "a\udcff"], "spec.command[2]"),
+        ("spec/workingDir", "/\udcff", "spec.workingDir"),
+        ("spec/env", [{"name": "A", "value": "\udcff"}], "spec.env[0].value"),
+        ("spec/workers/template/metadata", {"labels": {"a": "\udcff"}}, "spec.workers.template.metadata.labels.a"),
+        ("metadata/labels", {"\udcff": "a"}, 'metadata.labels["\\udcff"]'),
+        (
+            "spec/workers/template/spec",
+            {"nodeSelector": {"\udcff": "a"}},
+            'spec.workers.template.spec.nodeSelector["\\udcff"]',
+        ),
+    ],
+)
+def test_what_is_not_utf8_is_named_because_kubernetes_would_store_something_else(
+    path: str, value: Any, place: str
+) -> None:
+    (message,) = refusals(with_field(path, value))
+    assert message.startswith(f"{place}: is ")
+    assert message.endswith("which is not UTF-8 text: must be UTF-8, as all text in Kubernetes")
+
+
 def test_a_nesting_bomb_is_refused() -> None:
     bomb: Any = []
     for _ in range(100_000):

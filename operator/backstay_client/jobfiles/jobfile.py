@@ -402,7 +402,7 @@ _OPTIONS = {
     "spec.checkpoint.keepBest.mode": "keep_best",
     "spec.checkpoint.continueFrom": "continue_from",
 }
-_FIELD = re.compile("|".join(re.escape(path) + r"\b" for path in _OPTIONS))
+_FIELD = re.compile("(" + "|".join(re.escape(path) + r"\b" for path in _OPTIONS) + r")(?:\[(\d+)\])?")
 
 
 def _as_option(name: str) -> str:
@@ -413,8 +413,10 @@ def _of_options(error: str, written: Callable[[str], str]) -> str:
     """An error that names the options in place of the fields that they set."""
 
     def option(found: re.Match[str]) -> str:
-        name = _OPTIONS[found.group()]
-        return name if name == _WORDS else written(name)
+        name = _OPTIONS[found.group(1)]
+        if name != _WORDS:
+            return written(name)
+        return name if found.group(2) is None else f"word {found.group(2)} of {name}"  # word 0 is "python"
 
     return _FIELD.sub(option, error).replace(": is ", " is ", 1)
 
