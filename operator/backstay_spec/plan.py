@@ -188,10 +188,11 @@ def _ended(facts: Facts, outline: _Outline, ending: end.Success | JobFailure) ->
     reached = {}
     if isinstance(ending, JobFailure) and (step := last_step(facts)) is not None:
         reached = {"step": step}
+    created = conditions.pods_created_at_the_end(facts, outline.record, desired_slots(facts.job))
     return replace(
         outline,
         record=replace(outline.record, backoff={}),
-        statements=outline.statements + tuple(conditions.ended(ending, reached.get("step"))),
+        statements=outline.statements + tuple(conditions.ended(ending, reached.get("step"))) + tuple(created),
         fields={
             **outline.fields,
             **reached,

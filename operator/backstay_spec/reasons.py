@@ -91,6 +91,7 @@ CONDITIONS: Final[tuple[ConditionDoc, ...]] = (
             "Preparing": "The operator creates the Secret and the Services.",
             "PodRefused": "The API server refused a pod. The message has the reason.",
             "InvalidPod": "The API server refused a pod as invalid. The job fails.",
+            "Finished": "The job ended before the operator had observed all pods.",
         },
         "For `PodRefused`: raise the quota, or correct what the message names.",
     ),

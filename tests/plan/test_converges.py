@@ -218,6 +218,11 @@ def test_any_history_converges(make_cluster, standbys):
             dead = [d.pod for d in self.cluster.deaths]
             assert len(dead) == len(set(dead))
 
+        @invariant()
+        @precondition(lambda self: self.ended())
+        def a_job_that_has_ended_knows_whether_its_pods_were_created(self):
+            assert self.cluster.condition("PodsCreated")["status"] != "Unknown"
+
         # Where it must end.
 
         def teardown(self):

@@ -18,6 +18,22 @@ SPEC = {"parameterServers": {"replicas": 1}, "workers": {"replicas": 2}, "checkp
 REFUSED = json.dumps({"result": "Refused", "reason": "OtherParameters", "message": "w is float32[5] here"})
 
 
+@pytest.mark.parametrize(("gone", "says"), [(False, ("True", "AllCreated")), (True, ("False", "Finished"))])
+def test_a_job_that_fails_as_soon_as_its_pods_exist_says_whether_they_were_created(make_cluster, gone, says):
+    cluster = make_cluster(TWO_SERVERS)
+    while len(cluster.pods) < 5:
+        cluster.apply(cluster.plan())
+    assert cluster.condition("PodsCreated")["status"] == "Unknown"
+    cluster.run_all()
+    if gone:
+        cluster.vanish(cluster.named(WORKER, 1))
+    cluster.end(cluster.named(SERVER, 1), 1, REFUSED.replace("Refused", "Failed"))
+    cluster.settle()
+    assert cluster.status["phase"] == "Failed"
+    created = cluster.condition("PodsCreated")
+    assert (created["status"], created["reason"]) == says
+
+
 def test_training_ends_by_shard_0s_word_alone(running):
     cluster = running(TWO_SERVERS)
     said = {"result": "Succeeded", "step": 500, "term": 3, "checkpoint": "file:///ckpt/500", "loss": 0.01375168}

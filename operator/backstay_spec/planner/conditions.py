@@ -30,6 +30,7 @@ __all__ = [
     "checkpointing",
     "ended",
     "pods_created",
+    "pods_created_at_the_end",
     "pods_ready",
     "resumed",
     "slow_start",
@@ -185,6 +186,16 @@ def pods_created(facts: Facts, found: Effects) -> list[Statement]:
     elif not facts.can_create and before is None:
         return [Statement(kind, None, "Preparing", "Secret and Services are being created")]
     return []
+
+
+def pods_created_at_the_end(facts: Facts, record: Record, slots: Sequence[Slot]) -> list[Statement]:
+    """A job that fails early ends between the creation of its pods and the next plan, which would record it."""
+    known = facts.conditions.get(status.PODS_CREATED)
+    if known is None or known.status != "Unknown":
+        return []
+    if all_created(facts, record, slots, Effects()):
+        return [Statement(status.PODS_CREATED, True, "AllCreated", status.ALL_CREATED)]
+    return [Statement(status.PODS_CREATED, False, "Finished", "the job ended before all pods were observed")]
 
 
 def all_created(facts: Facts, record: Record, slots: Sequence[Slot], found: Effects) -> bool:

@@ -188,9 +188,9 @@ def _with_progress(
     )
     if not new.all_created:
         return late
-    kind, text = status.PODS_CREATED, "every pod has been created"
+    kind = status.PODS_CREATED
     before = new.conditions.get(kind)
-    created = status.conditioned(before, kind, "True", "AllCreated", text, now, meta.generation)
+    created = status.conditioned(before, kind, "True", "AllCreated", status.ALL_CREATED, now, meta.generation)
     return late.model_copy(update={"conditions": list({**new.conditions, kind: created}.values())})
 
 
