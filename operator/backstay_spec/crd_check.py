@@ -276,7 +276,7 @@ class FoundMistakes:
             self.refuse(path, f"is {display(value)}: must be {_VALID[schema_path]}")
 
     def _is_text(self, value: str, path: str) -> bool:
-        """Refuse what Python makes of bytes that are not UTF-8. An API server would store another text without a word."""
+        """Refuse what Python makes of bytes that are not UTF-8; an API server would store another text."""
         if value.isascii() or _LONE_SURROGATE.search(value) is None:
             return True
         self.refuse(path, f"is {display(value)}, which is not UTF-8 text: must be UTF-8, as all text in Kubernetes")
