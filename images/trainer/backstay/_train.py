@@ -133,7 +133,9 @@ def train(
         frozen: the parameters that do not train: ``frozen(name)`` returns True for the name of such a parameter, such
             as ``layers.0.kernel``; or a pytree of booleans, with the structure of the parameters or of its upper part.
             They may be arrays of any numbers. `loss` and `evaluate` get them in their places. The optimizer and
-            `clip_norm` get only what trains, and have None in the places of frozen parameters.
+            `clip_norm` get only what trains, and have None in the places of frozen parameters. Without this argument,
+            the parameters that `optimizer` provably never changes are frozen, such as those of `optax.set_to_zero`;
+            the optimizer still gets their places, and `clip_norm` does not count them. ``False``: none are frozen.
 
     Returns:
         The last parameters and model state. `train` returns only in a single process and in workers: parameter servers
@@ -164,7 +166,7 @@ def train(
             init=init,
             loss=_loss_or(gradients, loss),
             batches=batches,
-            optimizer=_averaged(outer, average),
+            optimizer=outer,
             steps=steps,
             evaluate=evaluate,
             has_state=has_state,
@@ -253,15 +255,6 @@ def _loss_or(gradients: Any, loss: Any) -> Any:
     if not callable(gradients):
         raise ConfigurationError(f"gradients is {type(gradients).__name__}: must be a function")
     return OwnGradients(gradients)
-
-
-def _averaged(optimizer: Any, decay: float | None) -> Any:
-    """The optimizer, with an average of the parameters if `train` is called with `average`."""
-    if decay is None or not callable(getattr(optimizer, "init", None)):
-        return optimizer
-    from ._update import averaged
-
-    return averaged(optimizer, decay)
 
 
 def _start(start_from: str | os.PathLike[str] | StartFrom | None) -> StartFrom | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from .._checkpoint import FrozenRecord, Origin, StartFrom
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from .._update import LeafSpec, TreeSpec
 
 __all__ = ["Beginning", "FrozenPart"]
+
+_LOG = logging.getLogger(__name__)
+_SHOWN: Final = 8
 
 
 class Beginning:
@@ -23,25 +27,61 @@ class Beginning:
     """
 
     def __init__(
-        self, init: Callable[[Any], Any], seed: int, start_from: StartFrom | None, *, has_state: bool, frozen: Any
+        self,
+        init: Callable[[Any], Any],
+        seed: int,
+        start_from: StartFrom | None,
+        *,
+        has_state: bool,
+        frozen: Any,
+        unchanged: Callable[[], Sequence[bool]] | None,
     ) -> None:
-        """The arguments are those of `train`."""
+        """The arguments are those of `train`, except one.
+
+        Args:
+            unchanged: returns which parameters of `described` training does not change. They are frozen too.
+        """
         self._init, self._seed, self._start_from = init, seed, start_from
-        self._has_state, self._frozen = has_state, frozen
+        self._has_state, self._frozen, self._unchanged = has_state, frozen, unchanged
 
     @cached_property
-    def tree(self) -> TreeSpec:
-        """The model's tree. Only shapes are computed.
+    def described(self) -> TreeSpec:
+        """The model's tree, without what `unchanged` finds. Only shapes are computed.
 
         Raises:
             TreeError: `init` returns something that cannot be trained, or `frozen` is invalid.
         """
+        return self._describe(self._frozen)
+
+    @cached_property
+    def tree(self) -> TreeSpec:
+        """The model's tree. Raises as `described`."""
+        tree = self.described
+        if self._unchanged is None or not any(places := self._unchanged()):
+            return tree
+        tree = self._describe(tree.parameters.treedef.unflatten(places))
+        assert tree.frozen is not None
+        names = [leaf.path for leaf in tree.frozen.leaves]
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        _LOG.info(
+            "the optimizer never changes %d of %d parameters, %d of %d bytes. So they are frozen and do not travel "
+            "(docs: Fine-tune a part of a model): %s%s",
+            len(names),
+            len(places),
+            tree.frozen.nbytes,
+            self.described.parameters.nbytes,
+            ", ".join(names[:_SHOWN]),
+            more,
+        )
+        return tree
+
+    def _describe(self, frozen: Any) -> TreeSpec:
         import jax
 
         from .._update import describe
 
         shapes = jax.eval_shape(self._init, jax.random.key(self._seed))
-        return describe(shapes, has_state=self._has_state, frozen=self._frozen)
+        return describe(shapes, has_state=self._has_state, frozen=frozen)
 
     def trained(self, start_from: str = "") -> Any:
         """The model of version 0 without its frozen leaves: parameters, or ``(params, state)``.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .._checkpoint import StartFrom
     from .._compute import Computation, ComputedContribution, Layout
     from .._transport import Agreement
-    from .._update import Objective, Partition, Rule, ShardWire, Wire
+    from .._update import Objective, Partition, Rule, ShardWire, Trace, Wire
     from ._observers import OnUpdate, StopWhen
 
 __all__ = ["Script", "ScriptPlan", "check_alone", "epochs_of", "evaluated", "evaluation_of", "warn_of_several"]
@@ -95,7 +95,7 @@ class Script:
     """The arguments of `train`, checked.
 
     Attributes:
-        optimizer: the optimizer of the updates. With `average`, it keeps the average of the parameters in its state.
+        optimizer: the optimizer of the updates, as the script gave it; `updates` is what computes them.
         damps: whether Async updates weigh contributions by their staleness, even without `update.stalenessDamping`.
         outer: describes the default outer optimizer for the log; empty: the default is not used.
     """
@@ -191,7 +191,8 @@ class Script:
                 "`backstay run`: --gradients and --parameters) must be the same, or train must leave `wire` out"
             )
         tree = self.beginning.tree
-        rule = analyse(self.optimizer, tree)
+        traced = self._traced if self.updates is self.optimizer and tree.frozen is None else None
+        rule = analyse(self.updates, tree, traced)
         arguments = {
             "steps": str(self.steps),
             "seed": str(self.seed),
@@ -282,7 +283,38 @@ class Script:
     @cached_property
     def beginning(self) -> Beginning:
         """The values that training begins with."""
-        return Beginning(self.init, self.seed, self.start_from, has_state=self.has_state, frozen=self.frozen)
+        frozen = None if self.frozen is False else self.frozen
+        # Local steps have two optimizers. Neither of them proves that a parameter keeps its value.
+        unchanged = self._unchanged if self.frozen is None and self.local is None else None
+        return Beginning(
+            self.init, self.seed, self.start_from, has_state=self.has_state, frozen=frozen, unchanged=unchanged
+        )
+
+    def _unchanged(self) -> Sequence[bool]:
+        """Whether the optimizer never changes each parameter."""
+        from .._update import unchanged_parameters
+
+        return () if self._traced is None else unchanged_parameters(self._traced)
+
+    @cached_property
+    def _traced(self) -> Trace | None:
+        """The optimizer as the script gave it, on all parameters; None: it cannot be traced, as `plan` reports."""
+        from .._update import trace
+
+        try:
+            return trace(self.optimizer, self.beginning.described.parameters)
+        except OptimizerError:
+            return None
+
+    @cached_property
+    def updates(self) -> optax.GradientTransformation:
+        """The optimizer of the parameters that train. With `average`, it keeps their average in its state."""
+        from .._update import averaged, only_trained
+
+        tree, optimizer = self.beginning.tree, self.optimizer
+        if tree.frozen is not None and self.frozen is None:
+            optimizer = only_trained(optimizer, tree.frozen)
+        return optimizer if self.average is None else averaged(optimizer, self.average)
 
 
 def _number(name: str, value: Any) -> float:

@@ -295,7 +295,7 @@ def _first(
     for at, spec in enumerate(tree.leaves):
         leaves[at] = jnp.array(leaves[at], spec.dtype, copy=True)
     params = tree.parameters.unflatten(leaves[:count])
-    held = called("init", script.optimizer, lambda: jax.jit(script.optimizer.init)(params))
+    held = called("init", script.updates, lambda: jax.jit(script.updates.init)(params))
     # A compiled function may return an array that it got, such as a parameter.
     seen = {id(leaf) for leaf in leaves}
 
@@ -319,7 +319,7 @@ _Step = Callable[[Any, BatchKey, Callable[[BatchKey], Any]], tuple[Any, Mapping[
 def _gradients(script: Script, objective: Objective, placement: Placement, rounding: Rounding | None) -> _Step:
     """Each update has one gradient; one function, compiled for each shape of batch."""
     tree = objective.tree
-    update = _update_of(script, tree, placement, rounding, Turns(script.optimizer, tree, 1))
+    update = _update_of(script, tree, placement, rounding, Turns(script.updates, tree, 1))
 
     def step(carry: Any, batch: Any, words: Any, frozen: Any) -> Any:
         number = carry["step"]
@@ -343,7 +343,7 @@ def _local_steps(script: Script, objective: Objective, placement: Placement, rou
     tree = objective.tree
     training = LocalTraining(LocalProgram(objective, script.local, placement), script.steps)
     options = placement.options
-    turns = Turns(script.optimizer, tree, script.local.fragments)
+    turns = Turns(script.updates, tree, script.local.fragments)
     received = jax.jit(lambda carry: _received(carry, rounding), out_shardings=placement.everywhere)
     update = jax.jit(
         _update_of(script, tree, placement, rounding, turns),
@@ -375,7 +375,7 @@ def _update_of(
 ) -> Callable[..., Any]:
     """``(carry, (leaves, loss, metrics, finite), words, fragment) -> (carry, outcome)``; to be traced. `words` seed the
     rounding. `turns`: an update changes one fragment."""
-    optimizer, count = script.optimizer, len(tree.parameters.leaves)
+    optimizer, count = script.updates, len(tree.parameters.leaves)
 
     def apply(carry: Any, made: Any, words: Any, fragment: int) -> Any:
         leaves, loss, metrics, finite = made

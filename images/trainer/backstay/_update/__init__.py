@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from ._local_steps import LocalSteps, default_outer, local_settings, outer_optimizer
     from ._objective import NON_FINITE_LOSS, Objective, OwnGradients, all_finite
     from ._partition import Partition, Piece, partition, parts_of_leaves
-    from ._rules import Rule, analyse, called
+    from ._rules import Rule, Trace, analyse, called, only_trained, trace, unchanged_parameters
     from ._selection import ALL, Selection
     from ._snapshot import Entry, Snapshot
     from ._tree import MODEL_STATE, PARAMS, FrozenSpec, LeafSpec, TreeSpec, describe, leaf_names
@@ -93,6 +93,7 @@ __all__ = [
     "ShardEngine",
     "ShardWire",
     "Snapshot",
+    "Trace",
     "Tree",
     "TreeSpec",
     "Turns",
@@ -121,6 +122,7 @@ __all__ = [
     "mean",
     "model_from",
     "on_host",
+    "only_trained",
     "optimizer_state_from",
     "outer_optimizer",
     "partition",
@@ -133,6 +135,8 @@ __all__ = [
     "shard_wires",
     "shares_host_memory",
     "state_mean",
+    "trace",
+    "unchanged_parameters",
     "warning",
 ]
 
@@ -166,6 +170,7 @@ _HOMES: Final = {
     "ShardEngine": "._engine",
     "ShardWire": "._codecs",
     "Snapshot": "._snapshot",
+    "Trace": "._rules",
     "Tree": "._engine._sums",
     "TreeSpec": "._tree",
     "Turns": "._fragments",
@@ -194,6 +199,7 @@ _HOMES: Final = {
     "mean": "._engine._kernels",
     "model_from": "._whole_state",
     "on_host": "._codecs",
+    "only_trained": "._rules",
     "optimizer_state_from": "._whole_state",
     "outer_optimizer": "._local_steps",
     "partition": "._partition",
@@ -206,6 +212,8 @@ _HOMES: Final = {
     "shard_wires": "._codecs",
     "shares_host_memory": "._codecs",
     "state_mean": "._engine._kernels",
+    "trace": "._rules",
+    "unchanged_parameters": "._rules",
     "warning": "._untrained",
 }
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from ._advice import called
 from ._rule import ElementwiseProgram, Group, Program, Rule, StateProgram, WholeProgram, analyse, inner_program
-from ._trace import StateSpec, key_impl
+from ._trace import StateSpec, Trace, key_impl, trace
+from ._unchanged import only_trained, unchanged_parameters
 
 __all__ = [
     "ElementwiseProgram",
@@ -23,9 +24,13 @@ __all__ = [
     "Rule",
     "StateProgram",
     "StateSpec",
+    "Trace",
     "WholeProgram",
     "analyse",
     "called",
     "inner_program",
     "key_impl",
+    "only_trained",
+    "trace",
+    "unchanged_parameters",
 ]

@@ -186,33 +186,80 @@ def dependencies(flat: Flat, masks: Sequence[int]) -> list[int]:
 
 
 def unchanged(flat: Flat, atom: Atom) -> int | None:
-    """The index of the input that `atom` always equals; None: `atom` may be something else.
+    """The index of the input that `atom` always equals, except in the sign of a zero; None: `atom` may be something
+    else.
 
     A condition passes an input on if each of its branches does.
     """
-    positions = {var: index for index, var in enumerate(flat.inputs)}
-    producers = {out: eqn for eqn in flat.equations for out in eqn.outputs}
+    return _Origins(flat).of(atom)
 
-    def find(atom: Atom) -> int | None:
+
+class _Origins:
+    """Follows variables back to inputs and to zeros."""
+
+    def __init__(self, flat: Flat) -> None:
+        self._flat = flat
+        self._positions = {var: index for index, var in enumerate(flat.inputs)}
+        self._producers = {out: eqn for eqn in flat.equations for out in eqn.outputs}
+
+    def of(self, atom: Atom) -> int | None:
+        """See `unchanged`."""
         if isinstance(atom, Literal):
             return None
-        if atom in positions:
-            return positions[atom]
-        equation = producers[atom]
+        if atom in self._positions:
+            return self._positions[atom]
+        equation = self._producers[atom]
+        inputs = equation.inputs
         if equation.branches:
             place = equation.outputs.index(atom)
             inner = [unchanged(branch, branch.outputs[place]) for branch in equation.branches]
-            return common(None if at is None else find(equation.inputs[1 + at]) for at in inner)
+            return _common(None if at is None else self.of(inputs[1 + at]) for at in inner)
         if equation.name == "select_n":
-            return common(map(find, equation.inputs[1:]))
-        same = equation.name == "convert_element_type" and flat.dtype(equation.inputs[0]) == flat.dtype(atom)
-        return find(equation.inputs[0]) if same or equation.name in ("copy", "copy_p") else None
+            return _common(map(self.of, self._selected(equation)))
+        if equation.name in _SUMS and self.is_zero(inputs[1]):
+            return self.of(inputs[0])
+        if equation.name in _SUMS and equation.name != "sub" and self.is_zero(inputs[0]):
+            return self.of(inputs[1])
+        same = equation.name == "convert_element_type" and self._flat.dtype(inputs[0]) == self._flat.dtype(atom)
+        return self.of(inputs[0]) if same or equation.name in ("copy", "copy_p") else None
 
-    def common(found: Iterable[int | None]) -> int | None:
-        one, *others = set(found)
-        return None if others else one
+    def is_zero(self, atom: Atom) -> bool:
+        """Whether all elements are zero in every run."""
+        if isinstance(atom, Literal):
+            return isinstance(atom.value, np.ndarray) and not atom.value.any()
+        if atom in self._positions:
+            return False
+        equation = self._producers[atom]
+        if equation.branches:
+            place = equation.outputs.index(atom)
+            return all(_Origins(branch).is_zero(branch.outputs[place]) for branch in equation.branches)
+        if equation.name == "select_n":
+            return all(map(self.is_zero, self._selected(equation)))
+        if equation.name in _SUMS:
+            return all(map(self.is_zero, equation.inputs))
+        return equation.name in _MOVES and self.is_zero(equation.inputs[0])
 
-    return find(atom)
+    def _selected(self, equation: Equation) -> Sequence[Atom]:
+        """The values among which a `select_n` selects: only one of them, if its condition is the same constant
+        everywhere."""
+        which, *values = equation.inputs
+        while not isinstance(which, Literal) and which in self._producers and self._producers[which].name in _MOVES:
+            which = self._producers[which].inputs[0]
+        if isinstance(which, Literal) and isinstance(which.value, np.ndarray) and which.value.size:
+            first = which.value.flat[0]
+            if (which.value == first).all():
+                return values[int(first) : int(first) + 1]
+        return values
+
+
+_SUMS = ("add", "add_any", "sub")
+_MOVES = ("broadcast_in_dim", "convert_element_type", "copy", "copy_p", "neg", "reshape", "squeeze", "transpose")
+"""Primitives that make zeros of zeros and, except for `neg`, equal values of equal values."""
+
+
+def _common(found: Iterable[int | None]) -> int | None:
+    one, *others = set(found)
+    return None if others else one
 
 
 def _branch(flat: Flat) -> Any:

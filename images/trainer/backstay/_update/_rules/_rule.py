@@ -236,17 +236,18 @@ def inner_program(optimizer: optax.GradientTransformation, tree: TreeSpec) -> Pr
     return program_digest([traced.init, traced.flat], [], [])
 
 
-def analyse(optimizer: optax.GradientTransformation, tree: TreeSpec) -> Rule:
+def analyse(optimizer: optax.GradientTransformation, tree: TreeSpec, traced: Trace | None = None) -> Rule:
     """Find out what an optimizer does to each leaf, by tracing one update over the whole tree's shapes.
 
     Args:
         optimizer: any `optax.GradientTransformation` whose update needs gradients, its state and parameters only.
         tree: the model; the optimizer gets its parameters only.
+        traced: the result of `trace` for both, if it is known.
 
     Raises:
         OptimizerError: servers cannot compute the optimizer at all. `Rule.check` decides whether several shards can.
     """
-    traced = trace(optimizer, tree.parameters)
+    traced = traced or trace(optimizer, tree.parameters)
     parts = split(traced)
     return _Analysis(traced, parts, factories(optimizer)).rule(tree)
 
