@@ -12,7 +12,7 @@ import safetensors.numpy
 
 import backstay
 from backstay._checkpoint.__main__ import main
-from backstay.errors import CheckpointError
+from backstay.errors import CheckpointError, ConfigurationError
 
 CODES = np.arange(-4, 4, dtype=ml_dtypes.float8_e4m3fn)
 
@@ -127,3 +127,57 @@ def test_a_checkpoint_without_frozen_parameters_has_no_base(tmp_path):
     )
     with pytest.raises(CheckpointError, match="has no frozen parameters: leave `base` out"):
         backstay.load(stored, base=True)
+
+
+def unfrozen(tmp_path, start, **changes):
+    """The parameters of a run that also trains the base, except its codes."""
+    result, _ = trained(
+        tmp_path,
+        start_from=start,
+        steps=0,
+        checkpoint=None,
+        frozen=lambda name: name == "base.codes",
+        **changes,
+    )
+    return result.params
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_run_that_starts_from_it_reads_the_base_too(base, tmp_path, mapped):
+    place, arrays = base
+    if mapped:
+        first = backstay.StartFrom(str(place), mapping=mapping, missing="init", unexpected="ignore")
+    else:
+        all_of_it = {"base.w": arrays["w"], "base.codes": arrays["codes"], "head.0": np.ones(4, np.float32)}
+        safetensors.numpy.save_file(all_of_it, tmp_path / "model.safetensors")
+        first = backstay.StartFrom(str(tmp_path / "model.safetensors"))
+    result, stored = trained(tmp_path, start_from=first)
+    start = backstay.StartFrom(stored, base=first if mapped else True)
+    assert_equal(unfrozen(tmp_path, start), result.params)
+    # And once more, from a checkpoint whose base is that of another checkpoint.
+    _, again = trained(tmp_path, start_from=start, checkpoint=str(tmp_path / "again"))
+    if not mapped:
+        assert_equal(unfrozen(tmp_path, again), backstay.load(again, base=True).params)
+    else:
+        with pytest.raises(
+            CheckpointError, match=r"whose array in .* is not there[^$]*base=StartFrom\(\.\.\., mapping"
+        ):
+            unfrozen(tmp_path, stored)
+    safetensors.numpy.save_file({"other.w": arrays["w"] + 1}, place / "0.safetensors")
+    safetensors.numpy.save_file({"other.w": arrays["w"] + 1}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"has changed|differs"):
+        unfrozen(tmp_path, start)
+
+
+def test_a_run_that_starts_from_it_makes_the_base_of_init_again(tmp_path):
+    result, stored = trained(tmp_path, seed=7)
+    assert_equal(unfrozen(tmp_path, stored, seed=7), result.params)
+    with pytest.raises(
+        CheckpointError, match=r"init now makes others: base.w \(1 in all\). Use the same init and seed"
+    ):
+        unfrozen(tmp_path, stored, seed=8)
+
+
+def test_the_place_of_a_base_must_be_one():
+    with pytest.raises(ConfigurationError, match="base is dict: must be True, a path, a URI or a StartFrom"):
+        backstay.StartFrom("x", base={"w": 1})

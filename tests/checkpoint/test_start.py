@@ -360,7 +360,7 @@ def test_t6_a_place_that_changes_while_a_job_begins_is_refused(tmp_path: Path, w
     write_named(store, TREE, version=5)
     fixed = fix(store.uri)
     write_named(store, jax.tree.map(np.zeros_like, TREE), version=6)
-    values = read_start(StartFrom(store.uri), fixed, leaves)
+    values = read_start(StartFrom(store.uri), fixed, leaves).values
     equal(values, list(NAMED.values()))
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
+
+from ..errors import CheckpointError
 
 if TYPE_CHECKING:
     from .._checkpoint import FrozenRecord, Origin, StartFrom
@@ -194,10 +196,46 @@ class Beginning:
         from .._checkpoint import patiently, read_start
 
         fixed = start_from or self.fixed_start()
-        values: list[Any] = patiently(lambda: list(read_start(start, fixed, leaves, others)))
+        started = patiently(lambda: read_start(start, fixed, leaves, others))
+        values: list[Any] = list(started.values)
+        for number, value in self._made_again(leaves, keep, started.of_init).items():
+            values[number] = value
         if any(value is None for value in values):
             values = [one if value is None else value for value, one in zip(values, own(), strict=True)]
         return values
+
+    def _made_again(
+        self, leaves: tuple[LeafSpec, ...], keep: Callable[[Any], list[Any]], digests: Mapping[int, str]
+    ) -> dict[int, Any]:
+        """The values of leaves that `init` made for the job of a checkpoint, in which they were frozen.
+
+        Args:
+            digests: the digests of these values, by the number of the leaf.
+
+        Raises:
+            CheckpointError: `init` makes other values now.
+        """
+        import numpy as np
+
+        from .._compute import initial
+        from .._update import digest_of
+
+        if not digests:
+            return {}
+        with _on_processor():
+            made: list[Any] = initial(
+                self._init, self._seed, lambda model: [keep(model)[number] for number in digests], compiled=False
+            )
+        found = dict(zip(digests, made, strict=True))
+        if other := [
+            leaves[number].path for number, value in found.items() if digest_of(np.asarray(value)) != digests[number]
+        ]:
+            assert self._start_from is not None
+            raise CheckpointError(
+                f"start_from: {self._start_from.uri} was trained beside frozen parameters that init made, and init "
+                f"now makes others: {', '.join(other[:_SHOWN])} ({len(other)} in all). Use the same init and seed"
+            )
+        return found
 
     def _leaves_that_train(self, model: Any) -> list[Any]:
         import jax

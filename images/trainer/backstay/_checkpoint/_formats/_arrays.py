@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from json import JSONDecodeError
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -23,19 +24,23 @@ from ..._update import MODEL_STATE
 from ...errors import CheckpointError, StorageError
 from .._dtypes import STORED
 from .._files import PosixFolder, open_folder
-from .._manifest import Origin
+from .._manifest import FrozenRecord, Origin
 from .._names import MANIFEST_SUFFIX
 from .._reader import Reader
 from .._store import CheckpointStore, Contents
 from ._orbax import is_orbax, read_orbax
 
-__all__ = ["Arrays", "MissingArray", "fix", "open_arrays"]
+__all__ = ["Arrays", "MissingArray", "Readers", "fix", "open_arrays"]
 
 _SAFETENSORS: Final = ".safetensors"
 _LINE: Final = 64  # bytes; XLA aliases memory of the host that begins at a multiple of it
 _SAMPLE: Final = 64 << 10
 """Bytes at the beginning and at the end of a file. Its fingerprint contains them, and so differs for another file of
 the same size."""
+
+
+Readers = Mapping[str, Callable[[], NDArray[np.generic]]]
+"""Functions that read the arrays, by name."""
 
 
 class MissingArray(KeyError):  # noqa: N818
@@ -47,11 +52,17 @@ class Arrays(Mapping[str, NDArray[np.generic]]):
 
     Attributes:
         where: the place of the arrays, for messages.
+        of_init: names without an array: `init` made the values, which were frozen. The digests of the values.
         read_names: the names of the arrays that were read.
     """
 
-    def __init__(self, where: str, readers: Mapping[str, Callable[[], NDArray[np.generic]]]) -> None:
-        self.where = where
+    def __init__(
+        self,
+        where: str,
+        readers: Readers,
+        of_init: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.where, self.of_init = where, of_init
         self.read_names: set[str] = set()
         self._readers = dict(readers)
 
@@ -123,8 +134,11 @@ def _fixed(uri: str, skip: Callable[[Origin], bool] | None) -> str:
 
 
 @contextlib.contextmanager
-def open_arrays(fixed: str) -> Iterator[Arrays]:
+def open_arrays(fixed: str, frozen: Callable[[FrozenRecord], Readers] | None = None) -> Iterator[Arrays]:
     """The arrays that a reference from `fix` names; they can be read until the context ends.
+
+    Args:
+        frozen: returns the readers of the frozen parameters beside a checkpoint of Backstay. None: they are left out.
 
     Names are the keys on the way to an array, joined by dots; those of a model state in a checkpoint of Backstay begin
     with ``state/``. In safetensors files they are the names of the tensors.
@@ -138,9 +152,17 @@ def open_arrays(fixed: str) -> Iterator[Arrays]:
         store = CheckpointStore(folder or ".")
         manifest = store.open(name, verify=False)  # the reader compares the checksums of what it reads
         reader = Reader(store, manifest, cache=len(manifest.files))
-        readers = {leaf.path: partial(reader.parameter, index) for index, leaf in enumerate(manifest.leaves)}
+        readers: dict[str, Callable[[], NDArray[np.generic]]] = {}
+        readers |= {leaf.path: partial(reader.parameter, index) for index, leaf in enumerate(manifest.leaves)}
         of_state = enumerate(manifest.state_leaves)
-        yield Arrays(fixed, readers | {MODEL_STATE + leaf.path: partial(reader.state_leaf, i) for i, leaf in of_state})
+        readers |= {MODEL_STATE + leaf.path: partial(reader.state_leaf, i) for i, leaf in of_state}
+        of_init: dict[str, str] = {}
+        if frozen is not None and (record := manifest.frozen) is not None:
+            if record.uri:
+                readers |= frozen(record)
+            else:
+                of_init = {leaf.path: leaf.digest for leaf in record.leaves}
+        yield Arrays(fixed, readers, of_init)
         return
     uri, _, expected = fixed.rpartition("#")
     if (found := _fingerprint(uri)) != expected:

@@ -61,7 +61,7 @@ def _read(manifest: Manifest, record: FrozenRecord, base: bool | str | os.PathLi
         fixed = fix(start.uri)
     specs = [LeafSpec(leaf.path, tuple(leaf.shape), np.dtype(jnp.dtype(leaf.dtype))) for leaf in record.leaves]
     try:
-        values = read_start(start, fixed, specs, None)
+        values = read_start(start, fixed, specs, None).values
     except CheckpointError as error:
         hint = " If the job had a mapping of names, give it: base=backstay.StartFrom(uri, mapping=...)"
         raise CheckpointError(f"{error}{hint if start.mapping is None else ''}") from error

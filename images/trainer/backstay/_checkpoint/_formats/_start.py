@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Literal
 from urllib.parse import unquote
 
@@ -12,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._update import MODEL_STATE, LeafSpec
+from ..._update import MODEL_STATE, LeafSpec, digest_of
 from ...errors import CheckpointError, ConfigurationError
-from ._arrays import Arrays, MissingArray, open_arrays
+from .._manifest import FrozenRecord
+from ._arrays import Arrays, MissingArray, Readers, fix, open_arrays
 
-__all__ = ["Mapped", "StartFrom", "read_start"]
+__all__ = ["Mapped", "StartFrom", "Started", "read_start"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -48,6 +52,9 @@ class StartFrom:
         unexpected: the treatment of an array that no parameter uses: an ``error``, or ``ignore``.
         shapes: the treatment of an array whose shape differs from that of its parameter, such as a head for another
             number of classes: an ``error``, or the value that `init` returns (``init``). The log lists them.
+        base: the source of the parameters that were frozen beside a checkpoint of Backstay. True: the place where its
+            job read them, without a mapping. Otherwise a path, a URI or a `StartFrom`. They must have the digests of
+            that job.
     """
 
     uri: str
@@ -55,6 +62,7 @@ class StartFrom:
     missing: Literal["error", "init"] = "error"
     unexpected: Literal["error", "ignore"] = "error"
     shapes: Literal["error", "init"] = "error"
+    base: Any = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "uri", str(self.uri))
@@ -68,6 +76,10 @@ class StartFrom:
         for name, valid in ((name, ("error", other)) for name, other in treatments):
             if getattr(self, name) not in valid:
                 raise ConfigurationError(f"start_from: {name} is {getattr(self, name)!r}: must be {' or '.join(valid)}")
+        if not (self.base is True or isinstance(self.base, str | os.PathLike | StartFrom)):
+            raise ConfigurationError(
+                f"start_from: base is {type(self.base).__name__}: must be True, a path, a URI or a StartFrom"
+            )
 
 
 @dataclass
@@ -95,10 +107,23 @@ class _StartReport:
         return "".join(f"\n  {name} ({len(found)}): {_some(found)}" for name, found in lists.items() if found)
 
 
+@dataclass(frozen=True)
+class Started:
+    """The values of some leaves.
+
+    Attributes:
+        values: in the order of the leaves; None for a leaf that begins as `init` returns it.
+        of_init: for some of these leaves, by number, the digest of their value, which was frozen in a checkpoint.
+    """
+
+    values: list[_Array | None]
+    of_init: dict[int, str]
+
+
 def read_start(
     start: StartFrom, fixed: str, leaves: Sequence[LeafSpec], others: Sequence[LeafSpec] | None = ()
-) -> list[_Array | None]:
-    """The values of `leaves`, in their order; None for a leaf that begins as `init` returns it.
+) -> Started:
+    """The values of `leaves`.
 
     Args:
         fixed: the reference that `fix` returned for ``start.uri``.
@@ -110,18 +135,22 @@ def read_start(
             unexpected or of another shape.
         Exception: any that the mapping raises, except the one for an array that does not exist.
     """
-    report, values = _StartReport(), list[_Array | None]()
+    report, values, of_init = _StartReport(), list[_Array | None](), dict[int, str]()
     everyone = [*leaves, *(others or ())]
-    with open_arrays(fixed) as arrays:
+    with _opened(start, fixed) as arrays:
         begin = _collection(arrays, everyone) if start.mapping is None else ""
-        for leaf in leaves:
+        for number, leaf in enumerate(leaves):
             found = _find(arrays, begin, leaf) if start.mapping is None else _mapped(start.mapping, arrays, leaf)
             if isinstance(found, str):
+                if leaf.trained and leaf.path in arrays.of_init:
+                    of_init[number] = arrays.of_init[leaf.path]
+                    values.append(None)
+                    continue
                 (report.missing if leaf.trained else report.stateless).append(found)
                 values.append(None)
                 continue
             values.append(_fitted(found, leaf, report, start.shapes))
-        report.taken = sum(value is not None for value in values)
+        report.taken = sum(value is not None for value in values) + len(of_init)
         elsewhere = sum(_exists(start, arrays, begin, leaf) for leaf in others or ())
         of_model = (begin, *_STATES) if any(not leaf.trained for leaf in everyone) else (begin,)
         if others is not None:
@@ -152,7 +181,39 @@ def read_start(
         )
     log = _LOG.warning if report.missing or report.unexpected or report.resized else _LOG.info
     log("start_from: %d of %d parameters come from %s%s", report.taken, len(leaves), where, report.text())
-    return values
+    return Started(values, of_init)
+
+
+@contextlib.contextmanager
+def _opened(start: StartFrom, fixed: str) -> Iterator[Arrays]:
+    """The arrays of a place, with those that were frozen beside a checkpoint."""
+    with contextlib.ExitStack() as stack:
+        yield stack.enter_context(open_arrays(fixed, partial(_frozen_readers, stack, start.base)))
+
+
+def _frozen_readers(stack: contextlib.ExitStack, base: Any, record: FrozenRecord) -> Readers:
+    """Functions that read each parameter of `record` and compare it with its digest. The first one opens the place."""
+    start = base if isinstance(base, StartFrom) else StartFrom(record.start_from if base is True else os.fspath(base))
+    opened: list[Arrays] = []
+    specs = [LeafSpec(leaf.path, tuple(leaf.shape), np.dtype(jnp.dtype(leaf.dtype))) for leaf in record.leaves]
+
+    def read(spec: LeafSpec, digest: str) -> _Array:
+        if not opened:
+            opened.append(stack.enter_context(_opened(start, record.uri if base is True else fix(start.uri))))
+        arrays = opened[0]
+        begin = _collection(arrays, specs)
+        found = _find(arrays, begin, spec) if start.mapping is None else _mapped(start.mapping, arrays, spec)
+        report = _StartReport()
+        value = None if isinstance(found, str) else _fitted(found, spec, report, "error")
+        if value is None or digest_of(value) != digest:
+            why = "is not there" if isinstance(found, str) else "differs" if value is not None else report.text()
+            raise CheckpointError(
+                f"start_from: the checkpoint was trained beside a frozen {spec.path}, whose array in {arrays.where} "
+                f"{why}. If its job had a mapping of names, give it: StartFrom(uri, base=StartFrom(..., mapping=...))"
+            )
+        return value
+
+    return {spec.path: partial(read, spec, leaf.digest) for spec, leaf in zip(specs, record.leaves, strict=True)}
 
 
 def _collection(arrays: Arrays, leaves: Sequence[LeafSpec]) -> str:
@@ -164,7 +225,9 @@ def _collection(arrays: Arrays, leaves: Sequence[LeafSpec]) -> str:
 
 
 def _exists(start: StartFrom, arrays: Arrays, begin: str, leaf: LeafSpec) -> bool:
-    """Whether a leaf has an array, whose name counts as read then."""
+    """Whether a leaf has a value, whose name counts as read then."""
+    if leaf.trained and leaf.path in arrays.of_init:
+        return True
     if start.mapping is not None:
         return not isinstance(_mapped(start.mapping, arrays, leaf), str)
     name = _name_of(arrays, begin, leaf)
