@@ -321,7 +321,7 @@ class GradientId(_message.Message):
     def __init__(self, term: _Optional[int] = ..., version: _Optional[int] = ..., rank: _Optional[int] = ..., key_step: _Optional[int] = ..., incarnation: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class GradientInfo(_message.Message):
-    __slots__ = ("finite", "examples", "loss", "metrics", "zero", "impure", "carried", "exact")
+    __slots__ = ("finite", "examples", "loss", "metrics", "zero", "same", "impure", "carried", "exact")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -334,6 +334,7 @@ class GradientInfo(_message.Message):
     LOSS_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     ZERO_FIELD_NUMBER: _ClassVar[int]
+    SAME_FIELD_NUMBER: _ClassVar[int]
     IMPURE_FIELD_NUMBER: _ClassVar[int]
     CARRIED_FIELD_NUMBER: _ClassVar[int]
     EXACT_FIELD_NUMBER: _ClassVar[int]
@@ -342,10 +343,11 @@ class GradientInfo(_message.Message):
     loss: float
     metrics: _containers.ScalarMap[str, float]
     zero: ZeroLeaves
+    same: ZeroLeaves
     impure: bool
     carried: int
     exact: int
-    def __init__(self, finite: bool = ..., examples: _Optional[int] = ..., loss: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., zero: _Optional[_Union[ZeroLeaves, _Mapping]] = ..., impure: bool = ..., carried: _Optional[int] = ..., exact: _Optional[int] = ...) -> None: ...
+    def __init__(self, finite: bool = ..., examples: _Optional[int] = ..., loss: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., zero: _Optional[_Union[ZeroLeaves, _Mapping]] = ..., same: _Optional[_Union[ZeroLeaves, _Mapping]] = ..., impure: bool = ..., carried: _Optional[int] = ..., exact: _Optional[int] = ...) -> None: ...
 
 class ZeroLeaves(_message.Message):
     __slots__ = ("leaves",)

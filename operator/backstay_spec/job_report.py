@@ -188,6 +188,9 @@ class ReportedStatus(StatusModel):
     untrained_leaves: Annotated[list[str], FailFast(), ReportRow(with_event=True)] = Field(default_factory=list)
     """Parameters whose gradient was zero in the first updates of every worker; at most 20."""
 
+    unchanged_leaves: Annotated[list[str], FailFast(), ReportRow(with_event=True)] = Field(default_factory=list)
+    """Parameters and model state that did not change in the first updates and are most of what travels; at most 20."""
+
     mistakes_of_batches: Annotated[list[str], FailFast(), ReportRow(with_event=True)] = Field(default_factory=list)
     """Mistakes of `batches` that were found: `SameBatches`, `ImpureBatches`. Their events describe them."""
 

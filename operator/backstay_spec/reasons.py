@@ -301,7 +301,13 @@ EVENTS: Final[tuple[EventDoc, ...]] = (
         "ZeroGradients",
         "Warning",
         "The gradient of the named parameters was exactly zero in the first updates of every worker.",
-        "Remove these parameters, correct `loss`, or make them model state with `has_state=True`.",
+        "Freeze or remove these parameters, correct `loss`, or make them model state with `has_state=True`.",
+    ),
+    EventDoc(
+        "UnchangedParameters",
+        "Warning",
+        "More than half of the bytes that each update sends did not change in the first updates.",
+        "Freeze the named parameters with `train(frozen=...)`. See the page about fine-tuning.",
     ),
     EventDoc(
         "NonFiniteLoss",

@@ -158,6 +158,19 @@ def test_leaves_that_no_gradient_reaches_are_named_once(running: Any) -> None:
     assert job.status["untrainedLeaves"] == list(names[:20])
 
 
+def test_leaves_that_travel_without_need_are_named_once(running: Any) -> None:
+    job = running()
+    for step in (11, 12):
+        job.answer(term=1, step=step, unchanged_leaves=("base.w", "state/table"))
+        job.settle()
+    job.restart_operator()
+    job.answer(term=1, step=30, unchanged_leaves=("base.w", "state/table"))
+    job.settle()
+    [(_, text)] = sent_events(job, "UnchangedParameters")
+    assert "did not change in the first updates: base.w, state/table. Freeze" in text
+    assert job.status["unchangedLeaves"] == ["base.w", "state/table"]
+
+
 def test_mistakes_of_batches_are_named_once_each(running: Any) -> None:
     job = running()
     job.answer(term=1, step=9)

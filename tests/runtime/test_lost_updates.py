@@ -81,13 +81,21 @@ def test_t6_without_checkpoints_a_replaced_coordinator_begins_a_higher_term(job)
     assert (start.step, start.checkpoint, start.redone) == (0, "", 7)
 
 
-def test_a_leaf_that_no_gradient_reaches_is_named(job) -> None:
+def test_a_leaf_that_does_not_change_is_named(job) -> None:
+    """Those that no gradient reaches, and those that travel without need."""
     tiny = job(2, 2)
-    tiny.environment = {"STEPS": "12", "RUNNING": "1"}
+    tiny.environment = {"STEPS": "12", "RUNNING": "1", "MASKED": "1"}
     tiny.start_all()
     assert [pod.wait() for pod in tiny.pods] == [0] * 4
     said = "the gradient of running.mean (1 of 4 leaves) was exactly zero in the first 10 updates of every worker"
     assert [pod.output().count(said) for pod in tiny.pods] == [1, 0, 0, 0]
+    said = "640 of 832 bytes that each update sends did not change in the first 10 updates: dense.bias, dense.kernel."
+    assert [pod.output().count(said) for pod in tiny.pods] == [1, 0, 0, 0]
+    message = tiny.pods[0].final_message()
+    assert (message["untrainedLeaves"], message["unchangedLeaves"]) == (
+        ["running.mean"],
+        ["dense.bias", "dense.kernel"],
+    )
 
 
 def test_there_is_no_loss_before_the_first_one() -> None:

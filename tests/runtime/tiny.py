@@ -27,6 +27,11 @@ HOLD_AT = int(os.environ.get("HOLD_AT", str(10**9)))  # there is no batch of thi
 LET = Path(os.environ.get("LET", "no-file"))  # as soon as this file exists, the step that it says takes its place
 EVALUATE = Path(os.environ.get("EVALUATE", "/"))  # `evaluate` waits for this file
 OPTIMIZER = optax.adam(float(os.environ.get("LEARNING_RATE", "1e-2")))
+if "MASKED" in os.environ:  # Adam keeps moments of the layer that it does not change
+    OPTIMIZER = optax.chain(
+        OPTIMIZER,
+        optax.masked(optax.set_to_zero(), lambda params: {name: name == "dense" for name in params}),
+    )
 SEED = int(os.environ.get("SEED", "0"))
 AFTER = os.environ.get("AFTER", "")  # what the code after training does: raise | exit | says | wait | twice
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from backstay._update._partition import partition, parts_of_leaves
 from backstay._update._rules import analyse
 from backstay._update._tree import describe
-from backstay._update._untrained import UPDATES, Untrained, ZeroLeaves
+from backstay._update._untrained import UPDATES, SameLeaves, Untrained, ZeroLeaves
 from backstay.testing import train_local
 
 TREE = describe({name: np.zeros(3, np.float32) for name in "abcd"} | {"empty": np.zeros((0, 2), np.float32)})
@@ -82,3 +82,24 @@ def test_one_process_warns_once(used, caplog):
     said = [record.getMessage() for record in caplog.records if "exactly zero" in record.getMessage()]
     assert len(said) == (0 if used else 1)
     assert used or "the gradient of running.mean (1 of 2 leaves) was exactly zero in the first 10 updates" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("versions", "found"),
+    [
+        ([0, *range(1, UPDATES), UPDATES], [None] * UPDATES + [[0, 2]]),
+        ([7, 7, 8, 7 + UPDATES + 3, 40], [None, None, None, [0, 2], None]),  # Async: versions of other ranks between
+        ([20, 3, 40], [None, None, None]),  # a rollback: the versions do not count updates
+    ],
+)
+def test_leaves_that_are_received_again_are_found_once(versions, found):
+    """The second leaf changes with each version; the last one is empty."""
+    tree = describe(
+        ({"a": jnp.ones(3), "b": jnp.ones(2)}, {"c": jnp.ones(2, jnp.int32), "d": jnp.ones(0)}), has_state=True
+    )
+    watch = SameLeaves(tree)
+    answers = [
+        watch.examine(version, [np.ones(3, np.float32), np.full(2, 0.5 + version), np.ones(2, np.int32), np.ones(0)])
+        for version in versions
+    ]
+    assert answers == found

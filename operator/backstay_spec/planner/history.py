@@ -51,6 +51,7 @@ def judge(facts: Facts) -> Changes:
         _term(facts, progress),
         _evaluation(facts, progress),
         _untrained(facts, progress),
+        _unchanged(facts, progress),
         _batches(facts, progress),
         _loss(facts, progress),
         _reports(facts, progress),
@@ -119,9 +120,22 @@ def _untrained(facts: Facts, progress: Progress) -> Changes:
     text = (
         f"the gradient of {shown} was exactly zero in the first updates of every worker, so training does not change "
         "them. Gradients do not train running statistics, such as those of batch normalization: make them model state "
-        "(has_state=True). Keep constants in `loss`, and not in what `init` returns."
+        "(has_state=True). Freeze what stays constant (frozen=...), or keep it in `loss`."
     )
     return Changes((warning("ZeroGradients", text),), {"untrained_leaves": names[:_STORED]})
+
+
+def _unchanged(facts: Facts, progress: Progress) -> Changes:
+    names = list(progress.report.unchanged_leaves)
+    if not names or facts.old.unchanged_leaves:
+        return Changes()
+    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    text = (
+        f"more than half of the bytes that each update sends did not change in the first updates: {shown}. Freeze "
+        "parameters that do not train, and they do not travel: train(frozen=...). Keep constants of the model state in "
+        "`loss`, or make them frozen parameters."
+    )
+    return Changes((warning("UnchangedParameters", text),), {"unchanged_leaves": names[:_STORED]})
 
 
 def _batches(facts: Facts, progress: Progress) -> Changes:

@@ -143,9 +143,9 @@ class ServerReports:
 def _job_observer(context: ServerContext, metrics: PodMetrics) -> JobObserver:
     environment, script = context.environment, context.script
     config, mode = environment.config, MODES[environment.config.mode]
-    leaves = [leaf.path for leaf in context.plan.partition.tree.parameters.leaves]
+    tree = context.plan.partition.tree
     observer = JobObserver(
-        context.peers, metrics, script.steps, script.log_every, leaves, batches=script.batches_of_update
+        context.peers, metrics, script.steps, script.log_every, tree, batches=script.batches_of_update
     )
     observer.watch_waits(config.shards, lambda ranks: mode.quorum(config.backups, ranks), sync=mode.waits_for_ranks())
     observer.reports = _reports(context)

@@ -20,7 +20,7 @@ from .._data import BatchKey, CheckedBatches, Prefetcher
 from .._process import one_compiles
 from .._result import History
 from .._transport import Arrangement, Heartbeats, Pulled
-from .._update import Selection, ZeroLeaves, parts_of_leaves
+from .._update import SameLeaves, Selection, ZeroLeaves, parts_of_leaves
 from ._next_contribution import NextContribution
 
 if TYPE_CHECKING:
@@ -66,6 +66,10 @@ class Contributions:
         self._made: Computation | None = None
         self._next = NextContribution()
         self._zero = ZeroLeaves(plan.partition.tree)
+        # Rounded parameters may stay while the exact ones change. All ranks receive the same.
+        watches = self._rank == 0 and plan.wire.parameters == "Exact"
+        self._same = SameLeaves(plan.partition.tree) if watches else None
+        self._unchanged: list[int] | None = None  # until the next contribution has reported them
         self._checked = CheckedBatches(script.batches)
         self._batches = Prefetcher(Placement().placing(self._checked))
         self._prepared: tuple[BatchKey, Any] | None = None  # the batch that the computation needs next
@@ -96,6 +100,8 @@ class Contributions:
             pulled: the newest answer, with these parameters.
             received: see `Start.received`.
         """
+        if self._same is not None and (received is None or received.whole):
+            self._unchanged = self._same.examine(pulled.version, params)
         step = self._protocol.next(pulled.version)
         key = BatchKey(step=step, rank=self._rank, world=pulled.world, seed=self._script.seed, offset=pulled.offset)
         self._heart.activity = TRAINING if self.compiled else COMPILING
@@ -195,6 +201,10 @@ class Contributions:
         if zero is not None:
             info.zero.leaves.extend(zero)
             info.zero.SetInParent()
+        if self._unchanged is not None:
+            info.same.leaves.extend(self._unchanged)
+            info.same.SetInParent()
+            self._unchanged = None
         return info
 
     @property

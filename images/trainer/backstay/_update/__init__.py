@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from ._selection import ALL, Selection
     from ._snapshot import Entry, Snapshot
     from ._tree import MODEL_STATE, PARAMS, FrozenSpec, LeafSpec, TreeSpec, describe, leaf_names
-    from ._untrained import UPDATES, Untrained, ZeroLeaves, warning
+    from ._untrained import UPDATES, SameLeaves, Untrained, ZeroLeaves, unchanged_warning, warning
     from ._whole_state import entries_of, model_from, optimizer_state_from
 
 __all__ = [
@@ -89,6 +89,7 @@ __all__ = [
     "Piece",
     "Rounding",
     "Rule",
+    "SameLeaves",
     "Selection",
     "ShardEngine",
     "ShardWire",
@@ -137,6 +138,7 @@ __all__ = [
     "state_mean",
     "trace",
     "unchanged_parameters",
+    "unchanged_warning",
     "warning",
 ]
 
@@ -166,6 +168,7 @@ _HOMES: Final = {
     "Piece": "._partition",
     "Rounding": "._codecs",
     "Rule": "._rules",
+    "SameLeaves": "._untrained",
     "Selection": "._selection",
     "ShardEngine": "._engine",
     "ShardWire": "._codecs",
@@ -214,6 +217,7 @@ _HOMES: Final = {
     "state_mean": "._engine._kernels",
     "trace": "._rules",
     "unchanged_parameters": "._rules",
+    "unchanged_warning": "._untrained",
     "warning": "._untrained",
 }
 

@@ -1,7 +1,9 @@
-"""Leaves that no gradient reaches: a worker finds them in its first gradients, the coordinator in those of all workers.
+"""Finds leaves that training does not change, in the first updates: those that no gradient reaches, and those that a
+worker receives with the same bits again.
 
-Running statistics that are leaves of the parameters keep their initial values, and training reports no error. Leaves
-of the model state have no gradients and are not examined.
+A worker finds leaves without a gradient in its own gradients, and the coordinator in those of all workers. Running
+statistics that are leaves of the parameters keep their initial values, and training reports no error. Leaves of the
+model state have no gradients and are not examined for them.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from ._frozen import digest_of
 from ._tree import TreeSpec
 
 UPDATES: Final = 10
@@ -40,6 +43,42 @@ class ZeroLeaves:
             arrays = parts(self._left)
             self._left = [leaf for leaf in self._left if not any(_nonzero(part) for part in arrays[leaf])]
         return self._left
+
+
+class SameLeaves:
+    """The leaves, model state included, that a worker receives with the same bits after `UPDATES` updates."""
+
+    def __init__(self, tree: TreeSpec) -> None:
+        self._leaves = [index for index, leaf in enumerate(tree.leaves) if leaf.size]
+        self._begun: tuple[int, list[str]] | None = None
+        self._over = False
+
+    def examine(self, version: int, leaves: Sequence[Any]) -> list[int] | None:
+        """Compare the parameters and the model state with those of the first call.
+
+        Args:
+            version: the number of updates before these values.
+            leaves: one array for each leaf of the tree.
+
+        Returns:
+            Once, after enough updates, the leaves that are the same; None in all other calls.
+        """
+        if self._over:
+            return None
+        if self._begun is None:
+            self._begun = version, self._digests(leaves)
+            return None
+        first, before = self._begun
+        if not 0 <= version - first < UPDATES:
+            self._over = True
+            after = self._digests(leaves)
+            same = zip(self._leaves, before, after, strict=True)
+            # After a rollback, the job may have fewer updates than before.
+            return [leaf for leaf, one, other in same if one == other] if version > first else None
+        return None
+
+    def _digests(self, leaves: Sequence[Any]) -> list[str]:
+        return [digest_of(np.asarray(leaves[leaf])) for leaf in self._leaves]
 
 
 class Untrained:
@@ -83,7 +122,23 @@ def warning(names: Sequence[str], leaves: int) -> str:
         f"the gradient of {shown} ({len(names)} of {leaves} leaves) was exactly zero in the first {UPDATES} updates of "
         "every worker, so training does not change them. Running statistics, such as those of batch normalization, are "
         "not trained by gradients: make them model state (has_state=True; `init` then returns (params, state), and "
-        "`loss` returns the new state). Keep constants in `loss`, and not in what `init` returns."
+        "`loss` returns the new state). Freeze what stays constant (frozen=...), or keep it in `loss`."
+    )
+
+
+def unchanged_warning(names: Sequence[str], nbytes: int, whole: int) -> str:
+    """The warning about leaves that travel with each update and do not change.
+
+    Args:
+        names: the names of the leaves.
+        nbytes: the size of all leaves that do not change.
+        whole: the size of all leaves that travel.
+    """
+    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return (
+        f"{nbytes} of {whole} bytes that each update sends did not change in the first {UPDATES} updates: {shown}. "
+        "Freeze parameters that do not train, and they do not travel: train(frozen=...). Keep constants of the model "
+        "state in `loss`, or make them frozen parameters"
     )
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from backstay_rpc.control_pb2 import GradientInfo
 from backstay_spec.job_report import JobReport
 
 from ..._coordination import SAME, SameLosses
 from ..._data import IMPURE
-from ..._update import NON_FINITE_LOSS, Untrained, warning
+from ..._update import NON_FINITE_LOSS, TreeSpec, Untrained, unchanged_warning, warning
 
 __all__ = ["Mistakes"]
 
@@ -23,13 +23,15 @@ class Mistakes:
     """Names each mistake once in the log, and keeps it for the report. `examine` is called by one thread.
 
     Args:
-        leaves: the names of the leaves of the parameters.
+        tree: the model; None: no leaf is named.
     """
 
-    def __init__(self, leaves: Sequence[str]) -> None:
-        self._leaves, self._untrained, self._same_losses = tuple(leaves), Untrained(), SameLosses()
+    def __init__(self, tree: TreeSpec | None) -> None:
+        self._leaves = () if tree is None else tree.leaves
+        self._untrained, self._same_losses = Untrained(), SameLosses()
         self._lock = threading.Lock()
         self._untrained_leaves: list[str] = []
+        self._unchanged_leaves: list[str] = []
         self._of_batches: set[str] = set()
         self._non_finite_loss: int | None = None
 
@@ -46,19 +48,33 @@ class Mistakes:
             self._name("ImpureBatches", IMPURE)
         found = self._untrained.update([info.zero.leaves if info.HasField("zero") else None for info in infos])
         if found:
-            names = [self._leaves[leaf] for leaf in found]
+            names = [self._leaves[leaf].path for leaf in found]
             with self._lock:
                 self._untrained_leaves = names
-            _LOG.warning("%s", warning(names, len(self._leaves)))
+            _LOG.warning("%s", warning(names, sum(leaf.trained for leaf in self._leaves)))
+        for info in infos:
+            if info.HasField("same"):
+                self._unchanged(info.same.leaves)
 
     def report(self) -> JobReport:
         """The rows about mistakes."""
         with self._lock:
             return JobReport(
                 untrained_leaves=list(self._untrained_leaves),
+                unchanged_leaves=list(self._unchanged_leaves),
                 mistakes_of_batches=sorted(self._of_batches),
                 non_finite_loss=self._non_finite_loss,
             )
+
+    def _unchanged(self, found: Iterable[int]) -> None:
+        """Name leaves that did not change, if they are most of what travels. Those without a gradient are known."""
+        same = [self._leaves[leaf] for leaf in found]
+        nbytes, whole = sum(leaf.nbytes for leaf in same), sum(leaf.nbytes for leaf in self._leaves)
+        names = [leaf.name for leaf in same if leaf.name not in self._untrained_leaves]
+        if 2 * nbytes > whole and names and not self._unchanged_leaves:
+            with self._lock:
+                self._unchanged_leaves = names
+            _LOG.warning("%s", unchanged_warning(names, nbytes, whole))
 
     def _name(self, reason: str, text: str) -> None:
         with self._lock:

@@ -16,6 +16,7 @@ from backstay_spec.job_report import CheckpointStatus, JobReport
 from ... import _instrument
 from ..._coordination import CoordinatorState, Counted, Finished, PeerTable, Updated
 from ..._process import Reporter
+from ..._update import TreeSpec
 from .._metrics import PodMetrics
 from .._reports import EpochLines, Reports
 from ._checkpoints import Checkpoints
@@ -49,20 +50,20 @@ class JobObserver:
         metrics: PodMetrics,
         steps: int,
         log_every: float,
-        leaves: Sequence[str] = (),
+        tree: TreeSpec | None = None,
         batches: int = 1,
     ) -> None:
         """
         Args:
             peers: the workers and evaluators of this server.
             batches: number of batches of each contribution.
-            leaves: the names of the leaves of the parameters.
+            tree: the model; None: messages name no parameters.
         """
         self.reports = Reports(None, None)
         self.terms, self.evaluations, self.checkpoints = Terms(metrics), Evaluations(metrics), Checkpoints(metrics)
         self.curve = JobCurve()
         self._contributors = Contributors(peers, metrics)
-        self._rates, self._losses, self._mistakes = Rates(metrics, batches), LossMeans(metrics), Mistakes(leaves)
+        self._rates, self._losses, self._mistakes = Rates(metrics, batches), LossMeans(metrics), Mistakes(tree)
         self._workers = WorkerReports()
         self._waits: UpdateWaits | None = None
         self._metrics, self._steps, self._batches = metrics, steps, batches
