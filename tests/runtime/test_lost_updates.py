@@ -82,7 +82,7 @@ def test_t6_without_checkpoints_a_replaced_coordinator_begins_a_higher_term(job)
 
 
 def test_a_leaf_that_does_not_change_is_named(job) -> None:
-    """Those that no gradient reaches, and those that travel without need."""
+    """No gradient reaches the first one, and the optimizer does not change the others."""
     tiny = job(2, 2)
     tiny.environment = {"STEPS": "12", "RUNNING": "1", "MASKED": "1"}
     tiny.start_all()

@@ -1,5 +1,6 @@
-"""Finds leaves that training does not change, in the first updates: those that no gradient reaches, and those that a
-worker receives with the same bits again.
+"""Finds leaves that training does not change in the first updates.
+
+No gradient reaches them, or a worker receives them with the same bits again.
 
 A worker finds leaves without a gradient in its own gradients, and the coordinator in those of all workers. Running
 statistics that are leaves of the parameters keep their initial values, and training reports no error. Leaves of the
