@@ -178,6 +178,38 @@ def test_ctrl_c_cancels_the_call_waits_for_its_clean_up_and_leaves_a_working_thr
     assert process.communicate(timeout=60)[0] == "cleaned up\ninterrupted\n1\n"
 
 
+EARLY = """
+import asyncio, os, signal
+from backstay_client.blocking.thread import LoopThread
+
+thread, cleaned, interrupted = LoopThread(), 0, 0
+
+async def waits():
+    global cleaned
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(600)
+    finally:
+        await asyncio.sleep(0)
+        cleaned += 1
+
+async def one():
+    return 1
+
+for _ in range(300):
+    try:
+        thread.run(waits())
+    except KeyboardInterrupt:
+        interrupted += 1
+print(interrupted, cleaned, thread.run(one()))
+"""
+
+
+def test_ctrl_c_may_come_while_the_call_is_being_made() -> None:
+    done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout, done.stderr) == ("300 300 1\n", "")
+
+
 def test_an_unused_thread_costs_nothing() -> None:
     before = threading.active_count()
     LoopThread().close()

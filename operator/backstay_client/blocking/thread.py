@@ -8,7 +8,7 @@ import contextlib
 import os
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from backstay_client.jobfiles.jobfile import BadInput
 
@@ -21,14 +21,18 @@ _T = TypeVar("_T")
 
 
 class LoopThread:
-    """A thread with an event loop. It starts at the first call, and ends with `close` or with the process."""
+    """A thread with an event loop. It starts at the first call, and ends with `close` or with the process.
+
+    Attributes:
+        closed: whether `close` was called.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: concurrent.futures.Future[asyncio.AbstractEventLoop] | None = None  # of `_thread`, once it runs
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
-        self._closed = False
+        self.closed = False
         self._ending: asyncio.Task[None] | None = None
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
@@ -38,19 +42,19 @@ class LoopThread:
             RuntimeError: this process was forked from the one that made the thread, or the call is made in it.
             BadInput: the thread has ended.
         """
+        call: _Call[_T] | None = None
         try:
-            future = asyncio.run_coroutine_threadsafe(coroutine, self._running())
-        except BaseException:
-            coroutine.close()
-            raise
-        try:
-            return future.result()
+            loop = self._running()
+            call = _Call(coroutine, self)
+            loop.call_soon_threadsafe(call.begin)
+            return call.future.result()
         except concurrent.futures.CancelledError:
             raise RuntimeError("the client was closed during a call") from None
         except BaseException:
-            if not future.done():  # Ctrl-C
-                future.cancel()
-                self._settle()
+            if call is None:
+                coroutine.close()
+            elif not call.future.done():  # Ctrl-C, which may come before the loop has the call
+                call.cancel_in(loop)
             raise
 
     def iterate(self, generator: AsyncGenerator[_T]) -> Iterator[_T]:
@@ -75,13 +79,14 @@ class LoopThread:
     def close(self, last: Coroutine[Any, Any, None] | None = None) -> None:
         """Run `last`, and end the thread."""
         with self._lock:
-            self._closed = True
-            loop, thread = self._loop, self._thread
+            self.closed = True
+            started, thread = self._loop, self._thread
             self._loop = self._thread = None
-        if loop is None or thread is None or os.getpid() != self._pid:
+        if started is None or thread is None or os.getpid() != self._pid:
             if last is not None:
                 last.close()
             return
+        loop = started.result()
         if threading.current_thread() is thread:  # the garbage collector runs in any thread, and this one cannot wait
             self._ending = loop.create_task(_end(loop, last))
             return
@@ -95,29 +100,68 @@ class LoopThread:
         if os.getpid() != self._pid:
             raise RuntimeError("this process was forked from the one with the client: make a new client here")
         with self._lock:
-            if self._closed:  # a new thread would have no end
+            if self.closed:  # a new thread would have no end
                 raise BadInput("this client is closed")
             if self._loop is None:
                 started: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
-                self._thread = threading.Thread(target=_serve, args=(started,), name="backstay-client", daemon=True)
-                self._thread.start()
-                self._loop = started.result()
+                thread = threading.Thread(target=_serve, args=(started,), name="backstay-client", daemon=True)
+                self._loop, self._thread = started, thread
+                thread.start()
             if threading.current_thread() is self._thread:
                 raise RuntimeError("a call of the blocking client was made in its own thread: use AsyncClient there")
-            return self._loop
+            return self._loop.result()
 
-    def _settle(self) -> None:
-        """Wait until cancelled work has cleaned up. A second interruption ends the wait."""
-        loop, thread = self._loop, self._thread
-        if loop is None or thread is None or not thread.is_alive():
+
+class _Call(Generic[_T]):
+    """One coroutine that a caller waits for. An interruption of the caller may come at any moment.
+
+    Attributes:
+        future: the result of the coroutine.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, _T], thread: LoopThread) -> None:
+        self._coroutine, self._thread = coroutine, thread
+        self._task: asyncio.Task[_T] | None = None
+        self.future: concurrent.futures.Future[_T] = concurrent.futures.Future()
+
+    def begin(self) -> None:
+        """Run the coroutine; called in the loop."""
+        if self._thread.closed:  # the loop is about to end
+            self._abandon()
             return
+        self._task = asyncio.get_running_loop().create_task(self._coroutine)
+        self._task.add_done_callback(self._ended)
 
-        async def others() -> None:
-            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task() and task.cancelling()]
-            if tasks:
-                await asyncio.wait(tasks, timeout=_CANCEL_SECONDS)
+    def cancel_in(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Cancel the coroutine, and wait until it has cleaned up. A second interruption ends the wait."""
+        try:
+            loop.call_soon_threadsafe(self._cancel)
+        except RuntimeError:  # the loop has ended
+            self._abandon()
+            return
+        concurrent.futures.wait([self.future], _CANCEL_SECONDS)
 
-        asyncio.run_coroutine_threadsafe(others(), loop).result()
+    def _cancel(self) -> None:
+        if self._task is None:
+            self._abandon()
+        else:
+            self._task.cancel()
+
+    def _abandon(self) -> None:
+        self._coroutine.close()
+        self._cancelled()
+
+    def _cancelled(self) -> None:
+        self.future.cancel()
+        self.future.set_running_or_notify_cancel()  # wakes `concurrent.futures.wait`
+
+    def _ended(self, task: asyncio.Task[_T]) -> None:
+        if task.cancelled():
+            self._cancelled()
+        elif (error := task.exception()) is not None:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(task.result())
 
 
 async def _end(loop: asyncio.AbstractEventLoop, last: Coroutine[Any, Any, None] | None) -> None:
