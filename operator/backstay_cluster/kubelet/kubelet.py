@@ -126,7 +126,7 @@ class Kubelet:
             await self._service_informer.synced.wait()
             await self._pods.synced.wait()
 
-    async def stop(self, grace: float = 1.0) -> None:
+    async def stop(self, grace: float = 5.0) -> None:
         """End every container (SIGTERM, after `grace` seconds SIGKILL) and stop; the API gets no more reports."""
         self._stopping = True
         for worker, _ in self._workers.values():

@@ -40,11 +40,11 @@ def wait_gone(pid: int) -> None:
         os.close(fd)
 
 
-async def pids_of(cluster: ClusterProcess, name: str) -> list[int]:
-    """Run a pod of three processes; their ids."""
+async def pids_of(cluster: ClusterProcess, name: str, script: str = FAMILY) -> list[int]:
+    """Run a pod whose script prints three numbers, such as the ids of its processes; the numbers."""
     client = cluster.client()
     try:
-        await client.create("/api/v1/namespaces/default/pods", manifest(name, FAMILY))
+        await client.create("/api/v1/namespaces/default/pods", manifest(name, script))
     finally:
         await client.close()
     file = cluster.logs_dir / "default" / name / "main.log"
@@ -90,6 +90,15 @@ async def test_no_process_is_left_however_the_cluster_ends(tmp_path, number):
     if number != signal.SIGKILL:
         assert sorted(p.name for p in (tmp_path / "data").iterdir()) == ["pods"]
     assert (tmp_path / "data" / "pods" / "default" / "family" / "main.log").exists()
+
+
+async def test_a_handler_of_sigterm_has_five_seconds_at_the_end_of_the_cluster(tmp_path):
+    """The documentation says so. This one takes two."""
+    clean_up = "trap 'sleep 2; echo cleaned; exit' TERM; echo 1 2 3; while :; do sleep 0.05; done"
+    with ClusterProcess(tmp_path / "data", log_file=tmp_path / "log") as cluster:
+        await pids_of(cluster, "slow", clean_up)
+        log = cluster.logs_dir / "default" / "slow" / "main.log"
+    assert log.read_text() == "1 2 3\ncleaned\n"
 
 
 PARENT = """
