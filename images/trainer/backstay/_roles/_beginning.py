@@ -78,12 +78,16 @@ class Beginning:
         return tree
 
     def _describe(self, frozen: Any) -> TreeSpec:
-        import jax
-
         from .._update import describe
 
-        shapes = jax.eval_shape(self._init, jax.random.key(self._seed))
-        return describe(shapes, has_state=self._has_state, frozen=frozen)
+        return describe(self._shapes, has_state=self._has_state, frozen=frozen)
+
+    @cached_property
+    def _shapes(self) -> Any:
+        """The shapes and dtypes of the result of `init`."""
+        import jax
+
+        return jax.eval_shape(self._init, jax.random.key(self._seed))
 
     def trained(self, start_from: str = "") -> Any:
         """The model of version 0 without its frozen leaves: parameters, or ``(params, state)``.

@@ -93,7 +93,7 @@ async def test_no_process_is_left_however_the_cluster_ends(tmp_path, number):
 
 
 async def test_a_handler_of_sigterm_has_five_seconds_at_the_end_of_the_cluster(tmp_path):
-    """The documentation says so. This one takes two."""
+    """The documentation promises them. This handler takes two."""
     clean_up = "trap 'sleep 2; echo cleaned; exit' TERM; echo 1 2 3; while :; do sleep 0.05; done"
     with ClusterProcess(tmp_path / "data", log_file=tmp_path / "log") as cluster:
         await pids_of(cluster, "slow", clean_up)
