@@ -150,6 +150,16 @@ class ReportedStatus(StatusModel):
     goal_steps: Annotated[Count | None, ReportRow(unit="updates", metric="Updates that training ends with.")] = None
     """The number of updates at which training ends: `steps` of `backstay.train`."""
 
+    trained_parameters: Annotated[
+        Count | None, ReportRow(unit="values", metric="Values of the parameters that train.")
+    ] = None
+    """The number of values of the parameters that train."""
+
+    frozen_parameters: Annotated[
+        Count | None, ReportRow(unit="values", metric="Values of the frozen parameters, which do not travel.")
+    ] = None
+    """The number of values of the frozen parameters, which do not travel; absent: there are none."""
+
     local_steps: Annotated[Count | None, ReportRow(unit="steps")] = None
     """Optimizer steps that each worker makes between two updates (`backstay.LocalSteps`); absent: none."""
 
@@ -390,6 +400,7 @@ LEAST_NEEDED: Final = (
     ("termStart",),
     ("traffic",),
     ("untrainedLeaves",),
+    ("unchangedLeaves",),
     ("metrics", "evaluatedStep"),
 )
 """Rows that a termination message that is too long leaves out, in this order, by their names in JSON."""

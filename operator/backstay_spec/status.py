@@ -22,8 +22,6 @@ TRAINED: Final = "Trained"
 AFTER_TRAINING_COMPLETE: Final = "AfterTrainingComplete"
 STANDBYS_IN_SYNC: Final = "StandbysInSync"
 
-ALL_CREATED: Final = "every pod has been created"
-
 # Reasons of RUNNING=False that distinguish two phases.
 REASON_PENDING: Final = "PodsPending"
 REASON_STARTING: Final = "PodsStarting"

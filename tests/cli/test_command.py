@@ -407,7 +407,8 @@ def ended_pod(index: int, message: str, code: int = 0) -> dict[str, Any]:
 def test_the_object_at_the_end_has_what_programs_need(tmp_path: Path) -> None:
     seconds = {"applied": 80.0, "wait": 15.0, "data": 4.7, "send": 0.3}
     traffic = {"carried": 120.0, "exact": 240.0}
-    status = {**STATUS, "goodput": 0.8, "workerSeconds": seconds, "traffic": traffic}
+    counts = {"trainedParameters": 2_048, "frozenParameters": 1_000_000}
+    status = {**STATUS, **counts, "goodput": 0.8, "workerSeconds": seconds, "traffic": traffic}
     job = {"metadata": {"name": "a", "namespace": "default"}, "status": status}
     result = json.dumps({"result": "Failed", "step": 9, "checkpoint": "/c", "metrics": {"accuracy": 0.5, "bad": None}})
     view = view_of(job, [ended_pod(0, result, 1), ended_pod(1, "not JSON")], [])
@@ -448,6 +449,7 @@ def test_the_object_at_the_end_has_what_programs_need(tmp_path: Path) -> None:
     text = "\n".join(report.lines(view, 1.5, tmp_path))
     assert "NonFinite: step 7, rank 1" in text
     assert "  goodput 80 % of 100 worker seconds: wait 15 %, data 5 %\n" in text
+    assert "  traffic 120 B per update and worker (Exact: 240 B), 2,048 of 1,002,048 values train\n" in text
     assert str(log) in text
     assert "\\x1b[31mred\\xff" in text
 

@@ -4,6 +4,7 @@ data."""
 from __future__ import annotations
 
 import runpy
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,6 +37,25 @@ def test_the_example_learns_the_digits(library, capsys):
     said = capsys.readouterr().out
     assert "after 200 updates" in said
     assert float(said.partition("held-out accuracy ")[2].split()[0]) > 0.93
+
+
+def test_the_adapters_of_the_transformer_leave_its_base(capsys, monkeypatch, tmp_path):
+    """`examples/bytes/lora.py` from the checkpoint of another run."""
+    monkeypatch.syspath_prepend(str(EXAMPLES / "bytes"))
+    monkeypatch.setattr("sys.argv", ["lora.py", "--base", str(tmp_path / "base"), "--steps", "2"])
+    lora = runpy.run_path(str(EXAMPLES / "bytes" / "lora.py"))
+    monkeypatch.delitem(sys.modules, "train")
+    none = {"batches": lambda key: np.zeros(1, np.float32), "loss": lambda params, batch: 0 * params["norm"].sum()}
+    made = backstay.train(
+        init=lora["init_base"], **none, optimizer=optax.sgd(1.0), steps=1, seed=5, checkpoint=tmp_path / "base"
+    )
+    example = runpy.run_path(str(EXAMPLES / "bytes" / "lora.py"), run_name="__main__")
+    monkeypatch.delitem(sys.modules, "train")
+    assert "after 2 updates" in capsys.readouterr().out
+    params = example["result"].params
+    assert sum(leaf.size for leaf in jax.tree.leaves(params["lora"])) == 16_384
+    for one, other in zip(jax.tree.leaves(params["base"]), jax.tree.leaves(made.params), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_the_image_classifier_trains_on_whole_images_and_shifts_them(capsys, monkeypatch):

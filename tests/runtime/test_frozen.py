@@ -45,6 +45,8 @@ def test_t4_a_worker_and_a_server_die_and_nothing_changes(job, tmp_path: Path, s
         for leaf in ("0", "1", "2"):
             np.testing.assert_allclose(found[leaf], expected[leaf], rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(found["squares"], expected["squares"], rtol=1e-5)
+    message = servers[0].final_message()
+    assert (message["trainedParameters"], message["frozenParameters"]) == (16 * 3, 8 * 16 + 16)
     stored = load(str(folder))
     assert stored.params["dense"] == {"kernel": None, "bias": None}
     assert [leaf.path for leaf in stored.frozen.leaves] == ["dense.bias", "dense.kernel"]

@@ -337,6 +337,9 @@ def carried(view: JobView) -> str:
     if not used:
         return ""
     more = f" (Exact: {size(exact)})" if exact and abs(exact - used) > _SAME * used else ""
+    trained, frozen = view.report.trained_parameters, view.report.frozen_parameters
+    if trained is not None and frozen:
+        more += f", {number(trained)} of {number(trained + frozen)} values train"
     return f"traffic {size(used)} per update and worker{more}"
 
 

@@ -20,6 +20,7 @@ from backstay_spec.planner.facts import Facts
 from backstay_spec.planner.last_messages import SHARD_0
 from backstay_spec.planner.pods import PodView, created_at, has_worked
 from backstay_spec.planner.record import Record, standby_key
+from backstay_spec.planner.report import ALL_CREATED
 from backstay_spec.status_model import format_time
 from backstay_spec.types_status import Condition
 
@@ -194,7 +195,7 @@ def pods_created_at_the_end(facts: Facts, record: Record, slots: Sequence[Slot])
     if known is None or known.status != "Unknown":
         return []
     if all_created(facts, record, slots, Effects()):
-        return [Statement(status.PODS_CREATED, True, "AllCreated", status.ALL_CREATED)]
+        return [Statement(status.PODS_CREATED, True, "AllCreated", ALL_CREATED)]
     return [Statement(status.PODS_CREATED, False, "Finished", "the job ended before all pods were observed")]
 
 

@@ -22,10 +22,11 @@ from backstay_spec.types_status import (
     TrainingJobStatus,
 )
 
-__all__ = ["NewStatus", "PlannedStatus", "checkpoint_status", "judge", "with_history"]
+__all__ = ["ALL_CREATED", "NewStatus", "PlannedStatus", "checkpoint_status", "judge", "with_history"]
 
 # The shortest time between two writes of a status in which only the progress changed (O8).
 PROGRESS_INTERVAL: Final = timedelta(seconds=10)
+ALL_CREATED: Final = "every pod has been created"
 _ENTRIES: Final = 50  # of the history
 _ENTRY_LENGTH: Final = 300
 _NOT_HISTORY: Final = frozenset({"Evaluated"})  # there is one for each checkpoint
@@ -190,7 +191,7 @@ def _with_progress(
         return late
     kind = status.PODS_CREATED
     before = new.conditions.get(kind)
-    created = status.conditioned(before, kind, "True", "AllCreated", status.ALL_CREATED, now, meta.generation)
+    created = status.conditioned(before, kind, "True", "AllCreated", ALL_CREATED, now, meta.generation)
     return late.model_copy(update={"conditions": list({**new.conditions, kind: created}.values())})
 
 

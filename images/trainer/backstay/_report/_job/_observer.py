@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from backstay_rpc.control_pb2 import EvaluatedRequest, GradientInfo, HeartbeatRequest, ProgressReply, Rollback, Staged
@@ -16,7 +16,7 @@ from backstay_spec.job_report import CheckpointStatus, JobReport
 from ... import _instrument
 from ..._coordination import CoordinatorState, Counted, Finished, PeerTable, Updated
 from ..._process import Reporter
-from ..._update import TreeSpec
+from ..._update import LeafSpec, TreeSpec
 from .._metrics import PodMetrics
 from .._reports import EpochLines, Reports
 from ._checkpoints import Checkpoints
@@ -66,7 +66,7 @@ class JobObserver:
         self._rates, self._losses, self._mistakes = Rates(metrics, batches), LossMeans(metrics), Mistakes(tree)
         self._workers = WorkerReports()
         self._waits: UpdateWaits | None = None
-        self._metrics, self._steps, self._batches = metrics, steps, batches
+        self._metrics, self._steps, self._batches, self._tree = metrics, steps, batches, tree
         self._reporter, self._epochs = Reporter(log_every, steps, batches), EpochLines(log_every)
         self._step = 0
 
@@ -247,10 +247,13 @@ class JobObserver:
 
     def report(self, now: float) -> JobReport:
         """The rows of the newest update, which do not depend on the coordinator's state."""
+        tree = self._tree
         plan = JobReport(
             step=self._step,
             goal_steps=self._steps or None,
             local_steps=self._batches if self._batches > 1 else None,
+            trained_parameters=None if tree is None else _values(tree.parameters.leaves),
+            frozen_parameters=None if tree is None or tree.frozen is None else _values(tree.frozen.leaves),
         )
         waits = () if self._waits is None else (self._waits.report(now),)
         parts = self._losses, self.evaluations, self.checkpoints, self._mistakes
@@ -279,3 +282,7 @@ class JobObserver:
         """The job's part of the page `/status`, of the newest update."""
         waits = {} if self._waits is None else self._waits.status(now)
         return self.report(now).model_dump(mode="json", by_alias=True) | waits
+
+
+def _values(leaves: Iterable[LeafSpec]) -> int:
+    return sum(leaf.size for leaf in leaves)
