@@ -30,7 +30,7 @@ _FOLDERS: Final = re.compile(r"[^\s'\":]*/")
 _NUMBER: Final = re.compile(r"\d+")
 _FRAME: Final = re.compile(r'\s*File "([^"]+)", line (\d+)')
 # How Python draws an ExceptionGroup and the exceptions in it, at the beginning of each line.
-_GROUP: Final = re.compile(r"\s*(?:[+|] |\+(?:-\+)?-+(?: \d+ -+)?$)")
+_GROUP: Final = re.compile(r"^\s*(?:[+|] |\+(?:-\+)?-+(?: \d+ -+)?$)")
 _FINAL: Final = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Z_]\w*)(?:: (.*))?$")
 _BEGINS: Final = ("Traceback ", "Exception Group Traceback ")
 _PYTHON: Final = re.compile(r"\S*python[\d.]*: (.*)$")

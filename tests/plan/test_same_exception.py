@@ -110,6 +110,16 @@ def test_a_group_of_exceptions_is_an_exception(make_cluster):
     assert 'ValueError: no column "x"' in message
 
 
+def test_a_line_of_an_exception_stays_as_it_is(make_cluster):
+    """Signs that draw a group at the beginning of a line may be anywhere in a script."""
+    cluster = started(make_cluster)
+    for rank in (0, 1, 2):
+        log = LOG.replace("ModuleNotFoundError: No module named 'sklearn'", "ValueError: n | None + 1 is no number")
+        crash(cluster, WORKER, rank, log)
+    message = cluster.condition("Failed")["message"]
+    assert message.endswith("ValueError: n | None + 1 is no number")
+
+
 def test_a_temporary_exception_in_a_group_may_pass(make_cluster):
     cluster = started(make_cluster)
     for rank in range(4):

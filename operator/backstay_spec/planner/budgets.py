@@ -23,7 +23,6 @@ from backstay_spec.types import TrainingJobSpec
 from backstay_spec.types_status import Backoff
 
 __all__ = [
-    "BRIEF",
     "HOPELESS",
     "Cost",
     "NoReplacement",
@@ -114,8 +113,7 @@ def cost_of_standby(facts: Facts, record: Record, standby: PodView, verdict: Ver
 
 
 def _uncharged(facts: Facts, pod: PodView, known: Backoff | None, verdict: Verdict, *, worked: bool) -> Cost:
-    created = created_at(pod)
-    age = facts.now - created if created is not None else timedelta()
+    age = _age(facts, pod) or timedelta()
     if (worked and age >= BRIEF) or (has_run(pod) and age >= LIVED):
         return Cost(charged=False, backoff=None)
     backoff = backed_off(facts, known, verdict, started=has_run(pod))
@@ -124,8 +122,13 @@ def _uncharged(facts: Facts, pod: PodView, known: Backoff | None, verdict: Verdi
 
 def is_brief(facts: Facts, pod: PodView, known: Backoff) -> bool:
     """Whether a pod has not lived long enough to end a row of deaths in which a death was not charged."""
+    age = _age(facts, pod)
+    return (known.deaths or 0) > known.failures and age is not None and age < BRIEF
+
+
+def _age(facts: Facts, pod: PodView) -> timedelta | None:
     created = created_at(pod)
-    return (known.deaths or 0) > known.failures and created is not None and facts.now - created < BRIEF
+    return None if created is None else facts.now - created
 
 
 def is_spent(facts: Facts, record: Record, slot: Slot) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -116,24 +116,27 @@ def _untrained(facts: Facts, progress: Progress) -> Changes:
     names = list(progress.report.untrained_leaves)
     if not names or facts.old.untrained_leaves:
         return Changes()
-    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     text = (
-        f"the gradient of {shown} was exactly zero in the first updates of every worker, so training does not change "
-        "them. Gradients do not train running statistics, such as those of batch normalization: make them model state "
-        "(has_state=True). Freeze what stays constant (frozen=...), or keep it in `loss`."
+        f"the gradient of {_some(names)} was exactly zero in the first updates of every worker, so training does not "
+        "change them. Gradients do not train running statistics, such as those of batch normalization: make them model "
+        "state (has_state=True). Freeze what stays constant (frozen=...), or keep it in `loss`."
     )
     return Changes((warning("ZeroGradients", text),), {"untrained_leaves": names[:_STORED]})
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 def _unchanged(facts: Facts, progress: Progress) -> Changes:
     names = list(progress.report.unchanged_leaves)
     if not names or facts.old.unchanged_leaves:
         return Changes()
-    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     text = (
-        f"more than half of the bytes that each update sends did not change in the first updates: {shown}. Freeze "
-        "parameters that do not train, and they do not travel: train(frozen=...). Keep constants of the model state in "
-        "`loss`, or make them frozen parameters."
+        f"more than half of the bytes that each update sends did not change in the first updates: {_some(names)}. "
+        "Freeze parameters that do not train, and they do not travel: train(frozen=...). Keep constants of the model "
+        "state in `loss`, or make them frozen parameters."
     )
     return Changes((warning("UnchangedParameters", text),), {"unchanged_leaves": names[:_STORED]})
 

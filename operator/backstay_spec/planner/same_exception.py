@@ -76,15 +76,17 @@ def _agreed(slots: Sequence[Slot], last: Mapping[Slot, Sequence[Raised]], role: 
     if agreeing >= 2 and 2 * agreeing > len(slots):
         what = f"{_PODS[role]}s" if role else "pods"
         return _failure(raised, f"{agreeing} of {len(slots)} {what}")
-    if role and len(slots) == 1:
-        again = last[slots[0]]
-        if len(again) >= 2 and again[0].key == again[1].key:
-            return _failure(raised, f"the only {_PODS[role]}, twice")
+    if role and len(slots) == 1 and _is_repeated(last[slots[0]]):
+        return _failure(raised, f"the only {_PODS[role]}, twice")
     return None
 
 
 def _is_sure(found: Sequence[Raised]) -> bool:
-    return not found[0].guessed or (len(found) > 1 and found[0].key == found[1].key)
+    return not found[0].guessed or _is_repeated(found)
+
+
+def _is_repeated(found: Sequence[Raised]) -> bool:
+    return len(found) > 1 and found[0].key == found[1].key
 
 
 def _failure(raised: Raised, pods: str) -> JobFailure:
