@@ -14,6 +14,7 @@ from backstay import BatchKey, LocalSteps, load, train
 from backstay._roles import Script
 from backstay._update import analyse, enable_x64, only_trained, trace, unchanged_parameters
 from backstay._update._tree import describe
+from backstay.errors import CheckpointError
 
 STEPS = 6
 SHAPES = {"a": (4, 3), "b": (3,), "c": (), "d": (2, 2)}
@@ -40,6 +41,19 @@ def selecting(gradients, state, params=None):
     return jax.tree.map(lambda stays, update: jnp.where(stays, 0.0, update), MASK, gradients), state
 
 
+def casting(kind, on, off):
+    """Masks of another dtype, whose elements are not the numbers of the branches."""
+
+    def update(gradients, state, params=None):
+        def masked(stays, update):
+            mask = jnp.full(update.shape, off if stays else on, kind)
+            return jnp.where(mask.astype(bool), update, jnp.zeros_like(update))
+
+        return jax.tree.map(masked, MASK, gradients), state
+
+    return optax.chain(optax.scale(-0.1), optax.GradientTransformation(lambda params: (), update))
+
+
 @pytest.mark.parametrize(
     ("optimizer", "frozen"),
     [
@@ -51,6 +65,8 @@ def selecting(gradients, state, params=None):
         (optax.chain(optax.masked(optax.set_to_zero(), MASK), optax.scale(-0.1)), set()),  # NaN * 0 is not 0
         (optax.chain(optax.scale(-0.1), optax.masked(optax.set_to_zero(), MASK)), {"a", "c"}),
         (optax.chain(optax.scale(-0.1), optax.GradientTransformation(lambda params: (), selecting)), {"a", "c"}),
+        (casting(np.uint8, 255, 0), {"c"}),  # JAX computes a scalar mask itself
+        (casting(np.float32, 0.5, 0.0), {"c"}),
         (optax.sgd(0.1), set()),
         (optax.set_to_zero(), set()),  # nothing would train
         # The norm of all gradients, or moments of all, are used for the others or kept.
@@ -165,6 +181,15 @@ def test_a_checkpoint_has_what_trains(tmp_path):
     whole = load(tmp_path / "ckpt", base=init(jax.random.key(0)))
     for one, other in zip(jax.tree.leaves(whole.params), jax.tree.leaves(result.params), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_a_checkpoint_with_all_parameters_is_refused_with_the_cure(tmp_path):
+    """A version that froze nothing by itself has stored it."""
+    train(**ARGUMENTS, checkpoint=tmp_path, frozen=False)
+    more = {**ARGUMENTS, "steps": 8, "checkpoint": tmp_path}
+    with pytest.raises(CheckpointError, match=r"base was trained with it, and is frozen now\. .*frozen=False"):
+        train(**more)
+    assert train(**more, frozen=False).step == 8
 
 
 def test_what_is_not_proven_is_not_frozen():

@@ -32,7 +32,14 @@ def check_fits(manifest: Manifest, partition: Partition) -> None:
             f"the checkpoint {manifest.name} does not fit init: it has {has}, and train was called with "
             f"has_state={partition.tree.has_state}; use another checkpoint.uri, or the model of the checkpoint"
         )
+    frozen = () if partition.tree.frozen is None else [leaf.path for leaf in partition.tree.frozen.leaves]
     for path in [*own, *stored]:
+        if path in frozen:
+            raise CheckpointError(
+                f"the checkpoint {manifest.name} does not fit: {path} was trained with it, and is frozen now. To "
+                "continue, freeze what was frozen before; frozen=False freezes nothing, also not what the optimizer "
+                "never changes. Or use another checkpoint.uri"
+            )
         if own.get(path) != stored.get(path):
             raise CheckpointError(
                 f"the checkpoint {manifest.name} does not fit init: {path} is {_shown(stored.get(path))} in the "

@@ -185,25 +185,21 @@ def dependencies(flat: Flat, masks: Sequence[int]) -> list[int]:
     return [read(atom) for atom in flat.outputs]
 
 
-def unchanged(flat: Flat, atom: Atom) -> int | None:
-    """The index of the input that `atom` always equals, except in the sign of a zero; None: `atom` may be something
-    else.
-
-    A condition passes an input on if each of its branches does.
-    """
-    return _Origins(flat).of(atom)
-
-
-class _Origins:
-    """Follows variables back to inputs and to zeros."""
+class Origins:
+    """Follows the variables of a program back to its inputs and to zeros."""
 
     def __init__(self, flat: Flat) -> None:
         self._flat = flat
         self._positions = {var: index for index, var in enumerate(flat.inputs)}
         self._producers = {out: eqn for eqn in flat.equations for out in eqn.outputs}
+        self._branches: dict[Flat, Origins] = {}
 
-    def of(self, atom: Atom) -> int | None:
-        """See `unchanged`."""
+    def unchanged(self, atom: Atom) -> int | None:
+        """The index of the input that `atom` always equals, except in the sign of a zero; None: `atom` may be something
+        else.
+
+        A condition passes an input on if each of its branches does.
+        """
         if isinstance(atom, Literal):
             return None
         if atom in self._positions:
@@ -211,17 +207,16 @@ class _Origins:
         equation = self._producers[atom]
         inputs = equation.inputs
         if equation.branches:
-            place = equation.outputs.index(atom)
-            inner = [unchanged(branch, branch.outputs[place]) for branch in equation.branches]
-            return _common(None if at is None else self.of(inputs[1 + at]) for at in inner)
+            inner = [branch.unchanged(output) for branch, output in self._outputs(equation, atom)]
+            return _common(None if at is None else self.unchanged(inputs[1 + at]) for at in inner)
         if equation.name == "select_n":
-            return _common(map(self.of, self._selected(equation)))
+            return _common(map(self.unchanged, self._selected(equation)))
         if equation.name in _SUMS and self.is_zero(inputs[1]):
-            return self.of(inputs[0])
+            return self.unchanged(inputs[0])
         if equation.name in _SUMS and equation.name != "sub" and self.is_zero(inputs[0]):
-            return self.of(inputs[1])
+            return self.unchanged(inputs[1])
         same = equation.name == "convert_element_type" and self._flat.dtype(inputs[0]) == self._flat.dtype(atom)
-        return self.of(inputs[0]) if same or equation.name in ("copy", "copy_p") else None
+        return self.unchanged(inputs[0]) if same or equation.name in ("copy", "copy_p") else None
 
     def is_zero(self, atom: Atom) -> bool:
         """Whether all elements are zero in every run."""
@@ -231,30 +226,41 @@ class _Origins:
             return False
         equation = self._producers[atom]
         if equation.branches:
-            place = equation.outputs.index(atom)
-            return all(_Origins(branch).is_zero(branch.outputs[place]) for branch in equation.branches)
+            return all(branch.is_zero(output) for branch, output in self._outputs(equation, atom))
         if equation.name == "select_n":
             return all(map(self.is_zero, self._selected(equation)))
         if equation.name in _SUMS:
             return all(map(self.is_zero, equation.inputs))
-        return equation.name in _MOVES and self.is_zero(equation.inputs[0])
+        return (equation.name in _COPIES or equation.name in _OF_ZERO) and self.is_zero(equation.inputs[0])
+
+    def _outputs(self, equation: Equation, atom: int) -> list[tuple[Origins, Atom]]:
+        """The output of each branch that `atom` is."""
+        place = equation.outputs.index(atom)
+        found = []
+        for branch in equation.branches:
+            if branch not in self._branches:
+                self._branches[branch] = Origins(branch)
+            found.append((self._branches[branch], branch.outputs[place]))
+        return found
 
     def _selected(self, equation: Equation) -> Sequence[Atom]:
         """The values among which a `select_n` selects: only one of them, if its condition is the same constant
         everywhere."""
         which, *values = equation.inputs
-        while not isinstance(which, Literal) and which in self._producers and self._producers[which].name in _MOVES:
+        while not isinstance(which, Literal) and which in self._producers and self._producers[which].name in _COPIES:
             which = self._producers[which].inputs[0]
         if isinstance(which, Literal) and isinstance(which.value, np.ndarray) and which.value.size:
             first = which.value.flat[0]
-            if (which.value == first).all():
+            if (which.value == first).all() and 0 <= first < len(values):
                 return values[int(first) : int(first) + 1]
         return values
 
 
 _SUMS = ("add", "add_any", "sub")
-_MOVES = ("broadcast_in_dim", "convert_element_type", "copy", "copy_p", "neg", "reshape", "squeeze", "transpose")
-"""Primitives that make zeros of zeros and, except for `neg`, equal values of equal values."""
+_COPIES = ("broadcast_in_dim", "copy", "copy_p", "reshape", "squeeze", "transpose")
+"""Primitives whose elements are elements of their input, and which have no other elements."""
+_OF_ZERO = ("convert_element_type", "neg")
+"""Primitives that make zeros of zeros."""
 
 
 def _common(found: Iterable[int | None]) -> int | None:

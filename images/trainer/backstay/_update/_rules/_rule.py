@@ -16,7 +16,7 @@ from .._tree import LeafSpec, TreeSpec
 from ._advice import factories, together
 from ._digest import ProgramDigest, program_digest, structure_digest
 from ._elementwise import Expressions, NotElementwiseError
-from ._flat import Flat, Slicer, dependencies, evaluate, unchanged
+from ._flat import Flat, Origins, Slicer, dependencies, evaluate
 from ._groups import Split, split
 from ._signature import of_flat
 from ._trace import StateSpec, Trace, trace
@@ -286,11 +286,11 @@ class _Analysis:
     def _constants(self) -> tuple[int, ...]:
         """See `Rule.constants`."""
         flat, init, leaves = self.trace.flat, self.trace.init, len(self.trace.tree.leaves)
-        read = dependencies(init, [1] * len(init.inputs))
+        read, origins = dependencies(init, [1] * len(init.inputs)), Origins(flat)
         return tuple(
             index
             for index in range(len(self.trace.states))
-            if not read[index] and unchanged(flat, flat.outputs[leaves + index]) == leaves + index
+            if not read[index] and origins.unchanged(flat.outputs[leaves + index]) == leaves + index
         )
 
     def _group(self, members: tuple[int, ...], states: tuple[int, ...]) -> Group:
