@@ -172,6 +172,11 @@ def test_a_run_that_starts_from_it_reads_the_base_too(base, tmp_path, mapped):
 def test_a_run_that_starts_from_it_makes_the_base_of_init_again(tmp_path):
     result, stored = trained(tmp_path, seed=7)
     assert_equal(unfrozen(tmp_path, stored, seed=7), result.params)
+    again = str(tmp_path / "again")
+    middle, _ = trained(tmp_path, seed=7, start_from=stored, checkpoint=again)
+    assert_equal(unfrozen(tmp_path, again, seed=7), middle.params)
+    with pytest.raises(CheckpointError, match=r"the frozen parameters of .* are the result of init: give them as"):
+        backstay.load(again, base=True)
     with pytest.raises(
         CheckpointError, match=r"init now makes others: base.w \(1 in all\). Use the same init and seed"
     ):

@@ -226,6 +226,8 @@ def test_equinox_static_fields_integer_arrays_shared_arrays_and_mixed_precision(
     assert model.out is model.embed
     assert np.array_equal(model.places, np.arange(4))
     assert adapter.evaluate(params) == {"n": 1.0}
+    none = ours_equinox.adapt(Tied, loss, frozen=False)  # integers are frozen in any case
+    assert jax.tree.leaves(none.frozen) == jax.tree.leaves(adapter.frozen)
 
 
 def test_equinox_frozen_arrays_keep_their_bits_and_models_may_be_given():

@@ -47,6 +47,19 @@ def test_whole_numbers_of_numpy_and_jax_are_whole_numbers(kind) -> None:
     assert (type(kept.every_steps), kept.every_steps, kept.keep) == (int, 3, 2)
 
 
+@pytest.mark.parametrize("value", [np.True_, np.bool_(False)])
+def test_booleans_of_numpy_are_booleans(value) -> None:
+    def loss(params, *more):
+        assert len(more) == (3 if value else 1)  # state, batch and key
+        error = (params["w"] - 1.0) ** 2
+        return (error, more[0]) if value else error
+
+    def init(key):
+        return ({"w": jnp.zeros(())}, {"n": jnp.zeros(())}) if value else {"w": jnp.zeros(())}
+
+    assert backstay.train(**arguments(has_state=value, has_rng=value, loss=loss, init=init)).step == 2
+
+
 @pytest.mark.parametrize("value", [True, 1.0, np.float64(2), "3", np.bool_(True), np.zeros(2, int), None])
 def test_what_is_not_a_whole_number_is_refused(value) -> None:
     assert whole(value) is value

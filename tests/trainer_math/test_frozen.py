@@ -14,6 +14,7 @@ from hypothesis.extra import numpy as arrays_of
 
 from backstay import BatchKey, LocalSteps, train
 from backstay._compute._gradient import GradientFn
+from backstay._roles import Script
 from backstay._update import Objective, digest_of, enable_x64
 from backstay._update._tree import arrays, describe
 from backstay.errors import TreeError
@@ -217,6 +218,23 @@ def test_the_same_array_may_be_frozen_twice_and_not_trained_beside():
     assert len(describe({"a": shared, "b": shared, "c": jnp.ones(1)}, frozen=lambda name: name != "c").leaves) == 1
     with pytest.raises(TreeError, match="leaves a and b are the same array"):
         describe({"a": shared, "b": shared}, frozen=lambda name: name == "a")
+
+
+@pytest.mark.parametrize("size", [3, 600_000])  # `init` of the second one does not run as one program
+def test_an_array_that_trains_at_two_places_is_refused(size):
+    def twice(key):
+        shared = jnp.ones(size)
+        return {"a": shared, "b": shared, "base": jnp.ones(1)}
+
+    arguments = {"init": twice, "loss": lambda p, b: p["a"].sum(), "batches": batches, "optimizer": optax.sgd(0.1)}
+    script = Script(**arguments, steps=1, frozen=lambda name: name == "base")
+    if size == 3:
+        assert len(jax.tree.leaves(script.beginning.trained())) == 2  # a compiled program returns two arrays
+        return
+    with pytest.raises(TreeError, match="leaves a and b are the same array"):
+        script.beginning.trained()
+    with pytest.raises(TreeError, match="leaves a and b are the same array"):
+        train(**arguments, steps=1)
 
 
 # ---- Digests ----

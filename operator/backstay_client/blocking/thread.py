@@ -42,10 +42,10 @@ class LoopThread:
             RuntimeError: this process was forked from the one that made the thread, or the call is made in it.
             BadInput: the thread has ended.
         """
-        call: _Call[_T] | None = None
+        call: _BlockingCall[_T] | None = None
         try:
             loop = self._running()
-            call = _Call(coroutine, self)
+            call = _BlockingCall(coroutine, self)
             loop.call_soon_threadsafe(call.begin)
             return call.future.result()
         except concurrent.futures.CancelledError:
@@ -112,7 +112,7 @@ class LoopThread:
             return self._loop.result()
 
 
-class _Call(Generic[_T]):
+class _BlockingCall(Generic[_T]):
     """One coroutine that a caller waits for. An interruption of the caller may come at any moment.
 
     Attributes:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from .._update import AVERAGE, STATE
+from .._update import AVERAGE, STATE, merged
 from ..errors import CheckpointError
 from ._formats import StartFrom, frozen_values
 from ._manifest import FrozenLeaf, FrozenRecord, Manifest, ManifestLeaf
@@ -141,13 +141,8 @@ def _whole(
     record = manifest.frozen
     if frozen is None or record is None:
         return trained, manifest.leaves, manifest.structure
-    mine, others = zip(trained, manifest.leaves, strict=True), zip(frozen, record.leaves, strict=True)
-    arrays, specs = list[Any](), list[ManifestLeaf | FrozenLeaf]()
-    for place in record.places:
-        array, leaf = next(others) if place else next(mine)
-        arrays.append(array)
-        specs.append(leaf)
-    return arrays, specs, record.structure
+    specs: list[ManifestLeaf | FrozenLeaf] = merged(record.places, manifest.leaves, record.leaves)
+    return merged(record.places, trained, frozen), specs, record.structure
 
 
 def _tree(

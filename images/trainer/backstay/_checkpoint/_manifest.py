@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from backstay_spec import contract
 
-from .._update import MODEL_STATE, PARAMS
+from .._update import MODEL_STATE, PARAMS, some_of
 from ..errors import CheckpointError
 from ._dtypes import BY_NAME
 from ._names import ManifestName, parse_shard
@@ -177,9 +177,8 @@ class FrozenRecord(_StoredModel):
             return ""
         mine, theirs = ({leaf.path: leaf for leaf in each.leaves} for each in (self, other))
         names = [path for path in {**mine, **theirs} if mine.get(path) != theirs.get(path)]
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         found = (
-            f"{', '.join(names[:_SHOWN])}{more} ({len(names)} of {len(mine)} leaves differ; the digest of all is "
+            f"{some_of(names, _SHOWN)} ({len(names)} of {len(mine)} leaves differ; the digest of all is "
             f"{self.digest} in {here} and {other.digest} in {there})"
         )
         if self.uri != other.uri:

@@ -38,7 +38,8 @@ def initial(
     import jax
 
     function = init if keep is None else lambda key: keep(init(key))
-    made = (_made if compiled else _called)(function, jax.random.key(seed))
+    key = jax.random.key(seed)
+    made = _made(function, key) if compiled else function(key)
     for path, leaf in jax.tree_util.tree_flatten_with_path(made)[0]:
         if isinstance(leaf, jax.Array) and not leaf.sharding.is_fully_replicated:
             name = jax.tree_util.keystr(path) or "an array"
@@ -48,10 +49,6 @@ def initial(
                 'Mesh(np.asarray(jax.local_devices()), ("batch",)), which is the mesh of Backstay'
             )
     return made
-
-
-def _called(init: Callable[[Any], Any], key: Any) -> Any:
-    return init(key)
 
 
 def _made(init: Callable[[Any], Any], key: Any) -> Any:

@@ -55,8 +55,7 @@ class Placement:
         """Leaves of the model where compiled functions take them."""
         if self.on_host:  # a jitted function takes a thousand arrays of the host ten times as fast as `device_put` does
             return list(leaves)
-        placed: list[Any] = jax.device_put(list(leaves), self.everywhere, may_alias=True)
-        return placed
+        return self.kept(leaves)
 
     def kept(self, leaves: Sequence[Any]) -> list[Any]:
         """Leaves that every call of a compiled function takes, in memory of the devices."""

@@ -61,19 +61,19 @@ class Beginning:
         tree = self.described
         if self._unchanged is None or not any(places := self._unchanged()):
             return tree
+        from .._update import some_of
+
         tree = self._describe(tree.parameters.treedef.unflatten(places))
         assert tree.frozen is not None
         names = [leaf.path for leaf in tree.frozen.leaves]
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         _LOG.info(
             "the optimizer never changes %d of %d parameters, %d of %d bytes. So they are frozen and do not travel "
-            "(docs: Fine-tune a part of a model): %s%s",
+            "(docs: Fine-tune a model): %s",
             len(names),
             len(places),
             tree.frozen.nbytes,
             self.described.parameters.nbytes,
-            ", ".join(names[:_SHOWN]),
-            more,
+            some_of(names),
         )
         return tree
 
@@ -97,10 +97,16 @@ class Beginning:
 
         Raises:
             CheckpointError: `start_from` cannot be read, or does not fit what `init` returns.
+            TreeError: `init` returns an array twice.
         """
+        from .._update import refuse_shared
+
         tree = self.tree
         others = () if tree.frozen is None else None
-        return tree.unflatten(self._values(tree.leaves, self._leaves_that_train, others, start_from))
+        values = self._values(tree.leaves, self._leaves_that_train, others, start_from)
+        params = tree.parameters.leaves
+        refuse_shared([leaf.path for leaf in params], values[: len(params)], [False] * len(params))
+        return tree.unflatten(values)
 
     def frozen(self, start_from: str = "") -> list[Any]:
         """The values of the frozen leaves, in their order. Raises as `trained` does.

@@ -137,7 +137,8 @@ class Script:
             raise ConfigurationError("evaluate_every is given without evaluate: give both, or leave it out")
         set_whole(self, "steps", "seed", "evaluate_every")
         for name in ("has_state", "has_rng"):
-            if type(getattr(self, name)).__name__ == "bool_":  # of NumPy, which may not be imported yet
+            kind = type(getattr(self, name))
+            if kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"):  # which may not be imported yet
                 object.__setattr__(self, name, bool(getattr(self, name)))
         every = self.evaluate_every
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
@@ -191,7 +192,7 @@ class Script:
                 "`backstay run`: --gradients and --parameters) must be the same, or train must leave `wire` out"
             )
         tree = self.beginning.tree
-        traced = self._traced if self.updates is self.optimizer and tree.frozen is None else None
+        traced = self._traced if self.updates is self.optimizer else None
         rule = analyse(self.updates, tree, traced)
         arguments = {
             "steps": str(self.steps),

@@ -37,7 +37,6 @@ from .._update import (
     ZeroLeaves,
     average_of,
     called,
-    describe,
     seed_of,
     warning,
 )
@@ -142,7 +141,6 @@ def train_alone(
     else:
         state, model = storage.state.copy(), storage.model(script)
     begin_alone(state, script.batches_of_update)
-    describe(model, has_state=script.has_state)  # refuses an array that is in it twice
     tree, leaves = script.beginning.tree, jax.tree_util.tree_leaves(model)
     del model  # its memory is free when `leaves` are
     placement = Placement(devices, deterministic=script.deterministic)

@@ -47,11 +47,12 @@ if TYPE_CHECKING:
         shard_wires,
         shares_host_memory,
     )
+    from ._codecs._aligned import ALIGNMENT, aligned_empty
     from ._engine import ShardEngine
     from ._engine._kernels import Mean, enable_x64, mean, state_mean
     from ._engine._sums import BRANCHES, Tree
     from ._fragments import Turns, fragments_of
-    from ._frozen import digest_of, selected
+    from ._frozen import digest_of, merged, selected, some_of
     from ._lazy_blocks import LazyBlocks
     from ._local_steps import LocalSteps, default_outer, local_settings, outer_optimizer
     from ._objective import NON_FINITE_LOSS, Objective, OwnGradients, all_finite
@@ -59,11 +60,12 @@ if TYPE_CHECKING:
     from ._rules import Rule, Trace, analyse, called, only_trained, trace, unchanged_parameters
     from ._selection import ALL, Selection
     from ._snapshot import Entry, Snapshot
-    from ._tree import MODEL_STATE, PARAMS, FrozenSpec, LeafSpec, TreeSpec, describe, leaf_names
+    from ._tree import MODEL_STATE, PARAMS, FrozenSpec, LeafSpec, TreeSpec, describe, leaf_names, refuse_shared
     from ._untrained import UPDATES, SameLeaves, Untrained, ZeroLeaves, unchanged_warning, warning
     from ._whole_state import entries_of, model_from, optimizer_state_from
 
 __all__ = [
+    "ALIGNMENT",
     "ALL",
     "AVERAGE",
     "BRANCHES",
@@ -101,6 +103,7 @@ __all__ = [
     "Untrained",
     "Wire",
     "ZeroLeaves",
+    "aligned_empty",
     "all_finite",
     "analyse",
     "array_specs",
@@ -121,6 +124,7 @@ __all__ = [
     "leaf_names",
     "local_settings",
     "mean",
+    "merged",
     "model_from",
     "on_host",
     "only_trained",
@@ -130,11 +134,13 @@ __all__ = [
     "parts_of_leaves",
     "pinned_memory",
     "placed_from",
+    "refuse_shared",
     "residual_dtype",
     "seed_of",
     "selected",
     "shard_wires",
     "shares_host_memory",
+    "some_of",
     "state_mean",
     "trace",
     "unchanged_parameters",
@@ -143,6 +149,7 @@ __all__ = [
 ]
 
 _HOMES: Final = {
+    "ALIGNMENT": "._codecs._aligned",
     "ALL": "._selection",
     "AVERAGE": "._average",
     "BRANCHES": "._engine._sums",
@@ -180,6 +187,7 @@ _HOMES: Final = {
     "Untrained": "._untrained",
     "Wire": "._codecs",
     "ZeroLeaves": "._untrained",
+    "aligned_empty": "._codecs._aligned",
     "all_finite": "._objective",
     "analyse": "._rules",
     "array_specs": "._array_specs",
@@ -200,6 +208,7 @@ _HOMES: Final = {
     "leaf_names": "._tree",
     "local_settings": "._local_steps",
     "mean": "._engine._kernels",
+    "merged": "._frozen",
     "model_from": "._whole_state",
     "on_host": "._codecs",
     "only_trained": "._rules",
@@ -209,11 +218,13 @@ _HOMES: Final = {
     "parts_of_leaves": "._partition",
     "pinned_memory": "._codecs",
     "placed_from": "._codecs",
+    "refuse_shared": "._tree",
     "residual_dtype": "._codecs",
     "seed_of": "._codecs",
     "selected": "._frozen",
     "shard_wires": "._codecs",
     "shares_host_memory": "._codecs",
+    "some_of": "._frozen",
     "state_mean": "._engine._kernels",
     "trace": "._rules",
     "unchanged_parameters": "._rules",

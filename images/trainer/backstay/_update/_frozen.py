@@ -8,9 +8,9 @@ has the reasons.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import jax
 import numpy as np
@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from ..errors import TreeError
 
-__all__ = ["digest_of", "selected"]
+__all__ = ["digest_of", "merged", "selected", "some_of"]
 
 _SHOWN: Final = 8
+_T = TypeVar("_T")
 _WORDS: Final = 8192
 """A chunk of so many 64-bit words stays in the cache of a processor."""
 
@@ -44,9 +45,9 @@ def selected(frozen: Any, params: Any, names: Sequence[str]) -> tuple[bool, ...]
     if not names:
         raise TreeError("frozen is given, and init returns no parameters: leave frozen out")
     if not any(places):
-        raise TreeError(f"frozen selects none of the {len(names)} parameters, which are {_some(names)}")
+        raise TreeError(f"frozen selects none of the {len(names)} parameters, which are {some_of(names)}")
     if all(places):
-        raise TreeError(f"frozen selects all {len(names)} parameters, so nothing would train: {_some(names)}")
+        raise TreeError(f"frozen selects all {len(names)} parameters, so nothing would train: {some_of(names)}")
     return places
 
 
@@ -80,9 +81,21 @@ def _broadcast(frozen: Any, params: Any) -> list[bool]:
     return places
 
 
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+def some_of(names: Sequence[str], most: int = _SHOWN) -> str:
+    """The first names in words, and how many follow."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def merged(places: Iterable[bool], trained: Iterable[_T], frozen: Iterable[_T]) -> list[_T]:
+    """One list, in the order of all parameters, out of two.
+
+    Args:
+        places: whether each leaf is frozen.
+        trained, frozen: a value for each leaf that trains, and for each of the others.
+    """
+    mine, others = iter(trained), iter(frozen)
+    return [next(others) if place else next(mine) for place in places]
 
 
 def digest_of(array: NDArray[np.generic]) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from ..errors import TreeError
-from ._frozen import selected
+from ._frozen import merged, selected
 
 PARAMS: Final = "params/"
 MODEL_STATE: Final = "state/"
@@ -95,9 +95,9 @@ class FrozenSpec:
             params: the tree of what trains, which has None in the places of frozen leaves.
             frozen: a value for each of `leaves`.
         """
-        trained, others = iter(jax.tree_util.tree_leaves(params)), iter(frozen)
-        leaves = [next(others) if place else next(trained) for place in self.places]
-        return jax.tree_util.tree_unflatten(self.treedef, leaves)
+        return jax.tree_util.tree_unflatten(
+            self.treedef, merged(self.places, jax.tree_util.tree_leaves(params), frozen)
+        )
 
     def trained(self, params: Any) -> Any:
         """The tree of what trains, out of all parameters. Raises `ValueError` if `params` has another structure."""
@@ -213,10 +213,31 @@ def _parameters(params: Any, frozen: Any) -> tuple[tuple[LeafSpec, ...], FrozenS
     flat, treedef = jax.tree_util.tree_flatten_with_path(params)
     names = leaf_names(path for path, _ in flat)
     places = (False,) * len(names) if frozen is None else selected(frozen, params, names)
-    leaves = []
+    leaves = [
+        _leaf(name, value, "frozen" if apart else "trained")
+        for name, (_, value), apart in zip(names, flat, places, strict=True)
+    ]
+    refuse_shared(names, [value for _, value in flat], places)
+    if frozen is None:
+        return tuple(leaves), None
+    trained = tuple(leaf for leaf, apart in zip(leaves, places, strict=True) if not apart)
+    kept = tuple(leaf for leaf, apart in zip(leaves, places, strict=True) if apart)
+    return trained, FrozenSpec(kept, treedef, places)
+
+
+def refuse_shared(names: Sequence[str], values: Sequence[Any], frozen: Sequence[bool]) -> None:
+    """Refuse an array that is at two places of the parameters, if it trains at one of them.
+
+    Args:
+        names: the names of the leaves.
+        values: the values of the leaves. Only arrays are compared.
+        frozen: whether each leaf is frozen.
+
+    Raises:
+        TreeError: an array is at two places.
+    """
     seen: dict[int, tuple[str, bool]] = {}
-    for name, (_, value), apart in zip(names, flat, places, strict=True):
-        leaves.append(_leaf(name, value, "frozen" if apart else "trained"))
+    for name, value, apart in zip(names, values, frozen, strict=True):
         if not isinstance(value, jax.Array | np.ndarray):
             continue
         other, other_apart = seen.setdefault(id(value), (name, apart))
@@ -225,11 +246,6 @@ def _parameters(params: Any, frozen: Any) -> tuple[tuple[LeafSpec, ...], FrozenS
                 f"parameters: leaves {other} and {name} are the same array. Training would separate them: keep "
                 f"the array at one place in the tree and use it twice in `loss`, or make the second a copy."
             )
-    if frozen is None:
-        return tuple(leaves), None
-    trained = tuple(leaf for leaf, apart in zip(leaves, places, strict=True) if not apart)
-    kept = tuple(leaf for leaf, apart in zip(leaves, places, strict=True) if apart)
-    return trained, FrozenSpec(kept, treedef, places)
 
 
 def _states(state: Any) -> tuple[LeafSpec, ...]:

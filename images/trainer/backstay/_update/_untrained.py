@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ._frozen import digest_of
+from ._frozen import digest_of, some_of
 from ._tree import TreeSpec
 
 UPDATES: Final = 10
@@ -22,7 +22,6 @@ UPDATES: Final = 10
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _GLANCE: Final = 256
-_SHOWN: Final = 8
 
 
 class ZeroLeaves:
@@ -50,8 +49,9 @@ class SameLeaves:
     """The leaves, model state included, that a worker receives with the same bits after `UPDATES` updates."""
 
     def __init__(self, tree: TreeSpec) -> None:
-        self._leaves = [index for index, leaf in enumerate(tree.leaves) if leaf.size]
-        self._begun: tuple[int, list[str]] | None = None
+        sizes = {index: leaf.nbytes for index, leaf in enumerate(tree.leaves) if leaf.size}
+        self._sizes = dict(sorted(sizes.items(), key=lambda item: -item[1]))
+        self._begun: tuple[int, dict[int, str]] | None = None
         self._over = False
 
     def examine(self, version: int, leaves: Sequence[Any]) -> list[int] | None:
@@ -62,24 +62,28 @@ class SameLeaves:
             leaves: one array for each leaf of the tree.
 
         Returns:
-            Once, after enough updates, the leaves that are the same; None in all other calls.
+            Once, after enough updates, the leaves that are the same, if they have more than half of the bytes; None in
+            all other calls.
         """
         if self._over:
             return None
         if self._begun is None:
-            self._begun = version, self._digests(leaves)
+            self._begun = version, {leaf: digest_of(np.asarray(leaves[leaf])) for leaf in self._sizes}
             return None
         first, before = self._begun
-        if not 0 <= version - first < UPDATES:
-            self._over = True
-            after = self._digests(leaves)
-            same = zip(self._leaves, before, after, strict=True)
-            # After a rollback, the job may have fewer updates than before.
-            return [leaf for leaf, one, other in same if one == other] if version > first else None
-        return None
-
-    def _digests(self, leaves: Sequence[Any]) -> list[str]:
-        return [digest_of(np.asarray(leaves[leaf])) for leaf in self._leaves]
+        if 0 <= version - first < UPDATES:
+            return None
+        self._over = True
+        if version < first:  # a rollback: the versions do not count updates
+            return None
+        same, most = [], sum(self._sizes.values()) // 2
+        changed = 0
+        for leaf, nbytes in self._sizes.items():  # the largest first, so that most are not read
+            if digest_of(np.asarray(leaves[leaf])) == before[leaf]:
+                same.append(leaf)
+            elif (changed := changed + nbytes) > most:
+                return None
+        return sorted(same) if 2 * changed < sum(self._sizes.values()) else None
 
 
 class Untrained:
@@ -118,12 +122,12 @@ def warning(names: Sequence[str], leaves: int) -> str:
         names: the names of the leaves that are left.
         leaves: the number of all parameters.
     """
-    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     return (
-        f"the gradient of {shown} ({len(names)} of {leaves} leaves) was exactly zero in the first {UPDATES} updates of "
-        "every worker, so training does not change them. Running statistics, such as those of batch normalization, are "
-        "not trained by gradients: make them model state (has_state=True; `init` then returns (params, state), and "
-        "`loss` returns the new state). Freeze what stays constant (frozen=...), or keep it in `loss`."
+        f"the gradient of {some_of(names)} ({len(names)} of {leaves} leaves) was exactly zero in the first {UPDATES} "
+        "updates of every worker, so training does not change them. Running statistics, such as those of batch "
+        "normalization, are not trained by gradients: make them model state (has_state=True; `init` then "
+        "returns (params, state), and `loss` returns the new state). Freeze what stays constant (frozen=...), or keep "
+        "it in `loss`."
     )
 
 
@@ -135,11 +139,10 @@ def unchanged_warning(names: Sequence[str], nbytes: int, whole: int) -> str:
         nbytes: the size of all leaves that do not change.
         whole: the size of all leaves that travel.
     """
-    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     return (
-        f"{nbytes} of {whole} bytes that each update sends did not change in the first {UPDATES} updates: {shown}. "
-        "Freeze parameters that do not train, and they do not travel: train(frozen=...). Keep constants of the model "
-        "state in `loss`, or make them frozen parameters"
+        f"{nbytes} of {whole} bytes that each update sends did not change in the first {UPDATES} updates: "
+        f"{some_of(names)}. Freeze parameters that do not train, and they do not travel: train(frozen=...). "
+        "Keep constants of the model state in `loss`, or make them frozen parameters"
     )
 
 

@@ -107,7 +107,7 @@ def frozen_beside(fixed: Any, frozen: Any) -> Any:
     flags, treedef = jax.tree_util.tree_flatten(fixed)
     if not any(flags):
         return frozen
-    if frozen is None:
+    if frozen is None or frozen is False:
         return fixed
     names = leaf_names(path for path, _ in jax.tree_util.tree_flatten_with_path(fixed)[0])
     own = selected(frozen, fixed, names)

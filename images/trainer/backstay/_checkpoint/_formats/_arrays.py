@@ -20,7 +20,7 @@ import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
-from ..._update import MODEL_STATE
+from ..._update import MODEL_STATE, aligned_empty
 from ...errors import CheckpointError, StorageError
 from .._dtypes import STORED
 from .._files import PosixFolder, open_folder
@@ -33,7 +33,6 @@ from ._orbax import is_orbax, read_orbax
 __all__ = ["Arrays", "MissingArray", "Readers", "fix", "open_arrays"]
 
 _SAFETENSORS: Final = ".safetensors"
-_LINE: Final = 64  # bytes; XLA aliases memory of the host that begins at a multiple of it
 _SAMPLE: Final = 64 << 10
 """Bytes at the beginning and at the end of a file. Its fingerprint contains them, and so differs for another file of
 the same size."""
@@ -134,11 +133,14 @@ def _fixed(uri: str, skip: Callable[[Origin], bool] | None) -> str:
 
 
 @contextlib.contextmanager
-def open_arrays(fixed: str, frozen: Callable[[FrozenRecord], Readers] | None = None) -> Iterator[Arrays]:
+def open_arrays(
+    fixed: str, frozen: Callable[[FrozenRecord], tuple[Readers, Mapping[str, str]]] | None = None
+) -> Iterator[Arrays]:
     """The arrays that a reference from `fix` names; they can be read until the context ends.
 
     Args:
-        frozen: returns the readers of the frozen parameters beside a checkpoint of Backstay. None: they are left out.
+        frozen: returns the readers of the frozen parameters beside a checkpoint of Backstay, and `Arrays.of_init`.
+            None: without these.
 
     Names are the keys on the way to an array, joined by dots; those of a model state in a checkpoint of Backstay begin
     with ``state/``. In safetensors files they are the names of the tensors.
@@ -156,13 +158,11 @@ def open_arrays(fixed: str, frozen: Callable[[FrozenRecord], Readers] | None = N
         readers |= {leaf.path: partial(reader.parameter, index) for index, leaf in enumerate(manifest.leaves)}
         of_state = enumerate(manifest.state_leaves)
         readers |= {MODEL_STATE + leaf.path: partial(reader.state_leaf, i) for i, leaf in of_state}
-        of_init: dict[str, str] = {}
-        if frozen is not None and (record := manifest.frozen) is not None:
-            if record.uri:
-                readers |= frozen(record)
-            else:
-                of_init = {leaf.path: leaf.digest for leaf in record.leaves}
-        yield Arrays(fixed, readers, of_init)
+        if frozen is None or manifest.frozen is None:
+            yield Arrays(fixed, readers)
+            return
+        others, of_init = frozen(manifest.frozen)
+        yield Arrays(fixed, readers | dict(others), of_init)
         return
     uri, _, expected = fixed.rpartition("#")
     if (found := _fingerprint(uri)) != expected:
@@ -230,9 +230,7 @@ def _read_tensor(name: str, path: str, tensor: str, entry: Mapping[str, Any], fi
             f"{', '.join(STORED)}"
         )
     start, stop = entry["data_offsets"]
-    room = np.empty(stop - start + _LINE, np.uint8)
-    skip = -room.ctypes.data % _LINE
-    data = room.data[skip : skip + stop - start]
+    data = aligned_empty(stop - start).data
     filled = 0
     try:
         with Path(path).open("rb", buffering=0) as file:

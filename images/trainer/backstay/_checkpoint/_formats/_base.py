@@ -6,15 +6,13 @@ import os
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._update import LeafSpec, digest_of
+from ..._update import digest_of, some_of
 from ...errors import CheckpointError
 from .._manifest import FrozenRecord, Manifest
-from ._arrays import fix
-from ._start import StartFrom, read_start
+from ._start import StartFrom, place_of, read_start, specs_of
 
 __all__ = ["frozen_values"]
 
@@ -40,35 +38,32 @@ def frozen_values(manifest: Manifest, base: Any) -> dict[str, NDArray[np.generic
         values = _taken(manifest, record, base)
     other = [leaf.path for leaf, value in zip(record.leaves, values, strict=True) if digest_of(value) != leaf.digest]
     if other:
-        more = f" and {len(other) - _SHOWN} more" if len(other) > _SHOWN else ""
         raise CheckpointError(
             f"these frozen parameters are not those beside which {manifest.name} was trained: "
-            f"{', '.join(other[:_SHOWN])}{more} ({len(other)} of {len(record.leaves)} arrays differ)"
+            f"{some_of(other, _SHOWN)} ({len(other)} of {len(record.leaves)} arrays differ)"
         )
     return {leaf.path: value for leaf, value in zip(record.leaves, values, strict=True)}
 
 
 def _read(manifest: Manifest, record: FrozenRecord, base: bool | str | os.PathLike[str] | StartFrom) -> list[Any]:
-    if isinstance(base, bool):
-        if not record.uri:
-            raise CheckpointError(
-                f"the frozen parameters of {manifest.name} are the result of init: give them as `base`, such as "
-                f"base=init(jax.random.key({manifest.origin.seed})). With has_state=True they are init(...)[0]"
-            )
-        start, fixed = StartFrom(record.start_from), record.uri
-    else:
-        start = base if isinstance(base, StartFrom) else StartFrom(os.fspath(base))
-        fixed = fix(start.uri)
-    specs = [LeafSpec(leaf.path, tuple(leaf.shape), np.dtype(jnp.dtype(leaf.dtype))) for leaf in record.leaves]
+    of_init = CheckpointError(
+        f"the frozen parameters of {manifest.name} are the result of init: give them as `base`, such as "
+        f"base=init(jax.random.key({manifest.origin.seed})). With has_state=True they are init(...)[0]"
+    )
+    if base is True and not record.uri:
+        raise of_init
+    start, fixed = place_of(record, base)
     try:
-        values = read_start(start, fixed, specs, None).values
+        started = read_start(start, fixed, specs_of(record), None)
     except CheckpointError as error:
         hint = " If the job had a mapping of names, give it: base=backstay.StartFrom(uri, mapping=...)"
         raise CheckpointError(f"{error}{hint if start.mapping is None else ''}") from error
-    absent = [leaf.path for leaf, value in zip(record.leaves, values, strict=True) if value is None]
+    if started.of_init:
+        raise of_init
+    absent = [leaf.path for leaf, value in zip(record.leaves, started.values, strict=True) if value is None]
     if absent:
         raise CheckpointError(f"{start.uri} has no array for {', '.join(absent[:_SHOWN])} ({len(absent)} in all)")
-    return values
+    return started.values
 
 
 def _taken(manifest: Manifest, record: FrozenRecord, base: Any) -> list[Any]:

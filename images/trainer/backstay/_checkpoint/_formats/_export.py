@@ -12,7 +12,7 @@ import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
-from ..._update import MODEL_STATE
+from ..._update import MODEL_STATE, merged
 from ...errors import CheckpointError, ConfigurationError
 from .._files import open_folder
 from .._manifest import Manifest
@@ -111,8 +111,7 @@ def _tree(manifest: Manifest, named: Mapping[str, NDArray[np.generic]]) -> Any:
     record, paths = manifest.frozen, [leaf.path for leaf in manifest.leaves]
     structure = manifest.structure
     if record is not None and record.leaves[0].path in named:
-        mine, others, structure = iter(paths), (leaf.path for leaf in record.leaves), record.structure
-        paths = [next(others) if place else next(mine) for place in record.places]
+        paths, structure = merged(record.places, paths, [leaf.path for leaf in record.leaves]), record.structure
     params = _rebuilt(structure, {path: named[path] for path in paths})
     if manifest.state_structure is None:
         return params

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final, Literal
 from urllib.parse import unquote
 
@@ -15,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._update import MODEL_STATE, LeafSpec, digest_of
+from ..._update import MODEL_STATE, LeafSpec, digest_of, some_of
 from ...errors import CheckpointError, ConfigurationError
 from .._manifest import FrozenRecord
+from .._names import MANIFEST_SUFFIX
 from ._arrays import Arrays, MissingArray, Readers, fix, open_arrays
 
-__all__ = ["Mapped", "StartFrom", "Started", "read_start"]
+__all__ = ["Mapped", "StartFrom", "StartValues", "place_of", "read_start", "specs_of"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -104,11 +105,11 @@ class _StartReport:
             "converted": self.converted,
             "of the model state, which begins as init returns it": self.stateless,
         }
-        return "".join(f"\n  {name} ({len(found)}): {_some(found)}" for name, found in lists.items() if found)
+        return "".join(f"\n  {name} ({len(found)}): {some_of(found, _SHOWN)}" for name, found in lists.items() if found)
 
 
 @dataclass(frozen=True)
-class Started:
+class StartValues:
     """The values of some leaves.
 
     Attributes:
@@ -122,7 +123,7 @@ class Started:
 
 def read_start(
     start: StartFrom, fixed: str, leaves: Sequence[LeafSpec], others: Sequence[LeafSpec] | None = ()
-) -> Started:
+) -> StartValues:
     """The values of `leaves`.
 
     Args:
@@ -176,36 +177,58 @@ def read_start(
     if leaves and others is not None and not report.taken and not elsewhere:
         raise CheckpointError(
             f"start_from: no parameter of init has a value in {where}, so nothing would start from it. The parameters "
-            f"({len(leaves)}): {_some([leaf.name for leaf in leaves])}. The arrays ({len(names)}): {_some(names)}. Use "
-            f"StartFrom(uri, mapping=...) to translate the names.{report.text()}"
+            f"({len(leaves)}): {some_of([leaf.name for leaf in leaves], _SHOWN)}. The arrays ({len(names)}): "
+            f"{some_of(names, _SHOWN)}. Use StartFrom(uri, mapping=...) to translate the names.{report.text()}"
         )
     log = _LOG.warning if report.missing or report.unexpected or report.resized else _LOG.info
     log("start_from: %d of %d parameters come from %s%s", report.taken, len(leaves), where, report.text())
-    return Started(values, of_init)
+    return StartValues(values, of_init)
 
 
 @contextlib.contextmanager
 def _opened(start: StartFrom, fixed: str) -> Iterator[Arrays]:
     """The arrays of a place, with those that were frozen beside a checkpoint."""
     with contextlib.ExitStack() as stack:
-        yield stack.enter_context(open_arrays(fixed, partial(_frozen_readers, stack, start.base)))
+        yield stack.enter_context(open_arrays(fixed, partial(_frozen_arrays, stack, start.base)))
 
 
-def _frozen_readers(stack: contextlib.ExitStack, base: Any, record: FrozenRecord) -> Readers:
-    """Functions that read each parameter of `record` and compare it with its digest. The first one opens the place."""
-    start = base if isinstance(base, StartFrom) else StartFrom(record.start_from if base is True else os.fspath(base))
-    opened: list[Arrays] = []
-    specs = [LeafSpec(leaf.path, tuple(leaf.shape), np.dtype(jnp.dtype(leaf.dtype))) for leaf in record.leaves]
+def specs_of(record: FrozenRecord) -> list[LeafSpec]:
+    """The frozen leaves beside a checkpoint."""
+    return [LeafSpec(leaf.path, tuple(leaf.shape), np.dtype(jnp.dtype(leaf.dtype))) for leaf in record.leaves]
 
-    def read(spec: LeafSpec, digest: str) -> _Array:
-        if not opened:
-            opened.append(stack.enter_context(_opened(start, record.uri if base is True else fix(start.uri))))
-        arrays = opened[0]
-        begin = _collection(arrays, specs)
+
+def place_of(record: FrozenRecord, base: Any) -> tuple[StartFrom, str]:
+    """The place of the frozen leaves beside a checkpoint, and a reference to its content.
+
+    Args:
+        base: True: the place where the job read them. A path, a URI or a `StartFrom`: another place.
+    """
+    if base is True:
+        return StartFrom(record.start_from), record.uri
+    start = base if isinstance(base, StartFrom) else StartFrom(os.fspath(base))
+    return start, fix(start.uri)
+
+
+def _frozen_arrays(stack: contextlib.ExitStack, base: Any, record: FrozenRecord) -> tuple[Readers, dict[str, str]]:
+    """See `open_arrays`. Each array is compared with its digest. The place is opened for the first array. A
+    checkpoint is opened at the beginning, because `init` may have made some of the arrays beside it."""
+    digests = {leaf.path: leaf.digest for leaf in record.leaves}
+    if base is True and not record.uri:
+        return {}, digests
+    specs = specs_of(record)
+
+    @cache
+    def place() -> tuple[StartFrom, Arrays, str]:
+        start, fixed = place_of(record, base)
+        arrays = stack.enter_context(_opened(start, fixed))
+        return start, arrays, _collection(arrays, specs)
+
+    def read(spec: LeafSpec) -> _Array:
+        start, arrays, begin = place()
         found = _find(arrays, begin, spec) if start.mapping is None else _mapped(start.mapping, arrays, spec)
         report = _StartReport()
         value = None if isinstance(found, str) else _fitted(found, spec, report, "error")
-        if value is None or digest_of(value) != digest:
+        if value is None or digest_of(value) != digests[spec.path]:
             why = "is not there" if isinstance(found, str) else "differs" if value is not None else report.text()
             raise CheckpointError(
                 f"start_from: the checkpoint was trained beside a frozen {spec.path}, whose array in {arrays.where} "
@@ -213,7 +236,10 @@ def _frozen_readers(stack: contextlib.ExitStack, base: Any, record: FrozenRecord
             )
         return value
 
-    return {spec.path: partial(read, spec, leaf.digest) for spec, leaf in zip(specs, record.leaves, strict=True)}
+    of_init: dict[str, str] = {}
+    if base is True and record.uri.endswith(MANIFEST_SUFFIX):
+        of_init = {path: digest for path, digest in digests.items() if path in place()[1].of_init}
+    return {spec.path: partial(read, spec) for spec in specs if spec.path not in of_init}, of_init
 
 
 def _collection(arrays: Arrays, leaves: Sequence[LeafSpec]) -> str:
@@ -284,8 +310,3 @@ def _fitted(array: _Array, leaf: LeafSpec, report: _StartReport, shapes: str) ->
         return None
     report.converted.append(f"{leaf.name} from {array.dtype.name} to {leaf.dtype.name}")
     return converted
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -67,11 +67,11 @@ class Mistakes:
             )
 
     def _unchanged(self, found: Iterable[int]) -> None:
-        """Name leaves that did not change, if they are most of what travels. Those without a gradient are known."""
+        """Name leaves that did not change, and are most of what travels. Those without a gradient are known."""
         same = [self._leaves[leaf] for leaf in found]
         nbytes, whole = sum(leaf.nbytes for leaf in same), sum(leaf.nbytes for leaf in self._leaves)
         names = [leaf.name for leaf in same if leaf.name not in self._untrained_leaves]
-        if 2 * nbytes > whole and names and not self._unchanged_leaves:
+        if names and not self._unchanged_leaves:
             with self._lock:
                 self._unchanged_leaves = names
             _LOG.warning("%s", unchanged_warning(names, nbytes, whole))

@@ -1,32 +1,21 @@
 """Host memory that JAX can use without copying it, and that is used again.
 
-JAX aliases host memory only when it starts at a multiple of 64 bytes. New memory costs a page fault for each 4 KiB,
-about as much as the copy into it. So buffers are aligned, and kept.
+New memory costs a page fault for each 4 KiB, about as much as the copy into it. So buffers are aligned, and kept.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from ..._update import ALIGNMENT, aligned_empty
 from .._streams._interfaces import Bytes
 
 if TYPE_CHECKING:
     from ..._update import BlockWire
 
 __all__ = ["ALIGNMENT", "BufferPool", "aligned_empty", "layout_offsets"]
-
-ALIGNMENT: Final = 64
-
-
-def aligned_empty(nbytes: int) -> Bytes:
-    """Uninitialised memory of `nbytes` bytes, uint8, that starts at a multiple of 64 bytes."""
-    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return raw[start : start + nbytes]
 
 
 def layout_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
