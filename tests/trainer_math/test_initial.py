@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Primitive
 
 from backstay._compute._initial import initial
 
@@ -45,3 +46,21 @@ def test_the_error_is_that_of_init() -> None:
 
     with pytest.raises(KeyError, match="no such layer"):
         initial(init, 0)
+
+
+@pytest.mark.parametrize("size", [3, 1_500_000])
+def test_the_rest_is_not_computed_for_a_part(size):
+    """A server has no memory for a frozen base."""
+    computed = []
+    base = Primitive("base")  # it has no compiled form
+    base.def_impl(lambda: computed.append(size) or jnp.zeros(4))
+    base.def_abstract_eval(lambda: jax.core.ShapedArray((4,), jnp.float32))
+
+    def init(key):
+        return {"base": base.bind(), "trained": jax.random.normal(key, (size,))}
+
+    whole = initial(init, 0)
+    assert len(computed) == 1
+    part = initial(init, 0, lambda params: params["trained"])
+    assert len(computed) == 1
+    np.testing.assert_allclose(part, whole["trained"], rtol=1e-5, atol=1e-6)

@@ -37,9 +37,9 @@ def initial(
     """
     import jax
 
-    function = init if keep is None else lambda key: keep(init(key))
+    function: Callable[[Any], Any] = init if keep is None else lambda key: keep(init(key))
     key = jax.random.key(seed)
-    made = _made(function, key) if compiled else function(key)
+    made = _made(function, key, part=keep is not None) if compiled else function(key)
     for path, leaf in jax.tree_util.tree_flatten_with_path(made)[0]:
         if isinstance(leaf, jax.Array) and not leaf.sharding.is_fully_replicated:
             name = jax.tree_util.keystr(path) or "an array"
@@ -51,19 +51,26 @@ def initial(
     return made
 
 
-def _made(init: Callable[[Any], Any], key: Any) -> Any:
+def _made(init: Callable[[Any], Any], key: Any, *, part: bool) -> Any:
+    """
+    Args:
+        part: whether `init` computes more than it returns, which only a compiled program leaves out.
+    """
     import jax
 
-    if jax.default_backend() != "cpu":
-        return init(key)
+    whole = jax.jit(init) if part else init
     try:
+        if jax.default_backend() != "cpu":
+            return whole(key)
         traced = jax.jit(init).trace(key)
         elements = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(traced.out_info))
         constants = sum(getattr(value, "nbytes", 0) for value in traced.jaxpr.consts)
-        if elements > _MOST_ELEMENTS or constants > _MOST_CONSTANT_BYTES:
+        if constants > _MOST_CONSTANT_BYTES:
             return init(key)
         if jax.local_device_count() > 1 and "Sharding" in str(traced.jaxpr):
             return init(key)  # XLA may choose another sharding for the results than `init` names
+        if elements > _MOST_ELEMENTS:
+            return whole(key)
         program = traced.lower().compile(compiler_options=_UNOPTIMIZED)
     except Exception:  # noqa: BLE001  # without the program in between, the error is that of `init` itself
         return init(key)
