@@ -95,6 +95,8 @@ def test_without_a_mapping_the_place_of_the_job_is_enough(tmp_path, capsys):
     assert_equal(backstay.load(stored, base=True).params, result.params)
     assert main(stored, str(tmp_path / "out.safetensors"), "safetensors", "") == 0
     assert "exported step 2: 3 arrays" in capsys.readouterr().out
+    assert main(stored, str(tmp_path / "part.safetensors"), "safetensors") == 0
+    assert capsys.readouterr().out.endswith("; without 2 that were frozen (--whole adds them)\n")
     first["base.w"][0, 0] = 2
     safetensors.numpy.save_file(first, tmp_path / "other.safetensors")
     text = r"these frozen parameters are not those beside which .* was trained: base.w \(1 of 2 arrays differ\)"

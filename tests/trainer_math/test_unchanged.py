@@ -14,7 +14,7 @@ from backstay import BatchKey, LocalSteps, load, train
 from backstay._roles import Script
 from backstay._update import analyse, enable_x64, only_trained, trace, unchanged_parameters
 from backstay._update._tree import describe
-from backstay.errors import CheckpointError
+from backstay.errors import CheckpointError, OptimizerError
 
 STEPS = 6
 SHAPES = {"a": (4, 3), "b": (3,), "c": (), "d": (2, 2)}
@@ -189,7 +189,37 @@ def test_a_checkpoint_with_all_parameters_is_refused_with_the_cure(tmp_path):
     more = {**ARGUMENTS, "steps": 8, "checkpoint": tmp_path}
     with pytest.raises(CheckpointError, match=r"base was trained with it, and is frozen now\. .*frozen=False"):
         train(**more)
-    assert train(**more, frozen=False).step == 8
+    assert train(**more, frozen=np.False_).step == 8
+
+
+def test_a_checkpoint_without_what_trains_now_is_refused_with_the_cure(tmp_path):
+    train(**ARGUMENTS, checkpoint=tmp_path / "old")
+    more = {**ARGUMENTS, "steps": 8, "optimizer": optax.adam(1e-2)}
+    with pytest.raises(CheckpointError, match=r"base was frozen beside it, and is trained now\. .*start_from"):
+        train(**more, checkpoint=tmp_path / "old")
+    assert train(**more, start_from=tmp_path / "old").step == 8
+
+
+@pytest.mark.parametrize("count", [3, 600])
+def test_a_long_program_is_read(count):
+    """A chain of many operations, and one in which the same zeros are used again."""
+
+    def update(gradients, state, params=None):
+        total = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(gradients) * count)
+        zero = jnp.zeros(())
+        for _ in range(count):
+            zero = zero + zero
+        return jax.tree.map(lambda stays, leaf: leaf * zero if stays else leaf / total, MASK, gradients), state
+
+    assert frozen_by(optax.GradientTransformation(lambda params: (), update)) == set()
+
+
+def test_a_norm_of_what_trains_alone_needs_no_second_server():
+    optimizer = labelled(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)))
+    apart = describe(tree().shapes(), frozen=MASK)
+    analyse(only_trained(optimizer, apart.frozen), apart).check(2)
+    with pytest.raises(OptimizerError):
+        analyse(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), tree()).check(2)
 
 
 def test_what_is_not_proven_is_not_frozen():

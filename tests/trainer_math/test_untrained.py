@@ -85,21 +85,33 @@ def test_one_process_warns_once(used, caplog):
 
 
 @pytest.mark.parametrize(
-    ("versions", "found"),
+    ("steps", "versions", "found"),
     [
-        ([0, *range(1, UPDATES), UPDATES], [None] * UPDATES + [[0, 2]]),
-        ([7, 7, 8, 7 + UPDATES + 3, 40], [None, None, None, [0, 2], None]),  # Async: versions of other ranks between
-        ([20, 3, 40], [None, None, None]),  # a rollback: the versions do not count updates
+        (12, [0, *range(1, UPDATES), UPDATES], [None] * UPDATES + [[0, 2]]),
+        (90, [7, 7, 8, 7 + UPDATES + 3, 40], [None, None, None, [0, 2], None]),  # Async: other ranks update between
+        (90, [20, 3, 40], [None, None, None]),  # a rollback: the versions do not count updates
+        (400, [0, 39, 40], [None, None, [0, 2]]),
+        (10**6, [0, 999, 1000], [None, None, [0, 2]]),
     ],
 )
-def test_leaves_that_are_received_again_are_found_once(versions, found):
+def test_leaves_that_are_received_again_are_found_once(steps, versions, found):
     """The second leaf changes with each version; the last one is empty."""
+    assert examined(steps, versions, lambda version: (1.0, 0.5 + version)) == found
+
+
+@pytest.mark.parametrize("values", [lambda version: (1.0, 1.0), lambda version: (version, version)])
+def test_a_warm_up_and_a_smaller_part_cause_no_warning(values):
+    """Nothing has changed, or only a part with fewer bytes has not."""
+    assert examined(12, [0, 5, 10, 11], values) == [None] * 4
+
+
+def examined(steps, versions, values):
     tree = describe(
         ({"a": jnp.ones(3), "b": jnp.ones(2)}, {"c": jnp.ones(2, jnp.int32), "d": jnp.ones(0)}), has_state=True
     )
-    watch = SameLeaves(tree)
-    answers = [
-        watch.examine(version, [np.ones(3, np.float32), np.full(2, 0.5 + version), np.ones(2, np.int32), np.ones(0)])
-        for version in versions
-    ]
-    assert answers == found
+    watch, answers = SameLeaves(tree, steps), []
+    for version in versions:
+        first, second = values(version)
+        leaves = [np.full(3, first, np.float32), np.full(2, second, np.float32), np.ones(2, np.int32), np.ones(0)]
+        answers.append(watch.examine(version, leaves))
+    return answers

@@ -17,7 +17,8 @@ def main(checkpoint: str, out: str, form: Any, base: str | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigurationError) else 1
     arrays = "array" if done.arrays == 1 else "arrays"
-    print(f"exported step {done.step}: {done.arrays} {arrays}, {done.nbytes} bytes, to {out}")
+    rest = f"; without {done.without} that were frozen (--whole adds them)" if done.without else ""
+    print(f"exported step {done.step}: {done.arrays} {arrays}, {done.nbytes} bytes, to {out}{rest}")
     return 0
 
 

@@ -67,8 +67,8 @@ class Contributions:
         self._next = NextContribution()
         self._zero = ZeroLeaves(plan.partition.tree)
         # Rounded parameters may stay while the exact ones change. All ranks receive the same.
-        watches = self._rank == 0 and plan.wire.parameters == "Exact"
-        self._same = SameLeaves(plan.partition.tree) if watches else None
+        watches = self._rank == 0 and plan.wire.parameters == "Exact" and script.frozen is not False
+        self._same = SameLeaves(plan.partition.tree, script.steps) if watches else None
         self._unchanged: list[int] | None = None  # until the next contribution has reported them
         self._checked = CheckedBatches(script.batches)
         self._batches = Prefetcher(Placement().placing(self._checked))

@@ -136,7 +136,7 @@ class Script:
         if self.evaluate_every is not None and self.evaluate is None:
             raise ConfigurationError("evaluate_every is given without evaluate: give both, or leave it out")
         set_whole(self, "steps", "seed", "evaluate_every")
-        for name in ("has_state", "has_rng"):
+        for name in ("has_state", "has_rng", "frozen"):
             kind = type(getattr(self, name))
             if kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"):  # which may not be imported yet
                 object.__setattr__(self, name, bool(getattr(self, name)))

@@ -22,6 +22,7 @@ UPDATES: Final = 10
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _GLANCE: Final = 256
+_MOST_UPDATES: Final = 1000
 
 
 class ZeroLeaves:
@@ -46,11 +47,19 @@ class ZeroLeaves:
 
 
 class SameLeaves:
-    """The leaves, model state included, that a worker receives with the same bits after `UPDATES` updates."""
+    """The leaves, model state included, that a worker receives with the same bits after its first updates.
 
-    def __init__(self, tree: TreeSpec) -> None:
+    A tenth of training counts, but at least `UPDATES` and at most 1,000 updates: some leaves begin to train later.
+    """
+
+    def __init__(self, tree: TreeSpec, steps: int) -> None:
+        """
+        Args:
+            steps: the number of updates of the training.
+        """
         sizes = {index: leaf.nbytes for index, leaf in enumerate(tree.leaves) if leaf.size}
         self._sizes = dict(sorted(sizes.items(), key=lambda item: -item[1]))
+        self._updates = min(max(UPDATES, steps // 10), _MOST_UPDATES)
         self._begun: tuple[int, dict[int, str]] | None = None
         self._over = False
 
@@ -62,8 +71,8 @@ class SameLeaves:
             leaves: one array for each leaf of the tree.
 
         Returns:
-            Once, after enough updates, the leaves that are the same, if they have more than half of the bytes; None in
-            all other calls.
+            Once, after enough updates, the leaves that are the same, if they have more than half of the bytes and
+            another leaf has changed; None in all other calls. If nothing has changed, the rate may still be 0.
         """
         if self._over:
             return None
@@ -71,19 +80,18 @@ class SameLeaves:
             self._begun = version, {leaf: digest_of(np.asarray(leaves[leaf])) for leaf in self._sizes}
             return None
         first, before = self._begun
-        if 0 <= version - first < UPDATES:
+        if 0 <= version - first < self._updates:
             return None
         self._over = True
         if version < first:  # a rollback: the versions do not count updates
             return None
-        same, most = [], sum(self._sizes.values()) // 2
-        changed = 0
+        same, changed, whole = [], 0, sum(self._sizes.values())
         for leaf, nbytes in self._sizes.items():  # the largest first, so that most are not read
             if digest_of(np.asarray(leaves[leaf])) == before[leaf]:
                 same.append(leaf)
-            elif (changed := changed + nbytes) > most:
+            elif 2 * (changed := changed + nbytes) >= whole:
                 return None
-        return sorted(same) if 2 * changed < sum(self._sizes.values()) else None
+        return sorted(same) if changed else None
 
 
 class Untrained:
@@ -136,11 +144,11 @@ def unchanged_warning(names: Sequence[str], nbytes: int, whole: int) -> str:
 
     Args:
         names: the names of the leaves.
-        nbytes: the size of all leaves that do not change.
+        nbytes: the size of all leaves that did not change.
         whole: the size of all leaves that travel.
     """
     return (
-        f"{nbytes} of {whole} bytes that each update sends did not change in the first {UPDATES} updates: "
+        f"{nbytes} of {whole} bytes that each update sends did not change in the first updates: "
         f"{some_of(names)}. Freeze parameters that do not train, and they do not travel: train(frozen=...). "
         "Keep constants of the model state in `loss`, or make them frozen parameters"
     )

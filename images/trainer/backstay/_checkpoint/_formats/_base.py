@@ -57,12 +57,16 @@ def _read(manifest: Manifest, record: FrozenRecord, base: bool | str | os.PathLi
         started = read_start(start, fixed, specs_of(record), None)
     except CheckpointError as error:
         hint = " If the job had a mapping of names, give it: base=backstay.StartFrom(uri, mapping=...)"
-        raise CheckpointError(f"{error}{hint if start.mapping is None else ''}") from error
+        text = str(error) if start.mapping is not None else f"{str(error).rstrip('.')}.{hint}"
+        raise CheckpointError(text) from error
     if started.of_init:
         raise of_init
     absent = [leaf.path for leaf, value in zip(record.leaves, started.values, strict=True) if value is None]
     if absent:
-        raise CheckpointError(f"{start.uri} has no array for {', '.join(absent[:_SHOWN])} ({len(absent)} in all)")
+        raise CheckpointError(
+            f"{start.uri} has no array for {some_of(absent, _SHOWN)} ({len(absent)} in all). If init made them, give "
+            "all parameters as `base`"
+        )
     return started.values
 
 

@@ -46,11 +46,13 @@ class Exported:
         step: the checkpoint's step.
         arrays: the number of arrays.
         nbytes: the size of all arrays together, in bytes.
+        without: the number of frozen arrays that are not in the output.
     """
 
     step: int
     arrays: int
     nbytes: int
+    without: int = 0
 
 
 def export(
@@ -103,7 +105,8 @@ def export(
         _write_safetensors(
             str(out), named, {"format": "np", "step": str(manifest.version), "checkpoint": manifest.name}
         )
-    return Exported(manifest.version, len(named), sum(array.nbytes for array in named.values()))
+    without = 0 if manifest.frozen is None or base is not False else len(manifest.frozen.leaves)
+    return Exported(manifest.version, len(named), sum(array.nbytes for array in named.values()), without)
 
 
 def _tree(manifest: Manifest, named: Mapping[str, NDArray[np.generic]]) -> Any:

@@ -232,7 +232,8 @@ def _frozen_arrays(stack: contextlib.ExitStack, base: Any, record: FrozenRecord)
             why = "is not there" if isinstance(found, str) else "differs" if value is not None else report.text()
             raise CheckpointError(
                 f"start_from: the checkpoint was trained beside a frozen {spec.path}, whose array in {arrays.where} "
-                f"{why}. If its job had a mapping of names, give it: StartFrom(uri, base=StartFrom(..., mapping=...))"
+                f"{why}. If its job had a mapping of names, give it: StartFrom(uri, base=StartFrom(..., mapping=...)). "
+                "Values that init made beside a file are not found"
             )
         return value
 

@@ -34,6 +34,11 @@ def check_fits(manifest: Manifest, partition: Partition) -> None:
         )
     frozen = () if partition.tree.frozen is None else [leaf.path for leaf in partition.tree.frozen.leaves]
     for path in [*own, *stored]:
+        if manifest.frozen is not None and path in {leaf.path for leaf in manifest.frozen.leaves}:
+            raise CheckpointError(
+                f"the checkpoint {manifest.name} does not fit: {path} was frozen beside it, and is trained now. Use "
+                "another checkpoint.uri, and start_from with this checkpoint, which reads what was frozen too"
+            )
         if path in frozen:
             raise CheckpointError(
                 f"the checkpoint {manifest.name} does not fit: {path} was trained with it, and is frozen now. To "

@@ -186,13 +186,18 @@ def dependencies(flat: Flat, masks: Sequence[int]) -> list[int]:
 
 
 class Origins:
-    """Follows the variables of a program back to its inputs and to zeros."""
+    """For each variable of a program, the input that it always equals, and whether it is always zero.
+
+    The equations are read once, in their order. So long chains and shared parts cost no more than others.
+    """
 
     def __init__(self, flat: Flat) -> None:
         self._flat = flat
-        self._positions = {var: index for index, var in enumerate(flat.inputs)}
-        self._producers = {out: eqn for eqn in flat.equations for out in eqn.outputs}
-        self._branches: dict[Flat, Origins] = {}
+        self._origin: dict[int, int | None] = {var: index for index, var in enumerate(flat.inputs)}
+        self._zeros: set[int] = set()
+        self._constants: dict[int, Literal] = {}  # whose elements are elements of this literal
+        for equation in flat.equations:
+            self._read(equation)
 
     def unchanged(self, atom: Atom) -> int | None:
         """The index of the input that `atom` always equals, except in the sign of a zero; None: `atom` may be something
@@ -200,58 +205,63 @@ class Origins:
 
         A condition passes an input on if each of its branches does.
         """
+        return None if isinstance(atom, Literal) else self._origin.get(atom)
+
+    def is_zero(self, atom: Atom) -> bool:
+        """Whether all elements are zero in every run."""
         if isinstance(atom, Literal):
-            return None
-        if atom in self._positions:
-            return self._positions[atom]
-        equation = self._producers[atom]
+            return isinstance(atom.value, np.ndarray) and not atom.value.any()
+        return atom in self._zeros
+
+    def _read(self, equation: Equation) -> None:
         inputs = equation.inputs
         if equation.branches:
-            inner = [branch.unchanged(output) for branch, output in self._outputs(equation, atom)]
-            return _common(None if at is None else self.unchanged(inputs[1 + at]) for at in inner)
+            branches = [Origins(branch) for branch in equation.branches]
+            for place, output in enumerate(equation.outputs):
+                outputs = [(one, one._flat.outputs[place]) for one in branches]
+                inner = [one.unchanged(atom) for one, atom in outputs]
+                self._origin[output] = _common(None if at is None else self.unchanged(inputs[1 + at]) for at in inner)
+                self._note(output, zero=all(one.is_zero(atom) for one, atom in outputs))
+            return
+        for output in equation.outputs:
+            self._origin[output] = self._origin_of(equation, output)
+            self._note(output, zero=self._makes_zero(equation))
+        if equation.name in _COPIES and (constant := self._constant(inputs[0])) is not None:
+            self._constants.update(dict.fromkeys(equation.outputs, constant))
+
+    def _note(self, output: int, *, zero: bool) -> None:
+        if zero:
+            self._zeros.add(output)
+
+    def _origin_of(self, equation: Equation, output: int) -> int | None:
+        inputs = equation.inputs
         if equation.name == "select_n":
             return _common(map(self.unchanged, self._selected(equation)))
         if equation.name in _SUMS and self.is_zero(inputs[1]):
             return self.unchanged(inputs[0])
         if equation.name in _SUMS and equation.name != "sub" and self.is_zero(inputs[0]):
             return self.unchanged(inputs[1])
-        same = equation.name == "convert_element_type" and self._flat.dtype(inputs[0]) == self._flat.dtype(atom)
+        same = equation.name == "convert_element_type" and self._flat.dtype(inputs[0]) == self._flat.dtype(output)
         return self.unchanged(inputs[0]) if same or equation.name in ("copy", "copy_p") else None
 
-    def is_zero(self, atom: Atom) -> bool:
-        """Whether all elements are zero in every run."""
-        if isinstance(atom, Literal):
-            return isinstance(atom.value, np.ndarray) and not atom.value.any()
-        if atom in self._positions:
-            return False
-        equation = self._producers[atom]
-        if equation.branches:
-            return all(branch.is_zero(output) for branch, output in self._outputs(equation, atom))
+    def _makes_zero(self, equation: Equation) -> bool:
         if equation.name == "select_n":
             return all(map(self.is_zero, self._selected(equation)))
         if equation.name in _SUMS:
             return all(map(self.is_zero, equation.inputs))
         return (equation.name in _COPIES or equation.name in _OF_ZERO) and self.is_zero(equation.inputs[0])
 
-    def _outputs(self, equation: Equation, atom: int) -> list[tuple[Origins, Atom]]:
-        """The output of each branch that `atom` is."""
-        place = equation.outputs.index(atom)
-        found = []
-        for branch in equation.branches:
-            if branch not in self._branches:
-                self._branches[branch] = Origins(branch)
-            found.append((self._branches[branch], branch.outputs[place]))
-        return found
+    def _constant(self, atom: Atom) -> Literal | None:
+        return atom if isinstance(atom, Literal) else self._constants.get(atom)
 
     def _selected(self, equation: Equation) -> Sequence[Atom]:
         """The values among which a `select_n` selects: only one of them, if its condition is the same constant
         everywhere."""
         which, *values = equation.inputs
-        while not isinstance(which, Literal) and which in self._producers and self._producers[which].name in _COPIES:
-            which = self._producers[which].inputs[0]
-        if isinstance(which, Literal) and isinstance(which.value, np.ndarray) and which.value.size:
-            first = which.value.flat[0]
-            if (which.value == first).all() and 0 <= first < len(values):
+        constant = self._constant(which)
+        if constant is not None and isinstance(constant.value, np.ndarray) and constant.value.size:
+            first = constant.value.flat[0]
+            if (constant.value == first).all() and 0 <= first < len(values):
                 return values[int(first) : int(first) + 1]
         return values
 

@@ -187,9 +187,9 @@ class Rule:
         """Refuse what `shards` shards cannot compute as one process would.
 
         Raises:
-            OptimizerError: the job has more than one shard, and all leaves must be updated together.
+            OptimizerError: the job has more than one shard and no frozen part, and all leaves must be updated together.
         """
-        if shards == 1:
+        if shards == 1 or self.tree.frozen is not None:  # beside a frozen base, one server can hold what trains
             return
         filled = {index for index, leaf in enumerate(self.tree.leaves) if leaf.trained and leaf.size}
         for group in self.groups:
