@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import safetensors.numpy
 
 import backstay
 from backstay._serving._batcher import Batcher
@@ -309,3 +310,26 @@ def test_the_average_of_a_trained_job_is_served_if_it_is_wanted(tmp_path: Path) 
         assert following.answer() == pytest.approx(float(result.params["value"][0]))
     with pytest.raises(ConfigurationError, match="has no moving average: train with"):
         Following(tmp_path / "without", average=True).look()
+
+
+@pytest.mark.parametrize("by_init", [False, True])
+def test_frozen_parameters_are_read_from_their_place(tmp_path: Path, by_init: bool) -> None:
+    """A base that `init` made has no place, so it is given."""
+    base = {"value": np.full(1, 3.0, np.float32)}
+    safetensors.numpy.save_file(base, tmp_path / "base.safetensors")
+    result = backstay.train(
+        init=lambda key: {"value": jnp.full(1, 2.0), "other": jnp.zeros(1)},
+        loss=lambda params, batch: ((params["other"] - params["value"]) ** 2).mean(),
+        batches=lambda key: np.zeros(1, np.float32),
+        optimizer=optax.sgd(0.1),
+        steps=3,
+        frozen=lambda name: name == "value",
+        start_from=None if by_init else backstay.StartFrom(str(tmp_path / "base.safetensors"), missing="init"),
+        checkpoint=str(tmp_path / "stored"),
+    )
+    if by_init:
+        with pytest.raises(ConfigurationError, match=r"give all parameters to serve, such as base=init"):
+            Following(tmp_path / "stored").look()
+    following = Following(tmp_path / "stored", base=result.params if by_init else True)
+    assert following.look() == 3
+    assert following.answer() == (2.0 if by_init else 3.0)

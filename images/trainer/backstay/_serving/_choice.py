@@ -68,13 +68,16 @@ class Listing:
 class CheckpointChoice:
     """The checkpoints of a folder that may be served."""
 
-    def __init__(self, uri: str, *, step: int | None = None, like: Any = None, average: bool = False) -> None:
+    def __init__(
+        self, uri: str, *, step: int | None = None, like: Any = None, average: bool = False, base: Any = True
+    ) -> None:
         """
         Args:
             uri: a checkpoint folder, or one manifest in it, which is then the only one that may be served.
             step: the step to serve; None: any.
             like: see `backstay.load`.
             average: whether `predict` receives the moving average instead of the parameters.
+            base: see `backstay.load`, for checkpoints with frozen parameters.
 
         Raises:
             ConfigurationError: `uri` ends like a manifest and is not the name of one.
@@ -88,7 +91,7 @@ class CheckpointChoice:
             if self._only is None:
                 raise ConfigurationError(f"checkpoint is {uri}, which is not the name of a checkpoint's manifest")
         self.uri = folder or "."
-        self._step, self._like, self._average = step, like, average
+        self._step, self._like, self._average, self._base = step, like, average, base
         self._store = CheckpointStore(self.uri)
 
     @property
@@ -120,10 +123,16 @@ class CheckpointChoice:
         Raises:
             StorageError: the storage fails now.
             CheckpointError: the checkpoint is damaged or incomplete, or cannot be loaded with `like`.
-            ConfigurationError: the job that wrote the checkpoint has no moving average.
+            ConfigurationError: the job that wrote the checkpoint has no moving average, or `base` is needed.
         """
         manifest = self._store.read_manifest(str(name))
-        found = load(self._store.uri_of(manifest), self._like)
+        frozen = manifest.frozen
+        if frozen is not None and not frozen.uri and self._base is True:
+            raise ConfigurationError(
+                f"{name} was trained beside frozen parameters that init made: give all parameters to serve, such as "
+                f"base=init(jax.random.key({manifest.origin.seed})). With has_state=True they are init(...)[0]"
+            )
+        found = load(self._store.uri_of(manifest), self._like, base=False if frozen is None else self._base)
         if self._average and found.average is None:
             raise ConfigurationError(
                 f"serve has average=True, but {name} has no moving average: train with train(average=...), or serve "

@@ -37,6 +37,7 @@ def serve(
     step: int | None = None,
     average: bool = False,
     like: Any = None,
+    base: Any = True,
     ports: ServingPorts | None = None,
 ) -> None:
     """Answer requests of the Open Inference Protocol v2 with a trained model, until SIGTERM or Ctrl-C.
@@ -64,6 +65,8 @@ def serve(
         step: serve the checkpoint of this step, and do not follow newer ones.
         average: whether `predict` receives the moving average of a job with ``train(average=...)`` as its params.
         like: a tree with the structure of the parameters, or ``(params, state)``; see `backstay.load`.
+        base: the source of parameters that were frozen (``train(frozen=...)``), as in `backstay.load`. True: the place
+            where the job read them. They are read again for each checkpoint.
         ports: where to listen; by default HTTP on port 8080 and gRPC on port 8081.
 
     Raises:
@@ -80,7 +83,7 @@ def serve(
     if not isinstance(delay, int | float) or not 0 <= delay <= 10:
         raise ConfigurationError(f"delay is {delay!r:.50}: must be a number of seconds from 0 to 10")
     signature, sizes = Signature.of(example), padded_sizes(batch)
-    choice = CheckpointChoice(os.fspath(uri), step=settings.step, like=like, average=average)
+    choice = CheckpointChoice(os.fspath(uri), step=settings.step, like=like, average=average, base=base)
     configure("text", "", "")
     _require_kserve()
     _ServingProcess(settings, choice, predict, signature, sizes, delay).run()
