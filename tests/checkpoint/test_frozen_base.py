@@ -185,6 +185,19 @@ def test_a_run_that_starts_from_it_makes_the_base_of_init_again(tmp_path):
         unfrozen(tmp_path, stored, seed=8)
 
 
+def test_a_base_that_is_partly_in_a_file_is_read_and_made_again(tmp_path):
+    safetensors.numpy.save_file({"base.w": np.eye(4, dtype=np.float32)}, tmp_path / "part.safetensors")
+    start = backstay.StartFrom(str(tmp_path / "part.safetensors"), missing="init")
+    result, stored = trained(tmp_path, start_from=start)
+    assert_equal(unfrozen(tmp_path, stored), result.params)
+    with pytest.raises(
+        CheckpointError, match=r"has no array for base.codes[^$]*If init made them, give all parameters"
+    ):
+        backstay.load(stored, base=start)
+    with pytest.raises(CheckpointError, match=r"init now makes others: base.codes"):
+        unfrozen(tmp_path, stored, init=lambda key: jax.tree.map(lambda leaf: leaf * 0, init(key)))
+
+
 def test_the_place_of_a_base_must_be_one():
     with pytest.raises(ConfigurationError, match="base is dict: must be True, a path, a URI or a StartFrom"):
         backstay.StartFrom("x", base={"w": 1})

@@ -83,6 +83,14 @@ class StartFrom:
             )
 
 
+class _MadeByInit(Exception):  # noqa: N818
+    """`init` made this array for the job of a checkpoint, beside others that were read."""
+
+    def __init__(self, name: str, digest: str) -> None:
+        super().__init__(name)
+        self.name, self.digest = name, digest
+
+
 @dataclass
 class _StartReport:
     """The results for each parameter and each array."""
@@ -141,12 +149,17 @@ def read_start(
     with _opened(start, fixed) as arrays:
         begin = _collection(arrays, everyone) if start.mapping is None else ""
         for number, leaf in enumerate(leaves):
-            found = _find(arrays, begin, leaf) if start.mapping is None else _mapped(start.mapping, arrays, leaf)
+            digest = arrays.of_init.get(leaf.path) if leaf.trained else None
+            try:
+                found = _find(arrays, begin, leaf) if start.mapping is None else _mapped(start.mapping, arrays, leaf)
+            except _MadeByInit as made:
+                found, digest = leaf.name, made.digest
+                arrays.read_names.add(made.name)
+            if isinstance(found, str) and digest is not None:
+                of_init[number] = digest
+                values.append(None)
+                continue
             if isinstance(found, str):
-                if leaf.trained and leaf.path in arrays.of_init:
-                    of_init[number] = arrays.of_init[leaf.path]
-                    values.append(None)
-                    continue
                 (report.missing if leaf.trained else report.stateless).append(found)
                 values.append(None)
                 continue
@@ -226,14 +239,15 @@ def _frozen_arrays(stack: contextlib.ExitStack, base: Any, record: FrozenRecord)
     def read(spec: LeafSpec) -> _Array:
         start, arrays, begin = place()
         found = _find(arrays, begin, spec) if start.mapping is None else _mapped(start.mapping, arrays, spec)
+        if isinstance(found, str) and start.mapping is None and any(_name_of(arrays, begin, one) for one in specs):
+            raise _MadeByInit(spec.path, digests[spec.path])  # others are there, so the names are correct
         report = _StartReport()
         value = None if isinstance(found, str) else _fitted(found, spec, report, "error")
         if value is None or digest_of(value) != digests[spec.path]:
             why = "is not there" if isinstance(found, str) else "differs" if value is not None else report.text()
             raise CheckpointError(
                 f"start_from: the checkpoint was trained beside a frozen {spec.path}, whose array in {arrays.where} "
-                f"{why}. If its job had a mapping of names, give it: StartFrom(uri, base=StartFrom(..., mapping=...)). "
-                "Values that init made beside a file are not found"
+                f"{why}. If its job had a mapping of names, give it: StartFrom(uri, base=StartFrom(..., mapping=...))"
             )
         return value
 
