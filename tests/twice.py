@@ -267,7 +267,9 @@ def namespaces() -> set[str]:
 def passes_alone(test: str, folder: Path, options: list[str], ending: float) -> bool:
     """Whether the test passes as the only one of a process; a test that is skipped or not found does not."""
     print(f"\nonce more, alone: {test}", flush=True)
-    outcome = run([*options, "-n", "0", test], folder, ending)
+    # The file of the first run, and not that of a folder with other settings, such as operator/backstay_cluster.
+    here = ["-c", "pyproject.toml"] if Path("pyproject.toml").exists() else []
+    outcome = run([*options, *here, "-n", "0", test], folder, ending)
     return outcome.status == pytest.ExitCode.OK and test in outcome.passed
 
 

@@ -55,6 +55,20 @@ def test_a_test_that_passes_the_second_time_is_listed_as_flaky_and_the_run_passe
     assert "test_it.py::test_flaky_1\n    first failure: AssertionError: the first time" in end
 
 
+def test_the_second_run_has_the_settings_of_the_first_one(suite: Suite, tmp_path: Path) -> None:
+    """A folder below may have settings for runs in it."""
+    (tmp_path / "pytest.ini").unlink()
+    strict = "[tool.pytest.ini_options]\naddopts = '--strict-markers'\n"
+    (tmp_path / "pyproject.toml").write_text(f"{strict}markers = ['here']\n")
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    (inner / "pyproject.toml").write_text(strict)
+    (inner / "test_inner.py").write_text(f"{ONCE}\n@pytest.mark.here{FLAKY.format(1)}")
+    code, output = suite.run("def test_good(): pass\n")
+    assert code == 0, output
+    assert "inner/test_inner.py::test_flaky_1\n    first failure: AssertionError: the first time" in output
+
+
 def test_a_run_without_a_failure_runs_no_test_again(suite: Suite) -> None:
     code, output = suite.run("def test_good(): pass\n")
     assert code == 0
