@@ -83,6 +83,7 @@ class ContainerProcess:
         self._started_at = 0.0
         self._oom = False
         self._stop = asyncio.Event()  # once set, no process is started
+        self._kill_at = 0.0  # by the clock of the loop, once `_stop` is set
         self._killers: set[asyncio.Task[None]] = set()
         self._message_file = reserved.folder / "termination-log"
         self._logs = node.logs_dir / pod["metadata"]["namespace"] / pod["metadata"]["name"]
@@ -124,6 +125,7 @@ class ContainerProcess:
         May be called again with a shorter grace period.
         """
         self._stop.set()
+        self._kill_at = asyncio.get_running_loop().time() + grace
         self.kill(grace, f"{why} {self.record.name}")
 
     def kill(self, grace: float, message: str) -> None:
@@ -244,8 +246,8 @@ class ContainerProcess:
         self._record_event("Created", f"Container created: {self.record.name}")
         self._record_event("Started", f"Container started: {self.record.name}")
         watchers = [asyncio.ensure_future(each) for each in self._watchers(process, env, cwd)]
-        if self._stop.is_set():
-            self.kill(0, "")
+        if self._stop.is_set():  # while the process was being started
+            self.kill(self._kill_at - asyncio.get_running_loop().time(), "")
         try:
             code = await asyncio.shield(process.exited)
         except asyncio.CancelledError:
