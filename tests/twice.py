@@ -5,8 +5,8 @@ usage: python tests/twice.py [--report FILE] [--ending SECONDS] [ARGUMENT OF PYT
 A test that then passes is flaky: the last lines of the output name it, with the reason of its first failure. Up to
 three flaky tests do not fail the run, all runs with the same FILE taken together. The run fails if a test fails twice.
 It also fails if pytest stops for another reason, such as a collection error, a crash or an interrupt. It fails too if
-something is left behind (`Surroundings`): processes have SECONDS to end, 20 by default. FILE sums up all runs
-(`Report`), for the summary of `tests/stages.py`.
+something is left behind (`Surroundings`), except by a flaky test: processes have SECONDS to end, 20 by default. FILE
+sums up all runs (`Report`), for the summary of `tests/stages.py`.
 """
 
 from __future__ import annotations
@@ -317,13 +317,20 @@ def judge(first: Outcome, report: Report, folder: Path, options: Sequence[str] =
             print(f"\n{len(first.failed)} tests failed: none of more than {MOST_AGAIN} runs once more.")
         report.failed |= {**first.uncollected, **first.failed}
         return first.status
+    left = [test for test in first.failed if test.startswith(LEFT)]
+    tests = [test for test in first.failed if test not in left]
     twice = [
-        test
-        for test in first.failed
-        if test.startswith((LEFT, NOT_RUN)) or not passes_alone(test, folder, list(options), ending)
+        test for test in tests if test.startswith(NOT_RUN) or not passes_alone(test, folder, list(options), ending)
     ]
+    flaky = {test: first.failed[test] for test in tests if test not in twice}
+    if flaky and not twice:
+        # A test that fails where it waits may leave things. Alone it has left nothing, or it had not passed.
+        last = list(flaky)[-1]
+        flaky[last] = "; ".join([flaky[last], *left])
+    else:
+        twice += left
     report.failed |= {test: first.failed[test] for test in twice}
-    report.flaky |= {test: why for test, why in first.failed.items() if test not in twice}
+    report.flaky |= flaky
     if report.flaky:
         report_flaky(report.flaky)
     if twice:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+pytestmark = pytest.mark.timeout(60)  # each starts pytest a few times
 
 ONCE = """
 import os, pathlib, pytest
@@ -23,8 +28,10 @@ FLAKY = "\ndef test_flaky_{0}(): fails_once('flaky-{0}')\n"
 
 
 @pytest.fixture
-def suite(root: Path, tmp_path: Path) -> Suite:
-    return Suite(root / "tests" / "twice.py", tmp_path)
+def suite(root: Path, tmp_path: Path) -> Iterator[Suite]:
+    suite = Suite(root / "tests" / "twice.py", tmp_path)
+    yield suite
+    suite.end()
 
 
 class Suite:
@@ -33,15 +40,43 @@ class Suite:
     def __init__(self, program: Path, folder: Path) -> None:
         self._program = program
         self._folder = folder
+        self._group: int | None = None
         (folder / "pytest.ini").write_text("[pytest]\n")
 
     def run(self, tests: str, *arguments: str) -> tuple[int, str]:
+        """The exit status and the output of the program on a file with these tests."""
         (self._folder / "test_it.py").write_text(ONCE + tests)
-        # The other plug-ins are not needed, and take most of the time of a start.
-        env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p xdist"}
+        temporary = self._folder / "temporary"
+        temporary.mkdir(exist_ok=True)
+        env = {
+            **os.environ,
+            # The other plug-ins are not needed, and take most of the time of a start.
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "PYTEST_ADDOPTS": "-p xdist",
+            "TMPDIR": str(temporary),  # a run that is killed leaves its files, which are no files of this test then
+            "PYTHONFAULTHANDLER": "1",
+        }
         command = [sys.executable, str(self._program), *arguments]
-        done = subprocess.run(command, cwd=self._folder, env=env, capture_output=True, text=True, timeout=120)
-        return done.returncode, done.stdout + done.stderr
+        with (self._folder / "output").open("w+") as output:
+            started = subprocess.Popen(
+                command, cwd=self._folder, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            self._group = started.pid
+            try:
+                status = started.wait(50)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._group, signal.SIGABRT)  # each process prints where its threads are
+                started.wait()
+                output.seek(0)
+                pytest.fail(f"{command} does not end:\n{output.read()}")
+            output.seek(0)
+            return status, output.read()
+
+    def end(self) -> None:
+        """Kill the processes that a test has left, because it failed."""
+        if self._group is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._group, signal.SIGKILL)
 
     def record(self) -> str:
         return str(self._folder / "records" / "report.json")
@@ -152,6 +187,22 @@ def test_what_a_test_leaves_behind_fails_the_run(suite: Suite, code: str) -> Non
     assert f"left behind by a test: {'the process ' if 'sleep' in code else ''}" in output
     assert LEAVES[code] in output
     assert "once more" not in output
+
+
+def test_what_a_flaky_test_leaves_behind_belongs_to_its_failure(suite: Suite) -> None:
+    """A limit of time interrupts a test anywhere. Alone it leaves nothing, or that run fails."""
+    tests = "import tempfile\n\ndef test_leaves():\n    if not os.path.exists('x'): tempfile.mkdtemp('forgotten')\n"
+    status, output = suite.run(tests + "    fails_once('x')\n")
+    assert status == 0, output
+    assert "flaky: 1" in output
+    assert "first failure: AssertionError: the first time; left behind by a test: the file" in output
+
+
+def test_what_a_test_leaves_behind_each_time_fails_the_run(suite: Suite) -> None:
+    tests = "import tempfile\n\ndef test_leaves():\n    tempfile.mkdtemp('forgotten')\n    fails_once('x')\n"
+    status, output = suite.run(tests)
+    assert status == 1, output
+    assert "failed twice: 2" in output
 
 
 def test_a_process_that_ends_soon_after_the_tests_is_not_left_behind(suite: Suite) -> None:
