@@ -53,7 +53,7 @@ class Suite:
             # The other plug-ins are not needed, and take most of the time of a start.
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "PYTEST_ADDOPTS": "-p xdist",
-            "TMPDIR": str(temporary),  # a run that is killed leaves its files, which are no files of this test then
+            "TMPDIR": str(temporary),  # the files of a killed run go with this folder
             "PYTHONFAULTHANDLER": "1",
         }
         command = [sys.executable, str(self._program), *arguments]
