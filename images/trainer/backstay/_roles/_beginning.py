@@ -243,7 +243,9 @@ class Beginning:
             assert self._start_from is not None
             raise CheckpointError(
                 f"start_from: {self._start_from.uri} was trained beside frozen parameters that init made, and init "
-                f"now makes others: {', '.join(other[:_SHOWN])} ({len(other)} in all). Use the same init and seed"
+                f"now makes others: {', '.join(other[:_SHOWN])} ({len(other)} in all). Use the same init and seed. If "
+                "these arrays are those of a file, and the job had a mapping that changes them, give it: "
+                "StartFrom(uri, base=StartFrom(..., mapping=...))"
             )
         return found
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ..._update import digest_of, some_of
 from ...errors import CheckpointError
 from .._manifest import FrozenRecord, Manifest
-from ._start import StartFrom, place_of, read_start, specs_of
+from ._start import MadeByInit, StartFrom, frozen_beside
 
 __all__ = ["frozen_values"]
 
@@ -36,38 +36,23 @@ def frozen_values(manifest: Manifest, base: Any) -> dict[str, NDArray[np.generic
         values = _read(manifest, record, base)
     else:
         values = _taken(manifest, record, base)
-    other = [leaf.path for leaf, value in zip(record.leaves, values, strict=True) if digest_of(value) != leaf.digest]
-    if other:
-        raise CheckpointError(
-            f"these frozen parameters are not those beside which {manifest.name} was trained: "
-            f"{some_of(other, _SHOWN)} ({len(other)} of {len(record.leaves)} arrays differ)"
-        )
     return {leaf.path: value for leaf, value in zip(record.leaves, values, strict=True)}
 
 
 def _read(manifest: Manifest, record: FrozenRecord, base: bool | str | os.PathLike[str] | StartFrom) -> list[Any]:
-    of_init = CheckpointError(
-        f"the frozen parameters of {manifest.name} are the result of init: give them as `base`, such as "
-        f"base=init(jax.random.key({manifest.origin.seed})). With has_state=True they are init(...)[0]"
-    )
-    if base is True and not record.uri:
-        raise of_init
-    start, fixed = place_of(record, base)
-    try:
-        started = read_start(start, fixed, specs_of(record), None)
-    except CheckpointError as error:
-        hint = " If the job had a mapping of names, give it: base=backstay.StartFrom(uri, mapping=...)"
-        text = str(error) if start.mapping is not None else f"{str(error).rstrip('.')}.{hint}"
-        raise CheckpointError(text) from error
-    if started.of_init:
-        raise of_init
-    absent = [leaf.path for leaf, value in zip(record.leaves, started.values, strict=True) if value is None]
-    if absent:
-        raise CheckpointError(
-            f"{start.uri} has no array for {some_of(absent, _SHOWN)} ({len(absent)} in all). If init made them, give "
-            "all parameters as `base`"
-        )
-    return started.values
+    with frozen_beside(record, base) as arrays:
+        if arrays.of_init:
+            raise CheckpointError(
+                f"the frozen parameters of {manifest.name} are the result of init: give them as `base`, such as "
+                f"base=init(jax.random.key({manifest.origin.seed})). With has_state=True they are init(...)[0]"
+            )
+        try:
+            return [arrays[leaf.path] for leaf in record.leaves]
+        except MadeByInit as made:
+            raise CheckpointError(
+                f"{arrays.where} has no array for {made.name}. If init made it, give all parameters as `base`. "
+                "If the job had a mapping that changes arrays, give it: base=StartFrom(uri, mapping=...)"
+            ) from made
 
 
 def _taken(manifest: Manifest, record: FrozenRecord, base: Any) -> list[Any]:
@@ -82,4 +67,10 @@ def _taken(manifest: Manifest, record: FrozenRecord, base: Any) -> list[Any]:
         if (value.shape, value.dtype.name) != (tuple(leaf.shape), leaf.dtype):
             found = f"{value.dtype.name}{list(value.shape)}"
             raise CheckpointError(f"`base` has {found} at {leaf.path}: must be {leaf.dtype}{list(leaf.shape)}")
+    other = [leaf.path for leaf, value in zip(record.leaves, kept, strict=True) if digest_of(value) != leaf.digest]
+    if other:
+        raise CheckpointError(
+            f"these frozen parameters are not those beside which {manifest.name} was trained: "
+            f"{some_of(other, _SHOWN)} ({len(other)} of {len(record.leaves)} arrays differ)"
+        )
     return kept

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, Final, Literal
 from urllib.parse import unquote
 
@@ -21,7 +21,7 @@ from .._manifest import FrozenRecord
 from .._names import MANIFEST_SUFFIX
 from ._arrays import Arrays, MissingArray, Readers, fix, open_arrays
 
-__all__ = ["Mapped", "StartFrom", "StartValues", "place_of", "read_start", "specs_of"]
+__all__ = ["MadeByInit", "Mapped", "StartFrom", "StartValues", "frozen_beside", "read_start"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -54,8 +54,8 @@ class StartFrom:
         shapes: the treatment of an array whose shape differs from that of its parameter, such as a head for another
             number of classes: an ``error``, or the value that `init` returns (``init``). The log lists them.
         base: the source of the parameters that were frozen beside a checkpoint of Backstay. True: the place where its
-            job read them, without a mapping. Otherwise a path, a URI or a `StartFrom`. They must have the digests of
-            that job.
+            job read them. Otherwise a path, a URI or a `StartFrom`. They must have the digests of that job, and may
+            have other names.
     """
 
     uri: str
@@ -83,7 +83,7 @@ class StartFrom:
             )
 
 
-class _MadeByInit(Exception):  # noqa: N818
+class MadeByInit(Exception):  # noqa: N818
     """`init` made this array for the job of a checkpoint, beside others that were read."""
 
     def __init__(self, name: str, digest: str) -> None:
@@ -152,7 +152,7 @@ def read_start(
             digest = arrays.of_init.get(leaf.path) if leaf.trained else None
             try:
                 found = _find(arrays, begin, leaf) if start.mapping is None else _mapped(start.mapping, arrays, leaf)
-            except _MadeByInit as made:
+            except MadeByInit as made:
                 found, digest = leaf.name, made.digest
                 arrays.read_names.add(made.name)
             if isinstance(found, str) and digest is not None:
@@ -205,56 +205,103 @@ def _opened(start: StartFrom, fixed: str) -> Iterator[Arrays]:
         yield stack.enter_context(open_arrays(fixed, partial(_frozen_arrays, stack, start.base)))
 
 
-def specs_of(record: FrozenRecord) -> list[LeafSpec]:
-    """The frozen leaves beside a checkpoint."""
-    return [LeafSpec(leaf.path, tuple(leaf.shape), np.dtype(jnp.dtype(leaf.dtype))) for leaf in record.leaves]
-
-
-def place_of(record: FrozenRecord, base: Any) -> tuple[StartFrom, str]:
-    """The place of the frozen leaves beside a checkpoint, and a reference to its content.
+@contextlib.contextmanager
+def frozen_beside(record: FrozenRecord, base: Any) -> Iterator[Arrays]:
+    """The arrays that were frozen beside a checkpoint, by their paths, in the order of the tree.
 
     Args:
         base: True: the place where the job read them. A path, a URI or a `StartFrom`: another place.
+
+    Raises:
+        CheckpointError: the place cannot be opened. Later, when an array is looked up: it is not there or differs.
     """
-    if base is True:
-        return StartFrom(record.start_from), record.uri
-    start = base if isinstance(base, StartFrom) else StartFrom(os.fspath(base))
-    return start, fix(start.uri)
+    with contextlib.ExitStack() as stack:
+        readers, of_init = _frozen_arrays(stack, base, record)
+        yield Arrays(record.start_from if base is True else str(getattr(base, "uri", base)), readers, of_init)
 
 
 def _frozen_arrays(stack: contextlib.ExitStack, base: Any, record: FrozenRecord) -> tuple[Readers, dict[str, str]]:
-    """See `open_arrays`. Each array is compared with its digest. The place is opened for the first array. A
-    checkpoint is opened at the beginning, because `init` may have made some of the arrays beside it."""
-    digests = {leaf.path: leaf.digest for leaf in record.leaves}
+    """See `open_arrays`. The place is opened for the first array. A checkpoint is opened at the beginning, because
+    `init` may have made some of the arrays beside it."""
     if base is True and not record.uri:
-        return {}, digests
-    specs = specs_of(record)
-
-    @cache
-    def place() -> tuple[StartFrom, Arrays, str]:
-        start, fixed = place_of(record, base)
-        arrays = stack.enter_context(_opened(start, fixed))
-        return start, arrays, _collection(arrays, specs)
-
-    def read(spec: LeafSpec) -> _Array:
-        start, arrays, begin = place()
-        found = _find(arrays, begin, spec) if start.mapping is None else _mapped(start.mapping, arrays, spec)
-        if isinstance(found, str) and start.mapping is None and any(_name_of(arrays, begin, one) for one in specs):
-            raise _MadeByInit(spec.path, digests[spec.path])  # others are there, so the names are correct
-        report = _StartReport()
-        value = None if isinstance(found, str) else _fitted(found, spec, report, "error")
-        if value is None or digest_of(value) != digests[spec.path]:
-            why = "is not there" if isinstance(found, str) else "differs" if value is not None else report.text()
-            raise CheckpointError(
-                f"start_from: the checkpoint was trained beside a frozen {spec.path}, whose array in {arrays.where} "
-                f"{why}. If its job had a mapping of names, give it: StartFrom(uri, base=StartFrom(..., mapping=...))"
-            )
-        return value
-
+        return {}, {leaf.path: leaf.digest for leaf in record.leaves}
+    place = cache(lambda: _Beside(stack, base, record))
     of_init: dict[str, str] = {}
     if base is True and record.uri.endswith(MANIFEST_SUFFIX):
-        of_init = {path: digest for path, digest in digests.items() if path in place()[1].of_init}
-    return {spec.path: partial(read, spec) for spec in specs if spec.path not in of_init}, of_init
+        of_init = place().of_init
+    paths = [leaf.path for leaf in record.leaves if leaf.path not in of_init]
+    return {path: partial(lambda path: place().read(path), path) for path in paths}, of_init
+
+
+class _Beside:
+    """The place of the arrays that were frozen beside a checkpoint. Their digests identify them: a job may have
+    translated their names, and its mapping is not stored."""
+
+    def __init__(self, stack: contextlib.ExitStack, base: Any, record: FrozenRecord) -> None:
+        if base is True:
+            self._start, fixed = StartFrom(record.start_from), record.uri
+        else:
+            self._start = base if isinstance(base, StartFrom) else StartFrom(os.fspath(base))
+            fixed = fix(self._start.uri)
+        self._arrays = stack.enter_context(_opened(self._start, fixed))
+        self._digests = {leaf.path: leaf.digest for leaf in record.leaves}
+        self._specs = {
+            leaf.path: LeafSpec(leaf.path, tuple(leaf.shape), np.dtype(jnp.dtype(leaf.dtype))) for leaf in record.leaves
+        }
+        self._begin = _collection(self._arrays, list(self._specs.values()))
+        self.of_init = {path: digest for path, digest in self._digests.items() if path in self._arrays.of_init}
+
+    def read(self, path: str) -> _Array:
+        """An array with the digest of the checkpoint.
+
+        Raises:
+            CheckpointError: there is none.
+            MadeByInit: there is none, and there are arrays of other leaves.
+        """
+        spec, digest, report = self._specs[path], self._digests[path], _StartReport()
+        mapping = self._start.mapping
+        named = _find(self._arrays, self._begin, spec) if mapping is None else _mapped(mapping, self._arrays, spec)
+        value = None if isinstance(named, str) else _fitted(named, spec, report, "error")
+        if value is not None and digest_of(value) == digest:
+            return value
+        if digest in self._by_digest:
+            value = _fitted(self._arrays[self._by_digest[digest]], spec, report, "error")
+            assert value is not None
+            return value
+        if isinstance(named, str) and mapping is None and self._has_others:
+            raise MadeByInit(path, digest)
+        why = (
+            "is not there"
+            if isinstance(named, str)
+            else "differs"
+            if value is not None
+            else f"does not fit:{report.text()}"
+        )
+        raise CheckpointError(
+            f"the checkpoint was trained beside a frozen {path}, whose array in {self._arrays.where} {why}. If its job "
+            "had a mapping that changes arrays, give it: base=StartFrom(uri, mapping=...)"
+        )
+
+    @property
+    def _has_others(self) -> bool:
+        specs = self._specs.values()
+        return bool(self._by_digest) or any(_name_of(self._arrays, self._begin, spec) for spec in specs)
+
+    @cached_property
+    def _by_digest(self) -> dict[str, str]:
+        """The names of arrays by the digests of the checkpoint. Reads the whole place."""
+        wanted, found = set(self._digests.values()), dict[str, str]()
+        kinds = {(spec.shape, spec.dtype): spec for spec in self._specs.values()}.values()
+        for name in self._arrays:
+            with contextlib.suppress(CheckpointError, MadeByInit):
+                array = self._arrays[name]
+                for spec in kinds:
+                    if array.shape != spec.shape:
+                        continue
+                    value = _fitted(array, spec, _StartReport(), "error")
+                    if value is not None and (digest := digest_of(value)) in wanted:
+                        found.setdefault(digest, name)
+        return found
 
 
 def _collection(arrays: Arrays, leaves: Sequence[LeafSpec]) -> str:
