@@ -19,7 +19,7 @@ from backstay._report._metrics import PodMetrics
 from backstay._serving._metrics import ServingMetrics
 from backstay_cli.main import app
 from backstay_operator.metrics import OperatorMetrics
-from backstay_spec import silence
+from backstay_spec import silence, states
 from backstay_spec.crd_schema import openapi_schema
 from backstay_spec.end_of_job import WAITS
 from backstay_spec.reasons import CONDITIONS, EVENTS, FAILURES
@@ -345,6 +345,49 @@ confirms this, {silence.NO_WITNESS_CALLS} calls are needed. `stallSeconds` has n
 """
 
 
+def states_of_all() -> str:
+    """The states of jobs, pods and ranks."""
+    jobs = ((f"`{phase}`", row.set_by, row.next) for phase, row in states.JOBS.items())
+    deaths = ((f"`{cause}`", set_by, states.budget_of(cause)) for cause, set_by in states.DEATHS.items())
+    obstacles = (
+        (f"`{blocked}`", row.set_by, row.next or "the job fails", states.end_of(blocked))
+        for blocked, row in states.OBSTACLES.items()
+    )
+    ranks = ((f"{name}", row.set_by, row.next) for name, row in states.RANKS.items())
+    return f"""{NOTE}# States
+
+The tables are in `backstay_spec/states.py`, and a test compares them with the code. [Conditions and
+events](../reference/conditions.md) lists the conditions of a job and their reasons.
+
+## Jobs
+
+The conditions are the state of a job. Its phase is computed from them. A job that was suspended
+continues from its newest checkpoint.
+
+{table(("phase", "set by", "next"), jobs)}
+## Pods that do not start
+
+`status` and the condition PodsReady name the reason. Only servers, and workers without which the
+quorum is missing, end a job at the deadline.
+
+{table(("reason", "set by", "retried", "ends the job"), obstacles)}
+## Dead pods
+
+After each death, the slot (a server's shard, a worker's rank, the evaluator) gets another pod with
+a higher incarnation. A death that the script can cause is charged to the budget of its role. If the
+budget is used up, the job fails. After crashes in a row, and after the third death in a row for any
+cause, the slot waits before its next pod. A standby takes the place of a dead server where there is
+one.
+
+{table(("cause", "set by", "charged to"), deaths)}
+## Ranks
+
+A rank is the slot of a worker. A world is the number of ranks that updates count on. The grace of
+an update does not wait for a silent rank.
+
+{table(("state", "set by", "next"), ranks)}"""
+
+
 # Path from `docs` -> its text.
 PAGES = {
     "reference/trainingjob.md": trainingjob,
@@ -353,6 +396,7 @@ PAGES = {
     "reference/conditions.md": conditions,
     "internals/end-of-a-job.md": end_of_job,
     "internals/silence.md": silences,
+    "internals/states.md": states_of_all,
     "decisions/index.md": decisions,
 }
 

@@ -1,0 +1,46 @@
+"""The page of states has each state that the code can set, and their retries and budgets are those of the code."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from itertools import product
+from typing import Any, get_args
+
+from backstay_spec import states, status
+from backstay_spec.causes import Blocked, Cause
+from backstay_spec.types_status import Condition, Phase
+
+
+def test_each_state_has_a_row() -> None:
+    assert set(states.JOBS) == set(get_args(Phase))
+    assert set(states.DEATHS) == set(Cause)
+    assert set(states.OBSTACLES) == set(Blocked)
+
+
+def test_an_obstacle_that_ends_the_job_immediately_is_not_retried() -> None:
+    for blocked, row in states.OBSTACLES.items():
+        assert (row.next == "") == blocked.permanent == (states.end_of(blocked) == "immediately")
+
+
+def condition(kind: str, value: Any) -> Condition:
+    return status.conditioned(None, kind, value, "Reason", "", datetime.now(UTC), 1)
+
+
+def test_only_the_final_phases_are_final() -> None:
+    """This does not depend on the other conditions."""
+    final = {phase for phase, row in states.JOBS.items() if row.next == "final"}
+    assert final == {"Succeeded", "Failed"}
+    for ended, running, suspended in product((status.SUCCEEDED, status.FAILED), ("True", "False"), ("True", "False")):
+        conditions = {
+            ended: condition(ended, "True"),
+            status.RUNNING: condition(status.RUNNING, running),
+            status.SUSPENDED: condition(status.SUSPENDED, suspended),
+        }
+        assert status.phase_of(conditions) in final
+
+
+def test_the_phases_that_follow_exist() -> None:
+    for row in states.JOBS.values():
+        assert row.next == "final" or set(row.next.split(", ")) <= set(states.JOBS)
+    names = {name for row in states.RANKS.values() for name in row.next.replace(" or ", " ").split(", ")}
+    assert {name for name in names if name in states.RANKS} >= {"in force", "silent", "replaced", "joins"}
