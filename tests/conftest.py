@@ -22,6 +22,7 @@ import yaml
 from tiers import PURE
 from xdist.scheduler import LoadScopeScheduling
 
+from backstay_cluster.tests.limits import LONG, slack
 from backstay_cluster.tests.shared_settings import ToolPath, require_tools
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,8 +65,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     """The limit grows with the load. A test that gets a tenth of a core may take ten times as long."""
     marked = item.get_closest_marker("timeout")
     seconds = limit_of(item.nodeid) if marked is None else float(marked.args[0])
-    busy = os.getloadavg()[0] / len(os.sched_getaffinity(0))
-    item.add_marker(pytest.mark.timeout(seconds * max(1.0, busy)), append=False)
+    item.add_marker(pytest.mark.timeout(seconds * slack()), append=False)
     return (yield)
 
 
@@ -96,8 +96,8 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Report to tests/twice.py which threads of Backstay the tests have left, after all fixtures have ended."""
-    deadline = time.monotonic() + ENDING
-    while (left := _note_threads("")) and time.monotonic() < deadline:
+    began = time.monotonic()
+    while (left := _note_threads("")) and time.monotonic() < began + ENDING * slack():
         time.sleep(0.05)
     names = sorted(f"{thread.name} of {_begun_in[thread]}" for thread in left)
     known = getattr(session.config, "workeroutput", None)
@@ -189,7 +189,7 @@ class Helm:
 
     def run(self, *arguments: str, kubeconfig: Path | None = None) -> subprocess.CompletedProcess[str]:
         env = self._env if kubeconfig is None else {**self._env, "KUBECONFIG": str(kubeconfig)}
-        return subprocess.run([self.program, *arguments], capture_output=True, text=True, env=env, timeout=120)
+        return subprocess.run([self.program, *arguments], capture_output=True, text=True, env=env, timeout=LONG)
 
     def template(self, *arguments: str, namespace: str = CHART_NAMESPACE) -> str:
         """The rendered manifests; fails with helm's message."""

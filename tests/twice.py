@@ -5,8 +5,8 @@ usage: python tests/twice.py [--report FILE] [--ending SECONDS] [ARGUMENT OF PYT
 A test that then passes is flaky: the last lines of the output name it, with the reason of its first failure. Up to
 three flaky tests do not fail the run, all runs with the same FILE taken together. The run fails if a test fails twice.
 It also fails if pytest stops for another reason, such as a collection error, a crash or an interrupt. It fails too if
-something is left behind (`Surroundings`), except by a flaky test: processes have SECONDS to end, 20 by default. FILE
-sums up all runs (`Report`), for the summary of `tests/stages.py`.
+something is left behind (`Surroundings`), except by a flaky test. Processes have SECONDS to end, 20 by default, and
+more on a busy machine. FILE sums up all runs (`Report`), for the summary of `tests/stages.py`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from backstay_cluster.tests.limits import slack
 
 MOST_FLAKY = 3
 LEFT = "left behind by a test: "
@@ -165,10 +167,10 @@ def run(arguments: list[str], folder: Path, ending: float = 20.0) -> Outcome:
 def ended(process: subprocess.Popen[bytes], place: Path, ending: float) -> int | None:
     """The exit status of pytest; None: it did not end within `ending` seconds after its results, and was killed."""
     try:
-        late = None
-        while process.poll() is None and (late is None or time.monotonic() < late):
-            if late is None and place.exists():
-                late = time.monotonic() + ending
+        results = None
+        while process.poll() is None and (results is None or time.monotonic() < results + ending * slack()):
+            if results is None and place.exists():
+                results = time.monotonic()
             time.sleep(0.05)
         return process.poll()
     finally:
@@ -215,10 +217,10 @@ class Surroundings:
 
     def left(self) -> list[str]:
         """The things that the tests have left, as text. Processes that do not end in time are killed."""
-        deadline = time.monotonic() + self._ending
+        began = time.monotonic()
         while (living := self._processes()) or (more := self._of_machine()):
             # A mount or a namespace may be of another run, whose tests remove it in this time.
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= began + self._ending * slack():
                 break
             time.sleep(0.1)
         more = self._of_machine()

@@ -23,6 +23,7 @@ from typing import Any
 import between
 import pytest
 import yaml
+from between import LONG, slack
 
 from backstay_cluster.net import claim_block
 from backstay_cluster.realserver import API_PORT, ETCD_PORT, PEER_PORT, make_certificate
@@ -107,7 +108,7 @@ class Cluster:
         for process in reversed(self._processes):
             process.send_signal(signal.SIGTERM)
             try:
-                process.wait(10)
+                process.wait(10 * slack())
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -138,7 +139,7 @@ class Cluster:
             input=given,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=LONG,
             env={"PATH": os.environ["PATH"], "HOME": str(self.folder)},
         )
         assert not check or done.returncode == 0, f"kubectl {' '.join(arguments)}: {done.stderr}"
@@ -205,7 +206,7 @@ def operator(cluster: Cluster, namespace: str, environment: list[dict[str, Any]]
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(20)
+            process.wait(10 * slack())
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -213,7 +214,7 @@ def operator(cluster: Cluster, namespace: str, environment: list[dict[str, Any]]
 
 def fetch(url: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(url, timeout=60) as answer:
+        with urllib.request.urlopen(url, timeout=LONG) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()

@@ -18,6 +18,7 @@ from typing import Any
 import kubernetes.client as k8s
 import pytest
 import yaml
+from between import LONG
 
 from backstay_operator.__main__ import parse
 from backstay_operator.rights import LEASE_NAME, LEASE_RIGHTS, RIGHTS
@@ -195,7 +196,7 @@ def conform(tool: Callable[[str], str], schemas: Path) -> Callable[[str], subpro
             input=manifests,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=LONG,
         )
 
     return check

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
+from between import LONG
 
 from backstay._checkpoint import (
     Best,
@@ -357,7 +358,7 @@ def test_t7_a_full_disk_loses_one_checkpoint_and_neither_the_lease_nor_the_older
         pytest.skip("this user may not mount a file system")
     try:
         done = subprocess.run(
-            [sys.executable, "-c", WRITER, str(tmp_path), str(limit)], capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", WRITER, str(tmp_path), str(limit)], capture_output=True, text=True, timeout=LONG
         )
     finally:
         if not limit:

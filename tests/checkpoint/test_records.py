@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+from between import LONG
+
 from backstay._checkpoint import Contents, PosixFolder, Records, record_name
 from backstay._checkpoint._records import KEPT
 
@@ -22,7 +24,7 @@ def test_old_records_are_deleted_and_nothing_else_is(tmp_path: Path) -> None:
         written = threading.Event()  # the queue has room for a few records only
         name = record_name("report", 1, "worker-1")  # the same name: written once
         records.put("report", name, lambda: b"x", stored=lambda uri, written=written: written.set())
-        assert written.wait(30)
+        assert written.wait(LONG)
     records.close(10)
     found = names(tmp_path)
     assert "trace-notes.txt" in found

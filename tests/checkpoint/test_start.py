@@ -19,6 +19,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
+from between import LONG
 from typer.testing import CliRunner
 
 import backstay
@@ -408,7 +409,7 @@ def test_t8_an_export_for_which_there_is_no_room_leaves_nothing_behind(tmp_path:
     )
     places = [f"{tmp_path}/out/orbax", f"{store.uri}/{next(iter(store.contents().manifests))}/orbax"]
     done = subprocess.run(
-        [sys.executable, "-c", script, store.uri, *places], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", script, store.uri, *places], capture_output=True, text=True, timeout=LONG, check=True
     )
     assert [f"{place} cannot be written" in done.stdout for place in places] == [True, True], done.stdout
     assert list((tmp_path / "out").iterdir()) == []

@@ -17,6 +17,7 @@ import pytest
 import typer
 import yaml
 from aiohttp import web
+from between import LONG
 from digits import PAGE, PODS, job, stamp
 from rich.console import Console
 from trace_format import check, spans, timeline
@@ -123,11 +124,11 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeApi
     stop = asyncio.Event()
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
     thread.start()
-    assert ready.wait(30)
+    assert ready.wait(LONG)
     monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path / "config", f"http://127.0.0.1:{port[0]}")))
     yield fake
     loop.call_soon_threadsafe(stop.set)
-    thread.join(30)
+    thread.join(LONG)
     loop.close()
 
 
@@ -311,7 +312,9 @@ def test_a_kubeconfig_with_a_client_certificate_is_used(tmp_path: Path) -> None:
 def test_a_terminal_without_unicode_gets_question_marks(cluster: FakeApi, command: str) -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
     program = Path(sys.executable).with_name(command)
-    done = subprocess.run([program, "status", "digits"], capture_output=True, env=environment, timeout=60, check=False)
+    done = subprocess.run(
+        [program, "status", "digits"], capture_output=True, env=environment, timeout=LONG, check=False
+    )
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"step 240 of 400" in done.stdout
     assert b"?" in done.stdout

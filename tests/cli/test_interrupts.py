@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from between import LONG
 
 REPORT = """
 import signal, sys
@@ -33,7 +34,7 @@ print(during, names[signal.getsignal(signal.SIGINT)])
 )
 def test_ctrl_c_while_a_command_imports(program: str, said: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", REPORT, program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", REPORT, program], capture_output=True, text=True, timeout=LONG, check=True
     )
     assert done.stdout.strip() == said
 
@@ -60,5 +61,5 @@ asyncio.run(main())
 @pytest.mark.parametrize(("how", "said"), [("ignored", "0"), ("heeded", "3")])
 def test_a_signal_that_the_process_ignores_stays_ignored(how: str, said: str) -> None:
     """`nohup`, and a shell for jobs in the background, ignore signals for their programs."""
-    done = subprocess.run([sys.executable, "-c", HEED, how], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", HEED, how], capture_output=True, text=True, timeout=LONG, check=True)
     assert done.stdout.strip() == said

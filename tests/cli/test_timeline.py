@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from between import LONG
 from hypothesis import given
 from hypothesis import strategies as st
 from trace_format import check, spans, step, timeline
@@ -222,7 +223,7 @@ def test_a_pipe_is_written_and_a_link_stays(tmp_path: Path) -> None:
     reader = threading.Thread(target=lambda: got.append(pipe.read_bytes()), daemon=True)
     reader.start()
     write_trace(content, (), pipe, "here")
-    reader.join(30)
+    reader.join(LONG)
     assert pipe.is_fifo()
     write_trace(content, (), link, "here")
     assert link.is_symlink()

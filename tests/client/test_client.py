@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from between import put, until
+from between import LONG, put, until
 
 import backstay
 from backstay_client import (
@@ -273,7 +273,7 @@ def test_ctrl_c_ends_the_wait_and_not_the_job(client: Client, held: JobHandle, g
             assert process.stdout is not None
             assert process.stdout.readline() == "waits\n"
             process.send_signal(signal.SIGINT)
-            assert process.communicate(timeout=60)[0] == "interrupted Running\n"
+            assert process.communicate(timeout=LONG)[0] == "interrupted Running\n"
             assert process.returncode == 0
         finally:
             process.kill()
@@ -356,7 +356,7 @@ def test_nothing_is_left_of_a_local_cluster_whose_process_ends_without_close(tmp
     assert process.stdout.readline() == "started\n"
     if end == "SIGKILL":
         process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=LONG)
     until(lambda: not [*processes_of(folder, "backstay_cluster"), *processes_of(folder, "backstay_operator")])
 
 

@@ -15,6 +15,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from between import LONG
 
 from backstay_client import BadInput
 from backstay_client.code.cells import names_from_outside
@@ -36,7 +37,7 @@ def started(sources: SourceFiles, folder: Path, arguments: object = None) -> str
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LONG,
         env={"PATH": ""},
     )
     assert done.returncode == 0, done.stderr
@@ -209,5 +210,5 @@ def test_a_function_of_the_main_script_is_imported_under_the_name_of_its_file(us
         "if __name__ == '__main__':\n    import json\n    found = of_function(train)\n"
         "    print(found.name, json.loads(found.files['backstay_modules.json'])['main'], sorted(found.files))\n"
     )
-    done = subprocess.run([sys.executable, "submit_me.py"], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "submit_me.py"], capture_output=True, text=True, timeout=LONG, check=True)
     assert done.stdout == "submit-me submit_me ['backstay_entry.py', 'backstay_modules.json', 'submit_me.py']\n"

@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import optuna
 import pytest
-from between import until
+from between import LONG, until
 
 from backstay_client import (
     BadInput,
@@ -416,7 +416,7 @@ def test_a_sweep_whose_process_is_killed_is_continued_with_its_running_jobs(
     until(train, "two jobs train")
     uids = {job.name: job.uid for job in jobs_of(client)}
     process.send_signal(signal.SIGKILL)
-    process.wait(60)
+    process.wait(LONG)
     gate.touch()
     again = subprocess.run(
         words,
@@ -424,7 +424,7 @@ def test_a_sweep_whose_process_is_killed_is_continued_with_its_running_jobs(
         env={**os.environ, "PYTHONPATH": str(user_folder)},
         stdout=subprocess.PIPE,
         text=True,
-        timeout=200,
+        timeout=LONG,
     )
     assert again.stdout == "['COMPLETE', 'COMPLETE', 'COMPLETE']\n"
     found = {job.name: job.uid for job in jobs_of(client)}

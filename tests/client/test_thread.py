@@ -11,6 +11,7 @@ import threading
 from collections.abc import AsyncGenerator, Iterator
 
 import pytest
+from between import LONG
 
 from backstay_client.blocking.thread import LoopThread
 from backstay_client.jobfiles.jobfile import BadInput
@@ -82,8 +83,8 @@ def test_t8_closing_in_the_thread_itself_ends_it() -> None:
         thread.close(last())
 
     thread.run(collects())
-    assert closed.wait(30)
-    assert ended.wait(30)
+    assert closed.wait(LONG)
+    assert ended.wait(LONG)
 
 
 def test_t8_a_call_after_the_end_starts_no_other_thread(thread: LoopThread) -> None:
@@ -118,7 +119,7 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 def test_a_process_that_was_forked_gets_an_error_and_does_not_hang() -> None:
     """T8. The process that forks has only the client: one with JAX must not fork."""
-    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=LONG, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -138,9 +139,9 @@ def test_close_ends_calls_of_other_threads() -> None:
 
     caller = threading.Thread(target=call)
     caller.start()
-    assert begun.wait(30)
+    assert begun.wait(LONG)
     thread.close()
-    caller.join(30)
+    caller.join(LONG)
     assert ends == ["the client was closed during a call"]
 
 
@@ -175,7 +176,7 @@ def test_ctrl_c_cancels_the_call_waits_for_its_clean_up_and_leaves_a_working_thr
     assert process.stdout is not None
     assert process.stdout.readline() == "begun\n"
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60)[0] == "cleaned up\ninterrupted\n1\n"
+    assert process.communicate(timeout=LONG)[0] == "cleaned up\ninterrupted\n1\n"
 
 
 EARLY = """
@@ -206,7 +207,7 @@ print(interrupted, cleaned, thread.run(one()))
 
 
 def test_ctrl_c_may_come_while_the_call_is_being_made() -> None:
-    done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, timeout=LONG, check=False)
     assert (done.stdout, done.stderr) == ("300 300 1\n", "")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from between import LONG
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def test_the_linter_accepts_the_dashboard(name: str, exclusions: Path, root: Pat
 
     def lint(file: Path) -> subprocess.CompletedProcess[str]:
         command = [program, "lint", "--strict", "--config", str(exclusions), str(file)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, capture_output=True, text=True, timeout=LONG)
 
     file = root / "helm" / "backstay" / "dashboards" / f"{name}.json"
     done = lint(file)

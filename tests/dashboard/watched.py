@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import between
 import yaml
-from between import put
+from between import LONG, put, slack
 
 from backstay_client.embedded.session import Session, start_session
 from backstay_client.kube import JOBS
@@ -120,11 +120,11 @@ class Cluster:
             self._run(self._stack.aclose())
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(10)
+            self._thread.join(LONG)
             self._loop.close()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(90)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(LONG)
 
     @property
     def session(self) -> Session:
@@ -296,7 +296,7 @@ class Prometheus:
     def _ready(self) -> bool:
         assert self._process is not None
         assert self._process.poll() is None, self.logs()
-        with urllib.request.urlopen(f"{self.url}/-/ready", timeout=5) as answer:
+        with urllib.request.urlopen(f"{self.url}/-/ready", timeout=10 * slack()) as answer:
             return bool(answer.status == 200)
 
     def logs(self) -> str:
@@ -306,7 +306,7 @@ class Prometheus:
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
         try:
-            self._process.wait(10)
+            self._process.wait(10 * slack())
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -315,20 +315,20 @@ class Prometheus:
     def query(self, expression: str, at: float | None = None) -> list[dict[str, Any]]:
         """The samples of an instant query at a Unix time, those that are numbers; None: now."""
         given = urllib.parse.urlencode({"query": expression} | ({} if at is None else {"time": at}))
-        with urllib.request.urlopen(f"{self.url}/api/v1/query?{given}", timeout=10) as answer:
+        with urllib.request.urlopen(f"{self.url}/api/v1/query?{given}", timeout=LONG) as answer:
             found = json.load(answer)["data"]["result"]
         return [sample for sample in found if math.isfinite(float(sample["value"][1]))]
 
     def series(self, expression: str, start: float, end: float, step: float) -> list[dict[str, Any]]:
         """The result of a range query; `values` are pairs of Unix time and text."""
         given = urllib.parse.urlencode({"query": expression, "start": start, "end": end, "step": step})
-        with urllib.request.urlopen(f"{self.url}/api/v1/query_range?{given}", timeout=60) as answer:
+        with urllib.request.urlopen(f"{self.url}/api/v1/query_range?{given}", timeout=LONG) as answer:
             found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
         return found
 
     def rules(self) -> list[dict[str, Any]]:
         """Every rule, with its health and its alerts."""
-        with urllib.request.urlopen(f"{self.url}/api/v1/rules", timeout=10) as answer:
+        with urllib.request.urlopen(f"{self.url}/api/v1/rules", timeout=LONG) as answer:
             return [rule for group in json.load(answer)["data"]["groups"] for rule in group["rules"]]
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pandas
 import pytest
+from between import LONG
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -262,7 +263,7 @@ def test_an_order_of_a_billion_samples_takes_no_memory_and_is_mixed() -> None:
 
 def test_several_threads_prepare_batches_and_no_more_than_requested() -> None:
     """Each batch waits until all three threads prepare one: with fewer, none would ever be ready."""
-    together = threading.Barrier(3, timeout=60)
+    together = threading.Barrier(3, timeout=LONG)
     begun: list[int] = []
 
     def slow(sample: Any) -> Any:
@@ -295,7 +296,7 @@ def test_large_batches_are_not_prepared_far_ahead() -> None:
     ahead = Prefetcher(from_dataset(rows, batch_size=1, transform=record, shuffle=False, ahead=50, ahead_bytes=9000))
     try:
         ahead.get(BatchKey(0, 0, 1))
-        assert prepared.wait(60)
+        assert prepared.wait(LONG)
         assert ahead._ahead == 1
         ahead.get(BatchKey(1, 0, 1))
         assert max(begun) <= 3

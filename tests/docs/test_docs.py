@@ -29,7 +29,7 @@ from typing import Any
 
 import pytest
 import yaml
-from between import put
+from between import LONG, put
 from typer.testing import CliRunner
 
 import backstay
@@ -145,7 +145,7 @@ def recorded(block: Block, folder: Path) -> list[list[str]]:
         env={"PATH": f"{programs}", "HOME": str(folder), "LC_ALL": "C.UTF-8"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LONG,
     )
     assert done.returncode == 0, f"{block}\n{done.stderr}"
     lines = os.fsdecode(log.read_bytes()).split("\x00\n\x00")
@@ -423,7 +423,7 @@ def kubeconfig(workshop: Path) -> Iterator[Path]:
     thread.start()
 
     def run(coroutine: Any) -> None:
-        asyncio.run_coroutine_threadsafe(coroutine, loop).result(60)
+        asyncio.run_coroutine_threadsafe(coroutine, loop).result(LONG)
 
     run(server.start())
     path = workshop / "kubeconfig"
@@ -431,7 +431,7 @@ def kubeconfig(workshop: Path) -> Iterator[Path]:
     yield path
     run(server.stop())
     loop.call_soon_threadsafe(loop.stop)
-    thread.join(60)
+    thread.join(LONG)
     loop.close()
 
 
@@ -455,13 +455,13 @@ def test_the_kubectl_commands_of_the_docs_run(workshop: Path, kubeconfig: Path, 
             input=definitions,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=LONG,
             check=False,
         )
         assert done.returncode == 0, f"kubectl {shlex.join(arguments)}\n{done.stderr}"
 
     kubectl("apply", "-f", str(ROOT / "crds"))
-    kubectl("wait", "--for=condition=Established", "crd/trainingjobs.backstay.dev", "--timeout=30s")
+    kubectl("wait", "--for=condition=Established", "crd/trainingjobs.backstay.dev", "--timeout=600s")
     for namespace in ("backstay-system", "research"):
         kubectl("create", "namespace", namespace)
     seen = set()

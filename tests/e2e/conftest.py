@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 import pytest
+from between import LONG, until
 
 from backstay_client.embedded.preload import preload
 from backstay_client.embedded.session import start_session
@@ -52,22 +53,24 @@ class Cluster:
             session = await self._stack.enter_async_context(start_session(self.folder, preload=preload()))
             self.api, self.kubeconfig = session.api, session.kubeconfig
 
-        self.run(begin(), 240)
+        self.run(begin())
 
     def place(self, spec: dict[str, Any]) -> dict[str, Any]:
-        """The spec with what says where the scripts are."""
-        return {"image": "backstay.dev/trainer:local", "workingDir": str(SCRIPTS), **spec}
+        """The spec with what says where the scripts are. A busy machine pauses workers for longer than one would
+        wait for them."""
+        workers = {"stallSeconds": 600, **spec.get("workers", {})}
+        return {"image": "backstay.dev/trainer:local", "workingDir": str(SCRIPTS), **spec, "workers": workers}
 
     def stop(self) -> None:
         try:
-            self.run(self._stack.aclose(), 60)
+            self.run(self._stack.aclose())
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(10)
+            self._thread.join(LONG)
             self._loop.close()
 
-    def run(self, work: Coroutine[Any, Any, T], seconds: float = 60) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(LONG)
 
     def submit(
         self, spec: dict[str, Any], *, script: str = "tiny.py", env: dict[str, str] | None = None, name: str = ""
@@ -115,19 +118,11 @@ class Cluster:
         When it does not, the error says how `job` is.
         """
 
-        async def poll() -> Any:
-            loop = asyncio.get_running_loop()
-            while True:
-                with contextlib.suppress(aiohttp.ClientError, OSError):
-                    if found := await loop.run_in_executor(None, holds):
-                        return found
-                await asyncio.sleep(0.1)
-
         try:
-            return self.run(asyncio.wait_for(poll(), seconds), seconds + 30)
-        except TimeoutError:
+            return until(holds, what, limit=seconds, ignoring=(aiohttp.ClientError, OSError))
+        except AssertionError as error:
             state = "" if job is None else f"\n{self.describe(job)}"
-            raise AssertionError(f"waited {seconds} s in vain until {what}{state}") from None
+            raise AssertionError(f"{error}{state}") from None
 
     def wait_for_end(self, name: str, seconds: float = 240) -> dict[str, Any]:
         def ended() -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+from between import LONG
 from trace_format import check
 
 import backstay
@@ -100,7 +101,7 @@ def until_said(stream: IO[str] | None, pattern: str) -> str:
 def status_of(folder: Path, command: str) -> dict[str, Any]:
     """The object that a command, called in another folder, prints about a run."""
     words = [sys.executable, "-m", "backstay_cli.main", command, str(folder), "--output", "json"]
-    done = subprocess.run(words, cwd="/", capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(words, cwd="/", capture_output=True, text=True, timeout=LONG, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -112,7 +113,7 @@ def test_json_output_is_one_object_and_text_output_reports_the_failed_evaluation
     script.write_text(SAYS_NAN.format(folder=str(SCRIPT.parent)))
     written = tmp_path / "trace.json"
     options = ["--workers", "1", "--output", "json", "--trace", str(written)]
-    out, err = start(folder, script, *options).communicate(timeout=200)
+    out, err = start(folder, script, *options).communicate(timeout=LONG)
     seen = json.loads(out)
     assert (seen["phase"], seen["step"], seen["metrics"], seen["restarts"]) == ("Succeeded", 40, {}, 0), err
     assert seen["loss"] > 0
@@ -137,7 +138,7 @@ def test_a_loss_that_is_nan_is_a_failed_job_and_no_traceback(folder: Path, tmp_p
     script = tmp_path / "nan.py"
     script.write_text(SAYS_NAN.format(folder=str(SCRIPT.parent)))
     process = start(folder, script, "--servers", "2", "--workers", "1", arguments=["nan"])
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=LONG)
     assert process.returncode == 1, err
     assert "NonFiniteGradients" in out
     assert "rank 0" in out
@@ -154,7 +155,7 @@ def test_the_reported_traffic_is_what_the_kernel_counted_on_the_sockets(
     steps, written = 200, tmp_path / "bytes"
     options = [*options, "--servers", "2", "--workers", "2", "--output", "json"]
     script = SCRIPT.parents[2] / "wire" / "counted.py"
-    out, err = start(folder, script, *options, arguments=[str(steps), str(written)]).communicate(timeout=200)
+    out, err = start(folder, script, *options, arguments=[str(steps), str(written)]).communicate(timeout=LONG)
     traffic = json.loads(out)["traffic"]
     assert 1.0 <= int(written.read_text()) / (steps * traffic["carried"]) <= 1.02, (traffic, written.read_text())
     assert traffic["exact"] == pytest.approx(2 * 4 * 300_100, rel=1e-3)
@@ -170,7 +171,7 @@ def test_a_dry_run_makes_two_updates_and_leaves_the_jobs_checkpoints_alone(folde
     words = [sys.executable, "-m", "backstay_cli.main", "run", "--dry-run", "--checkpoint", "mine", str(SCRIPT)]
     environment = {**os.environ, "BACKSTAY_TEST_FOLDER": str(folder)}
     done = subprocess.run(
-        words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
+        words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LONG, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("several servers", "2 updates", "checkpoint", "end of the script"):
@@ -192,7 +193,7 @@ def test_no_process_outlives_the_command(folder: Path, number: signal.Signals) -
     assert len(processes(folder)) > 4
     assert status_of(folder, "status")["phase"] in {"Pending", "Starting", "Running"}
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=LONG)
     if number == signal.SIGINT:
         assert process.returncode == 130, err
         assert "nothing is left running" in out
@@ -210,7 +211,7 @@ def test_a_job_that_is_suspended_elsewhere_ends_the_command(folder: Path, tmp_pa
     said = until_said(process.stderr, r"step [0-9]+ of")
     with backstay.Client(folder / "backstay.kubeconfig") as client:
         client.job("tiny").suspend(wait=False)
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=LONG)
     assert process.returncode == 130, said + err
     stored = re.search(r"suspended; the checkpoint of step (\d+) is stored; nothing is left running", err)
     assert stored is not None, said + err
@@ -246,7 +247,7 @@ def test_a_script_has_its_environment_and_after_ctrl_c_the_same_command_continue
     process = start(folder, script, *options, env=slow, arguments=["--lr", "0.1"])
     said = until_said(process.stdout, r"step [\d,]+ of [\d,]+  loss")
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=LONG)
     said += out
     assert process.returncode == 130, err
     assert "worker 0 | MYENV hello ADDED 1 ['--lr', '0.1']" in said
@@ -265,7 +266,7 @@ def test_a_script_has_its_environment_and_after_ctrl_c_the_same_command_continue
         if "Continued" in line:
             gate.touch()
             break
-    out, err = again.communicate(timeout=200)
+    out, err = again.communicate(timeout=LONG)
     err = said + err
     assert again.returncode == 0, err
     seen = json.loads(out)

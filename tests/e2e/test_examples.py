@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from between import LONG
 
 pytestmark = pytest.mark.e2e
 
@@ -47,7 +48,7 @@ def kubeconfig(tmp_path: Path) -> Iterator[str]:
         yield next(line for line in up.stdout if "export KUBECONFIG=" in line).partition("=")[2].strip()
     finally:
         up.send_signal(signal.SIGINT)
-        out, _ = up.communicate(timeout=60)
+        out, _ = up.communicate(timeout=LONG)
     assert up.returncode == 0 or "nothing is left running" in out
 
 

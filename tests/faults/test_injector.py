@@ -13,6 +13,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from between import LONG
 
 from backstay import _faults, _instrument
 from backstay._checkpoint import PosixFolder
@@ -72,7 +73,7 @@ def child(script: str, steps: int) -> subprocess.Popen[str]:
 def test_a_process_ends_at_its_step(script: str, status: int) -> None:
     process = child(script, 6)
     try:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=LONG)
     finally:
         process.kill()
     assert process.returncode == status
@@ -86,7 +87,7 @@ def test_a_stopped_process_is_stopped_completely_and_continued_by_its_helper() -
     try:
         _, status = os.waitpid(process.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=LONG)
     finally:
         process.kill()
     assert process.returncode == 0

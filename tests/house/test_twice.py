@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from between import slack
 
 pytestmark = pytest.mark.timeout(60)  # each starts pytest a few times
 
@@ -63,7 +64,7 @@ class Suite:
             )
             self._group = started.pid
             try:
-                status = started.wait(50)
+                status = started.wait(50 * slack())
             except subprocess.TimeoutExpired:
                 os.killpg(self._group, signal.SIGABRT)  # each process prints where its threads are
                 started.wait()

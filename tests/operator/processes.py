@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from aiohttp import web
-from between import put, until
+from between import LONG, put, until
 
 from backstay_cluster.apiserver import ApiServer
 from backstay_cluster.net import claim_block
@@ -31,7 +31,7 @@ Json = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
 CRDS = ResourceKind("apiextensions.k8s.io", "v1", "customresourcedefinitions")
 TOKEN = "a-token-for-the-test"
-PATIENCE = 90.0  # seconds that anything may take before the test gives up; nothing here is timed
+PATIENCE = LONG  # nothing here is timed
 
 
 class RecordingServer(ApiServer):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from between import put
+from between import LONG, put
 
 from backstay.testing import Forker, Job, Pod
 
@@ -56,7 +56,7 @@ class TinyJob(Job):
             out, log = self.folder / "reference.npz", self.folder / "reference.log"
             loop = {**self.forker.environ, **environment, "OUT": str(out)}
             done = self.forker.start([sys.executable, str(SCRIPT)], loop, log)
-            assert done.wait(SECONDS) == 0, log.read_text(errors="replace")
+            assert done.wait(LONG) == 0, log.read_text(errors="replace")
             _REFERENCES[key] = dict(np.load(out))
         return _REFERENCES[key]
 

@@ -17,6 +17,7 @@ import grpc
 
 from backstay._transport import ClientStream
 from backstay.errors import PeerLost
+from backstay_cluster.tests.limits import slack
 from backstay_rpc.channels import open_aio_channel, open_channel
 from backstay_rpc.control_pb2 import CoordinateRequest, Hello, ProgressRequest
 from backstay_rpc.control_pb2_grpc import ControlStub
@@ -51,7 +52,7 @@ def operator(address: str) -> None:
     async def ask() -> None:
         async with open_aio_channel(address) as channel:
             with contextlib.suppress(grpc.aio.AioRpcError):
-                await ControlStub(channel).Progress(ProgressRequest(), timeout=5)  # type: ignore[no-untyped-call]
+                await ControlStub(channel).Progress(ProgressRequest(), timeout=5 * slack())  # type: ignore[no-untyped-call]
 
     asyncio.run(ask())
 

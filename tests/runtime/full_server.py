@@ -17,7 +17,7 @@ def serve(hello: Any, stream: Any) -> None:
 
 
 limit = int(sys.argv[2])
-listener = Listener("127.0.0.1", 0, Credentials(sys.argv[1]), serve, Timeouts(unproven=4.0))
+listener = Listener("127.0.0.1", 0, Credentials(sys.argv[1]), serve, Timeouts(unproven=20.0))
 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 print(listener.bound, flush=True)
 sys.stdin.read()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import grpc
+from between import LONG
 
 from backstay_rpc import bearer
 from backstay_rpc.control_pb2 import ProgressReply, ProgressRequest
@@ -16,7 +17,7 @@ def progress(job: Any, **fields: Any) -> ProgressReply:
     """The answer of shard 0's server of `job`; `fields` are those of the request."""
     with grpc.insecure_channel(job.control(0)) as channel:
         stub = ControlStub(channel)  # type: ignore[no-untyped-call]
-        reply: ProgressReply = stub.Progress(ProgressRequest(**fields), timeout=30, metadata=bearer(job.token))
+        reply: ProgressReply = stub.Progress(ProgressRequest(**fields), timeout=LONG, metadata=bearer(job.token))
     return reply
 
 

@@ -6,6 +6,8 @@ import threading
 from dataclasses import replace
 from typing import Any
 
+from between import LONG
+
 from backstay._checkpoint import Records
 from backstay._process import Stop
 from backstay._process._environment import Environment
@@ -52,5 +54,5 @@ def server_of(
 def flush(records: Records) -> None:
     """Wait until everything that was put so far is written."""
     done = threading.Event()
-    records._queue.put(("", lambda folder: done.set()), timeout=30)
-    assert done.wait(30)
+    records._queue.put(("", lambda folder: done.set()), timeout=LONG)
+    assert done.wait(LONG)

@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
-from between import until
+from between import LONG, until
 
 from backstay._timeouts import Timeouts
 from backstay._transport import Agreement, ClientStream, ControlClient, Heartbeats, Link
@@ -26,7 +26,7 @@ TOKEN = "0123456789abcdef"
 AGREEMENT = Agreement((Leaf(path="w", shape=[2], dtype="float32"),), {"steps": "1"})
 CODES = [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK]
 FINAL = {"UNAUTHENTICATED", "INVALID_ARGUMENT", "PERMISSION_DENIED"}
-SECONDS = 60.0
+SECONDS = LONG
 TIMES = Timeouts(call=SECONDS, link_pauses=(0.001,), join_pauses=(0.001,))
 
 
@@ -233,9 +233,9 @@ class Shard:
 
 
 def joined(monkeypatch: pytest.MonkeyPatch, *shards: Shard, **times: float) -> list[JoinReply]:
-    client = ControlClient(
-        ["127.0.0.1:1"] * len(shards), Credentials(TOKEN), Peer(), Timeouts(join_pauses=(0.0,), **times)
-    )  # type: ignore[arg-type]
+    limits: dict[str, Any] = {"join_pauses": (0.0,), "join_stale": 3600.0, "silent": 3600.0}
+    addresses = ["127.0.0.1:1"] * len(shards)
+    client = ControlClient(addresses, Credentials(TOKEN), Peer(), Timeouts(**limits | times))
     monkeypatch.setattr(client, "join", lambda shard, *_: shards[shard].answer())
     return client.join_all(AGREEMENT, lambda: False)
 

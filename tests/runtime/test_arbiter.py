@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from between import LONG
 
 from backstay._roles._ending import Ending
 from backstay._roles._server._arbiter import Arbiter
@@ -48,7 +49,7 @@ def test_a_word_of_the_operator_from_before_the_loss_does_not_count() -> None:
     arbiter.confirm()
     assert not results
     arbiter.close()
-    thread.join(30)
+    thread.join(LONG)
     assert results == ["ends"]
     assert not arbiter.asking
 
@@ -62,7 +63,7 @@ def test_the_operator_decides(what: str) -> None:
         arbiter.confirm()
     else:
         arbiter.supersede(2)
-    thread.join(30)
+    thread.join(LONG)
     assert results == ["continues" if what == "confirmed" else "ends"]
     assert isinstance(ending.error, Superseded) == (what == "superseded")
 
@@ -81,7 +82,7 @@ def test_only_the_newest_term_that_waits_is_loaded() -> None:
 
     def begin(term: Rollback) -> None:
         begun.append(term.term)
-        assert go.wait(30)
+        assert go.wait(LONG)
         if term.term == 4:
             done.set()
 
@@ -93,7 +94,7 @@ def test_only_the_newest_term_that_waits_is_loaded() -> None:
     for term in (2, 3, 4):
         loader.put(Rollback(term=term))
     go.set()
-    assert done.wait(30)
+    assert done.wait(LONG)
     loader.close()
     assert begun == [1, 4]
 
@@ -109,5 +110,5 @@ def test_what_loading_raises_is_reported_once() -> None:
     loader = Loader(lambda term: (_ for _ in ()).throw(SystemExit(7)), failed)
     loader.start()
     loader.put(Rollback(term=1))
-    assert seen.wait(30)
+    assert seen.wait(LONG)
     assert [type(error) for error in failures] == [SystemExit]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from between import LONG, until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -207,14 +208,18 @@ def test_a_server_that_takes_over_makes_the_reports_that_are_missing(tmp_path: P
     """More deaths than the queue has room for, and a folder that is slow: none is left out, none is made twice."""
     box = Box(tmp_path)
     proceed = threading.Event()
-    box.records._add("", lambda folder: proceed.wait(30) and None)
+    box.records._add("", lambda folder: proceed.wait(LONG) and None)
     deaths = [{**DEATH, "incarnation": number} for number in range(1, 41)]
     box.record("a", *({**death, "report": "file"} if death["incarnation"] <= 10 else death for death in deaths))
     box.now += 4
     box.box.tick()
     proceed.set()
-    while len(box.files("report")) < 30:
+
+    def made() -> bool:
         box.box.tick()
+        return len(box.files("report")) >= 30
+
+    until(made)
     box.box.tick()
     assert len(box.files("report")) == 30
     assert len(box.reply().reports) == 30
@@ -243,17 +248,17 @@ def test_stacks_name_the_threads_and_the_line_where_each_waits() -> None:
 
     def wait_for_a_slow_disk() -> None:
         here.set()
-        leave.wait(30)
+        leave.wait(LONG)
 
     thread = threading.Thread(target=wait_for_a_slow_disk, name="reader")
     thread.start()
-    assert here.wait(30)
+    assert here.wait(LONG)
     found: list[str] = []
     asker = threading.Thread(target=lambda: found.append(_hanging.stacks()))
     asker.start()
-    asker.join(30)
+    asker.join(LONG)
     leave.set()
-    thread.join(30)
+    thread.join(LONG)
     assert found[0].startswith("Thread MainThread:")
     assert "Thread reader:" in found[0]
     assert "in wait_for_a_slow_disk" in found[0]
@@ -269,5 +274,5 @@ assert _hanging.output_end().split() == ["one", "two"], _hanging.output_end()
 
 
 def test_the_end_of_the_output_is_kept_and_still_printed() -> None:
-    done = subprocess.run([sys.executable, "-c", OUTPUT], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", OUTPUT], capture_output=True, text=True, timeout=LONG)
     assert (done.returncode, done.stdout, done.stderr) == (0, "one\n", "two\n")

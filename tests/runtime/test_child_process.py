@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from between import LONG
 
 from backstay import _train
 from backstay.errors import ConfigurationError
@@ -35,7 +36,7 @@ def test_t8_a_spawned_process_that_imports_the_script_does_not_train(tmp_path: P
     script.write_text(SCRIPT)
     environment = {**os.environ, "BACKSTAY_TERMINATION_LOG": str(words)} | ({"BACKSTAY_ROLE": role} if role else {})
     done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=100, check=True
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=LONG, check=True
     )
     assert done.stdout == "exit code of the child: 1\n"
     assert "call train under `if __name__ == '__main__':`" in done.stderr

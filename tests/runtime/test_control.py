@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
-from between import until
+from between import LONG, until
 
 from backstay import _instrument
 from backstay._coordination import Coordinator, CoordinatorState, Intervals, Rules, ServerPosition, WriteManifest
@@ -143,7 +143,7 @@ def server(host: FakeHost) -> Iterator[ControlServer]:
 
 def client_of(server: ControlServer, rank: int = 0, incarnation: int = 0, token: str = TOKEN) -> ControlClient:
     peer = Peer(role="worker", index=rank, incarnation=incarnation)
-    return ControlClient([f"127.0.0.1:{server.port}"], Credentials(token), peer, Timeouts(join=0.0))
+    return ControlClient([f"127.0.0.1:{server.port}"], Credentials(token), peer, Timeouts(join=0.0, call=60.0))
 
 
 def join(client: ControlClient, agreement: Agreement = AGREEMENT) -> list[JoinReply]:
@@ -156,7 +156,7 @@ def test_t8_a_link_without_an_answer_is_dialled_again() -> None:
     class Deaf(ControlServicer):
         def Coordinate(self, request: object, context: Any) -> None:  # noqa: N802
             dialled.release()
-            over.wait(30)
+            over.wait(LONG)
             context.abort(grpc.StatusCode.UNAVAILABLE, "the test is over")
 
     deaf = grpc.server(ThreadPoolExecutor(8))
@@ -166,10 +166,10 @@ def test_t8_a_link_without_an_answer_is_dialled_again() -> None:
     peer = Peer(role="parameter-server", index=1)
     link = Link(f"127.0.0.1:{port}", Credentials(TOKEN), peer, AGREEMENT, "Sync", Timeouts(link_answer=0.5))
     link.start(Recorder())
-    assert all(dialled.acquire(timeout=30) for _ in range(3))
+    assert all(dialled.acquire(timeout=LONG) for _ in range(3))
     link.close()
     over.set()
-    deaf.stop(0).wait(30)
+    deaf.stop(0).wait(LONG)
 
 
 def test_t6_a_standby_that_its_successor_found_first_is_not_replaced_by_it(
@@ -203,15 +203,15 @@ def test_every_call_without_the_token_is_refused(server: ControlServer) -> None:
             stub = ControlStub(channel)
             for name, method in vars(stub).items():
                 with pytest.raises(grpc.RpcError) as refused:
-                    method(ProgressRequest(), metadata=metadata, timeout=10)
+                    method(ProgressRequest(), metadata=metadata, timeout=LONG)
                 assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED, name
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         stub = ControlStub(channel)
         raw = channel.unary_unary("/backstay.v1.Control/Join")
         with pytest.raises(grpc.RpcError) as garbage:
-            raw(b"\xff\xff\xff", metadata=bearer(TOKEN), timeout=10)
+            raw(b"\xff\xff\xff", metadata=bearer(TOKEN), timeout=LONG)
         assert garbage.value.code() is grpc.StatusCode.INTERNAL
-        assert stub.Progress(ProgressRequest(), metadata=bearer(TOKEN), timeout=10).incarnation == 3
+        assert stub.Progress(ProgressRequest(), metadata=bearer(TOKEN), timeout=LONG).incarnation == 3
 
 
 def test_the_first_leaf_that_differs_is_named(server: ControlServer) -> None:
@@ -293,7 +293,7 @@ def test_t6_a_heartbeat_before_a_join_does_not_keep_the_pod_out(server: ControlS
     real.beat(0, 3, TRAINING, 0.0)
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         request = ProgressRequest(incarnations={"worker-0": 2**31})
-        ControlStub(channel).Progress(request, metadata=bearer(TOKEN), timeout=10)
+        ControlStub(channel).Progress(request, metadata=bearer(TOKEN), timeout=LONG)
     real.beat(0, 3, TRAINING, 0.0)
     real.close()
     other.close()
@@ -311,7 +311,7 @@ def test_an_incarnation_that_was_replaced_gets_superseded(server: ControlServer,
         old.beat(0, 3, COMPILING, 0.0)
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         request = ProgressRequest(incarnations={"worker-4": 2, "nonsense": 9})
-        ControlStub(channel).Progress(request, metadata=bearer(TOKEN), timeout=10)
+        ControlStub(channel).Progress(request, metadata=bearer(TOKEN), timeout=LONG)
     assert host.fenced[-1] == {"worker-4": 2}
     silent: list[str] = []
     heart = Heartbeats(new, lambda shard, why: silent.append(why))
@@ -334,11 +334,11 @@ def test_t6_an_old_call_of_the_operator_does_not_count(host: FakeHost) -> None:
     stub = ControlStub(channel)
     host.asking = True
     before = stub.Progress.future(ProgressRequest(), metadata=bearer(TOKEN), timeout=3000)
-    assert asked.wait(30)
+    assert asked.wait(LONG)
     before.cancel()
     until(before.done)
     host.asking = False
-    stub.Progress(ProgressRequest(), metadata=bearer(TOKEN), timeout=30)  # the cancellation has arrived before this
+    stub.Progress(ProgressRequest(), metadata=bearer(TOKEN), timeout=LONG)  # the cancellation has arrived before this
     assert host.progressed == 1
     channel.close()
     server.close()
@@ -351,7 +351,7 @@ def test_t6_what_the_operator_states_now_replaces_what_it_sent_before(host: Fake
     )
     host.asking = True
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-        ControlStub(channel).Progress(ProgressRequest(), metadata=bearer(TOKEN), timeout=30)
+        ControlStub(channel).Progress(ProgressRequest(), metadata=bearer(TOKEN), timeout=LONG)
     assert host.progressed == 1
     server.close()
 
@@ -532,7 +532,7 @@ def test_t7_a_server_that_stops_during_training_waits_for_its_checkpoint_and_not
     until(lambda: not threaded.unstored())
     update(3)
     assert threaded.unstored() == {4}
-    stopping.join(30.0)
+    stopping.join(LONG)
     assert not stopping.is_alive()
     threaded.close()
 
@@ -585,7 +585,7 @@ def test_a_shard_may_answer_from_inside_a_call() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(LONG)
     versions = [m.version for m in echo.received if type(m).__name__ == "Commit"]
     assert versions == list(range(50))
     assert echo.kinds().count("Done") == 1
@@ -593,7 +593,7 @@ def test_a_shard_may_answer_from_inside_a_call() -> None:
 
 def test_joining_is_bounded_and_can_be_stopped() -> None:
     """T8."""
-    client = ControlClient(["127.0.0.1:1"], Credentials(TOKEN), Peer(role="worker"), Timeouts(join=0.0))
+    client = ControlClient(["127.0.0.1:1"], Credentials(TOKEN), Peer(role="worker"), Timeouts(join=0.0, call=60.0))
     with pytest.raises(PeerLost, match="could not join within 0 s: shard 0"):
         join(client)
     with pytest.raises(PeerLost, match="stopped while joining"):
@@ -606,7 +606,7 @@ def test_an_older_request_of_join_names_the_shard(server: ControlServer) -> None
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         stub = ControlStub(channel)
         with pytest.raises(grpc.RpcError) as refused:
-            stub.Join(request, metadata=bearer(TOKEN), timeout=10)
+            stub.Join(request, metadata=bearer(TOKEN), timeout=LONG)
     assert "this is shard 0, not shard 7" in refused.value.details()
 
 

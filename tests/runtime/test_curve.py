@@ -8,6 +8,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from between import LONG
+
 from backstay._checkpoint import PosixFolder, Records
 from backstay._report._job._curve import STORE_SECONDS, CurveRecord, JobCurve
 from backstay_client.reading.curve import TrainingCurve, curve_of_page
@@ -99,7 +101,7 @@ def test_the_record_is_written_at_most_every_30_s_and_at_the_end(tmp_path: Path)
     def steps() -> list[int]:
         written = threading.Event()
         records.put("history", f"history-{int(now):012d}-x.json", bytes, lambda uri: written.set())
-        assert written.wait(30), "the records before it are written now"
+        assert written.wait(LONG), "the records before it are written now"
         found = list(tmp_path.glob("curve-000000001000-abcd-1.json"))
         return list(json.loads(found[0].read_bytes())["steps"]) if found else []
 

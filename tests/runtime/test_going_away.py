@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from between import LONG
 
 # https://www.rfc-editor.org/rfc/rfc9113#section-6.5 and 6.8: no settings; no stream was or will be looked at.
 SETTINGS = struct.pack(">I", 0)[1:] + bytes((4, 0)) + struct.pack(">I", 0)
@@ -55,5 +56,5 @@ def going_away() -> Iterator[str]:
 def test_a_server_that_is_going_away_costs_its_callers_no_memory(dials: str, going_away: str) -> None:
     """T8, O1: calls to the server end, and are not repeated forever."""
     dialer = [sys.executable, str(Path(__file__).with_name("dialer.py")), dials, going_away]
-    ran = subprocess.run(dialer, capture_output=True, text=True, timeout=240, check=False)
+    ran = subprocess.run(dialer, capture_output=True, text=True, timeout=LONG, check=False)
     assert ran.returncode == 0, ran.stderr[-2000:]

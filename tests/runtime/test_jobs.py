@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from between import LONG
 
 import backstay
 from backstay._report._metrics import metric_names
@@ -196,7 +197,7 @@ def test_a_pod_of_another_job_is_refused_and_states_the_reason(job) -> None:
     assert (reply.term, reply.step, reply.world, reply.live_workers) == (1, 0, 3, 1)
     assert not reply.stalled
     # The metrics of a pod need no token.
-    with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=LONG) as answer:
         text = answer.read().decode()
     later = {"backstay_loss", "backstay_evaluation", "backstay_train_metric", "backstay_straggler_delay_seconds"}
     later |= {"backstay_checkpoint_timestamp_seconds", "backstay_waited_for_seconds_total"}

@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from between import until
+from between import LONG, until
 
 from backstay._coordination import Coordinator, CoordinatorState, Rules, ServerPosition
 from backstay._roles._ending import LastSave
@@ -43,7 +43,7 @@ from backstay_rpc.credentials import Credentials
 
 from .linked import AGREEMENT, TOKEN, Coordinating, FakeHost, MemoryStream, Quiet
 
-SECONDS = 60.0
+SECONDS = LONG
 HELLO = Hello(peer=Peer(role="parameter-server", index=1), expected_incarnation=1)
 
 

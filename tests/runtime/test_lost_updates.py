@@ -9,6 +9,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from between import LONG
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -18,7 +19,7 @@ from .operator_calls import report
 
 
 def metrics_of(pod: Any) -> dict[str, float]:
-    with urllib.request.urlopen(f"http://{pod.metrics}/metrics", timeout=10) as reply:
+    with urllib.request.urlopen(f"http://{pod.metrics}/metrics", timeout=LONG) as reply:
         text = reply.read().decode()
     return {s.name: s.value for family in text_string_to_metric_families(text) for s in family.samples}
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import get_args
 
 import pytest
+from between import LONG, until
 
 from backstay._process import Bounds
 from backstay._report._http import HttpPort
@@ -70,13 +71,13 @@ def test_a_probe_that_went_away_leaves_nothing_in_the_log(capfd: pytest.CaptureF
 
     def ready() -> bool:
         asked.set()
-        return gone.wait(60)
+        return gone.wait(LONG)
 
     port = HttpPort(PodMetrics("job", "Worker", 0), ready, bind="127.0.0.1", port=0)
     try:
         with socket.create_connection(("127.0.0.1", port.port)) as probe:
             probe.sendall(b"GET /readyz HTTP/1.0\r\n\r\n")
-            assert asked.wait(60)
+            assert asked.wait(LONG)
             # Closed with a reset, so that the first byte of the answer fails.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         gone.set()
@@ -192,7 +193,7 @@ def test_t8_a_request_that_never_ends_is_closed(
         while True:
             slow.sendall(b"x")
             time.sleep(0.01)
-    assert b" 200 OK" in probed(port)
+    until(lambda: b" 200 OK" in probed(port), ignoring=(OSError,))
 
 
 def test_o7_a_request_with_a_long_head_is_refused(ports: Callable[..., HttpPort]) -> None:
@@ -239,14 +240,14 @@ def test_t8_health_is_answered_while_a_page_is_made(ports: Callable[..., HttpPor
 
     def slow() -> dict[str, int]:
         entered.set()
-        leave.wait(60)
+        leave.wait(LONG)
         return {}
 
     port.status = slow
     try:
         with socket.create_connection(("127.0.0.1", port.port), 60) as stranger:
             stranger.sendall(b"GET /status HTTP/1.1\r\n\r\n")
-            assert entered.wait(60)
+            assert entered.wait(LONG)
             assert b" 200 OK" in probed(port)
     finally:
         leave.set()

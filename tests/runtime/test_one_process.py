@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from between import put, until
+from between import LONG, put, until
 
 import backstay
 from backstay import StoreTo, testing
@@ -325,7 +325,7 @@ class Run:
         raise AssertionError(seen)
 
     def end(self) -> tuple[int, str]:
-        output = self.process.communicate(timeout=120)[0]
+        output = self.process.communicate(timeout=LONG)[0]
         return self.process.returncode, output
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from between import LONG
 
 import backstay
 from backstay._roles._next_contribution import NextContribution
@@ -94,7 +95,7 @@ def test_t5_a_contribution_that_was_computed_early_is_one_version_older(job) -> 
     tiny.environment = {"JAX_ENABLE_X64": "1", "HOLD_AT": "8"}
     tiny.start_all()
     tiny.wait_for(tiny.pods[0], "step 4/8")
-    with urllib.request.urlopen(f"http://{tiny.pods[0].metrics}/metrics", timeout=10) as reply:
+    with urllib.request.urlopen(f"http://{tiny.pods[0].metrics}/metrics", timeout=LONG) as reply:
         counts = re.findall(r'contributions_total\{.*outcome="stale".*\} (\S+)', reply.read().decode())
     assert [float(count) >= 3 for count in counts] == [True]
     tiny.let()

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import optax
 import pytest
+from between import LONG
 
 import backstay
 from backstay import BatchKey, errors
@@ -62,7 +63,7 @@ def test_batches_are_prepared_ahead_and_each_only_once() -> None:
 
     batch = Prefetcher(batches, ahead=2)
     assert batch.get(BatchKey(0, 1, 2), last=4) == 1
-    assert enough.wait(30)  # 1 and 2, without being asked
+    assert enough.wait(LONG)  # 1 and 2, without being asked
     assert batch.get(BatchKey(1, 1, 2), last=4) == 11
     assert batch.get(BatchKey(4, 1, 2), last=4) == 41  # a late worker jumps; nothing beyond the last one is prepared
     assert batch.get(BatchKey(4, 0, 2), last=4) == 40
@@ -208,7 +209,7 @@ def test_sigterm_is_received_by_a_thread(monkeypatch: pytest.MonkeyPatch) -> Non
     stop.install()
     try:
         os.kill(os.getpid(), signal.SIGTERM)
-        assert called.wait(30)
+        assert called.wait(LONG)
         assert stop.requested.is_set()
         late = threading.Event()
         stop.then(late.set)

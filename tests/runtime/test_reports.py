@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import optax
 import pytest
+from between import LONG
 from tensorboard.backend.event_processing import event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -113,12 +114,12 @@ def test_t8_reports_are_rare_and_a_slow_function_delays_nothing() -> None:
     def slow(step: int, loss: float, metrics: Mapping[str, float]) -> None:
         called.append((step, loss, metrics))
         entered.set()
-        assert go.wait(60)
+        assert go.wait(LONG)
         raise ValueError("and it raises, too")
 
     reports = Reports(slow, None)
     reports.update(100.0, 1, 0.5, {"error": 2.0}, {})
-    assert entered.wait(60)
+    assert entered.wait(LONG)
     for step in range(2, 40):
         reports.update(100.0 + step / 10, step, float(step), {}, {})
     reports.update(104.0, 40, 40.0, {}, {}, last=True)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import optax
-from between import until
+from between import LONG, until
 
 from backstay._coordination import Coordinator, CoordinatorState, Rules, ServerPosition
 from backstay._pod import PodRunner
@@ -19,6 +20,7 @@ from backstay._report import HttpPort
 from backstay._report._metrics import PodMetrics
 from backstay._roles._script import Script
 from backstay._threaded import ThreadedCoordinator
+from backstay._timeouts import Timeouts
 from backstay._transport import ControlClient, Link, Links, Peers
 from backstay_cluster.net import claim_block
 from backstay_rpc.control_pb2 import (
@@ -35,7 +37,7 @@ from backstay_rpc.credentials import Credentials
 
 from .linked import AGREEMENT, TOKEN, Coordinating, FakeHost, MemoryStream, Quiet
 
-SECONDS = 240.0
+SECONDS = LONG
 SHARDS, STEPS, FIRST_PORT = 64, 12, 20_000
 SCRIPT = Script(
     init=lambda key: {f"w{n:03}": jnp.full(4, float(n)) for n in range(2 * SHARDS)},
@@ -69,7 +71,7 @@ def environment_of(role: str, index: int, address: str) -> Environment:
         }
     )
     assert environment is not None
-    return environment
+    return replace(environment, timeouts=Timeouts(silent=600.0, call=60.0, link_answer=60.0))
 
 
 opened: list[HttpPort] = []
@@ -192,7 +194,9 @@ def test_heartbeats_are_answered_beside_256_links() -> None:
         for shard, link in enumerate(links, 1):
             link.start(Sink(received[shard]))
         until(lambda: all(received[1:]))  # each has received its start
-        client = ControlClient([f"127.0.0.1:{server.port}"], Credentials(TOKEN), Peer(role="worker"))
+        client = ControlClient(
+            [f"127.0.0.1:{server.port}"], Credentials(TOKEN), Peer(role="worker"), Timeouts(call=60.0)
+        )
         client.beat(0, 1, TRAINING, 0.0)
         client.close()
         assert len(server.links) == shards - 1

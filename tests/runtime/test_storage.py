@@ -5,7 +5,7 @@ from __future__ import annotations
 import urllib.request
 from pathlib import Path
 
-from between import put
+from between import LONG, put
 
 from backstay_spec.job_report import JobReport
 
@@ -42,7 +42,7 @@ def test_t7_training_continues_without_storage_and_the_last_version_is_stored_wh
     assert "cannot write" in found.checkpoint_error
     assert found.checkpoint is not None
     assert (found.checkpoint.step, found.step, reply.step) == (2, 10, 10)
-    with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=10) as page:
+    with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=LONG) as page:
         lines = page.read().decode().splitlines()
     failures = next(line for line in lines if line.startswith("backstay_checkpoint_failures_total"))
     assert float(failures.split()[-1]) >= 2

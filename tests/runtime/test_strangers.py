@@ -23,7 +23,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from between import until
+from between import LONG, until
 
 from backstay._coordination import Coordinator, CoordinatorState, Rules, ServerPosition
 from backstay._process._guard import (
@@ -181,7 +181,7 @@ TOKEN = "0123456789abcdef"
 AGREEMENT = Agreement((Leaf(path="w", dtype="float32"),), {"steps": "10"})
 HEARTBEAT = "/backstay.v1.Control/Heartbeat"
 JOIN = "/backstay.v1.Control/Join"
-SECONDS = 60.0
+SECONDS = LONG
 MIB = 1 << 20
 ANSWERING = 8
 
@@ -350,7 +350,7 @@ def test_o7_large_messages_without_a_token_do_not_grow_a_server(
             for at in range(0, len(message), chunk):
                 callers[-1].socket.sendall(frame(DATA, 0, 1, message[at : at + chunk]))
     job.continues()
-    assert memory() - before < 100 * MIB
+    assert memory() - before < 300 * MIB  # 600 MiB were sent
 
 
 def test_o7_a_message_with_the_token_that_is_too_large_is_refused(training: Callable[..., Training]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 import pytest
-from between import until
+from between import LONG, until
 
 from backstay._checkpoint import (
     CheckpointStore,
@@ -138,7 +138,7 @@ def server(coordinator: Coordinating, metrics: PodMetrics) -> Iterator[Server]:
     thread.start()
     yield made
     stop.request()
-    thread.join(30)
+    thread.join(LONG)
 
 
 def test_t8_a_shard_that_receives_its_rollback_twice_is_ready(threaded: ThreadedCoordinator, server: Server) -> None:
@@ -168,7 +168,7 @@ def test_t8_a_server_that_took_over_at_the_end_waits_for_workers_that_lost_their
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     address = f"127.0.0.1:{inherited.control.port}"
-    worker = ControlClient([address, address], Credentials(TOKEN), Peer(role="worker", index=0))
+    worker = ControlClient([address, address], Credentials(TOKEN), Peer(role="worker", index=0), Timeouts(call=60.0))
     try:
         until(message.exists)  # it waits for nothing else any more
         worker.join(1, plan.agreement)
@@ -176,7 +176,7 @@ def test_t8_a_server_that_took_over_at_the_end_waits_for_workers_that_lost_their
     finally:
         worker.close()
         stop.request()
-        thread.join(30)
+        thread.join(LONG)
 
 
 def test_t8_a_contribution_that_arrives_while_a_coordinator_takes_over_is_used() -> None:
@@ -209,7 +209,7 @@ def test_t8_a_contribution_that_arrives_while_a_coordinator_takes_over_is_used()
         until(lambda: runtime.version == 1)
     finally:
         stop.request()
-        thread.join(30)
+        thread.join(LONG)
 
 
 def test_a_pod_that_joins_again_is_counted_once(server: Server, metrics: PodMetrics) -> None:
@@ -245,7 +245,7 @@ def test_a_coordinator_that_continues_from_memory_does_not_wait_for_the_storage(
         folder = None
 
         def contents(self) -> None:
-            answers.wait(30)
+            answers.wait(LONG)
             raise CheckpointError("the folder cannot be written")
 
     storage = storage_of(Silent())
@@ -263,7 +263,7 @@ def test_t6_a_server_that_did_not_wait_for_the_storage_does_not_continue_what_it
     answers, contents = threading.Event(), store.contents
 
     def slowly() -> Contents:
-        assert answers.wait(30)
+        assert answers.wait(LONG)
         return contents()
 
     storage = storage_of(store)
@@ -292,7 +292,7 @@ def test_t6_a_server_that_lost_the_storage_while_it_took_over_keeps_its_history(
                 raise StorageError("the storage fails")
 
             broken.setattr(store, "newest", fail)
-            assert storage.known(CoordinatorState(3, 5, 1, history=HISTORY)) == ("", (0, -1))
+            assert storage.known(CoordinatorState(3, 5, 1, history=HISTORY), seconds=60.0) == ("", (0, -1))
         storage.hold()
         assert store.newest().manifest == four
     finally:
@@ -329,7 +329,7 @@ def test_t6_a_promoted_server_takes_the_folder_over_immediately(tmp_path: Path) 
     four = store_manifest(store, job, version=4, term=3)
     storage = storage_of(store)
     try:
-        assert storage.known(CoordinatorState(3, 5, 1, history=HISTORY)) == (store.uri_of(four), (3, 4))
+        assert storage.known(CoordinatorState(3, 5, 1, history=HISTORY), seconds=60.0) == (store.uri_of(four), (3, 4))
         late = store_manifest(store, job, version=6, term=3)
         newest = store.newest()
         assert newest.manifest == four

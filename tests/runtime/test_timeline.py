@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from between import LONG, until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -252,15 +253,21 @@ def test_after_the_folder_was_lost_nothing_is_written(tmp_path: Path) -> None:
 
 def page(url: str) -> bytes:
     """The page, once it is the client's turn: a previous client's lasts a moment longer than its reading."""
-    while True:
+
+    def read() -> bytes | None:
         try:
-            with urllib.request.urlopen(url, timeout=30) as reply:
-                read: bytes = reply.read()
-                return read
+            with urllib.request.urlopen(url, timeout=LONG) as reply:
+                found: bytes = reply.read()
+                return found
         except urllib.error.HTTPError as error:
             with error:
                 if error.code != 503:
                     raise
+        return None
+
+    answer = until(read)
+    assert answer is not None
+    return answer
 
 
 def test_one_client_at_a_time_reads_the_page() -> None:
@@ -268,7 +275,7 @@ def test_one_client_at_a_time_reads_the_page() -> None:
 
     def slow() -> bytes:
         entered.set()
-        assert leave.wait(30)
+        assert leave.wait(LONG)
         return b"timeline"
 
     port = HttpPort(PodMetrics("j", "ParameterServer", 0), lambda: True, bind="127.0.0.1", port=0)
@@ -279,7 +286,7 @@ def test_one_client_at_a_time_reads_the_page() -> None:
         found: list[bytes] = []
         reader = threading.Thread(target=lambda: found.append(page(url)))
         reader.start()
-        assert entered.wait(30)
+        assert entered.wait(LONG)
         waiting = [socket.create_connection(("127.0.0.1", port.port), 30) for _ in range(MAX_TRACE_READERS + 1)]
         answers = []
         for each in waiting:
@@ -290,7 +297,7 @@ def test_one_client_at_a_time_reads_the_page() -> None:
         for each in waiting:
             each.close()
         leave.set()
-        reader.join(30)
+        reader.join(LONG)
         assert found == [b"timeline"]
         assert page(url) == b"timeline"
     finally:

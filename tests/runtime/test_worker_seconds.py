@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
+from between import LONG
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -140,7 +141,7 @@ def test_it_is_noted_when_a_computation_beside_an_exchange_ends() -> None:
         raise ValueError
 
     try:
-        beside.begin(lambda: goes.wait(60))
+        beside.begin(lambda: goes.wait(LONG))
         assert beside.seconds(10, 13) == 3, "it still runs"
         assert beside.seconds(10, 13) == 0, "each counts once"
         goes.set()

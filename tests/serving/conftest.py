@@ -17,13 +17,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from between import until
+from between import LONG, until
 
 from backstay._checkpoint import CheckpointStore, Claim, JobIdentity, Manifest, ManifestLeaf, Origin, describe_structure
 from backstay._update import Entry
 
 HISTORY = "00000000000000aa"
-WAIT = 120.0
 """How long a test waits for what must happen, in seconds. A busy machine must not fail a test."""
 
 
@@ -153,7 +152,7 @@ class ServingProcess:
         """The first line that has `text`. Fails when the process ends without it."""
         with self._changed:
             found = self._changed.wait_for(
-                lambda: next((line for line in self.lines if text in line), None) or self.lines[-1:] == [""], WAIT
+                lambda: next((line for line in self.lines if text in line), None) or self.lines[-1:] == [""], LONG
             )
         assert isinstance(found, str), f"no line with {text!r} in\n{''.join(self.lines)}"
         return found
@@ -170,7 +169,7 @@ class ServingProcess:
         self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
     ) -> tuple[int, Any]:
         """The status of one request, and its JSON."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port("HTTP"), timeout=WAIT)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port("HTTP"), timeout=LONG)
         try:
             connection.request(method, path, body, headers or {})
             answer = connection.getresponse()
@@ -191,7 +190,7 @@ class ServingProcess:
     def end(self, number: int = signal.SIGTERM) -> int:
         """Send a signal and return the exit code."""
         self.process.send_signal(number)
-        return self.process.wait(WAIT)
+        return self.process.wait(LONG)
 
 
 @pytest.fixture
@@ -246,7 +245,7 @@ class Curl:
 
     def run(self, *arguments: str) -> str:
         """The body of the answer to a request."""
-        done = subprocess.run(["curl", "-sS", *arguments], capture_output=True, text=True, timeout=WAIT)
+        done = subprocess.run(["curl", "-sS", *arguments], capture_output=True, text=True, timeout=LONG)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from between import LONG
 from typer.testing import CliRunner
 
 from backstay._serving._settings import VARIABLES, ServingPorts, ServingSettings
@@ -120,7 +121,7 @@ def test_the_digits_are_trained_served_and_answered_to_curl(
         metadata = json.loads(curl.run(f"localhost:{port[1]}/v2/models/digits"))
         assert metadata["inputs"] == [{"name": "image", "datatype": "FP32", "shape": [-1, 8, 8]}]
         served.terminate()
-        assert served.wait(60) == 0, "the command is the server: it receives the signal"
+        assert served.wait(LONG) == 0, "the command is the server: it receives the signal"
     finally:
         served.kill()
         served.wait()

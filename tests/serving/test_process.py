@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from between import put
+from between import LONG, put, slack
 
 Start = Callable[..., Any]
 ONE = [[1.0, 2.0]]
@@ -147,7 +147,7 @@ def test_o11_sigterm_under_load_costs_no_answer(
 ) -> None:
     """The process is not ready immediately, and answers for the drain period. Then it ends with exit code 0."""
     store(tmp_path / "ck", 1, value_of(1))
-    process = start(small, tmp_path / "ck", BACKSTAY_SERVE_DRAIN_SECONDS="3")
+    process = start(small, tmp_path / "ck", BACKSTAY_SERVE_DRAIN_SECONDS=str(round(3 * slack())))
     process.until_served(1)
     load = Load(process)
     eventually(lambda: load.answered > 20)
@@ -243,7 +243,7 @@ def test_t8_a_request_that_is_refused_before_its_body_leaves_the_connection_usab
     store(tmp_path / "ck", 1, value_of(1))
     process = start(small, tmp_path / "ck")
     process.until_served(1)
-    connection = http.client.HTTPConnection("127.0.0.1", process.port("HTTP"), timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", process.port("HTTP"), timeout=LONG)
     for size in (1 << 10, 1 << 20):
         for _ in range(2):
             connection.request("POST", "/v2/models/small/versions/9/infer", b" " * size)

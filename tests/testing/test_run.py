@@ -86,7 +86,7 @@ def test_o4_a_batch_without_rows_of_one_rank_fails_the_job(script: ModuleType, w
 
 def test_o4_a_worker_that_holds_the_interpreters_lock_for_less_than_stall_seconds_is_not_replaced() -> None:
     """It sends no heartbeat for 9 s and answers no call. It was replaced 3/4 of the limit before the limit."""
-    job = testing.run(SCRIPT, ["--hold"], workers=2, stall_seconds=24)
+    job = testing.run(SCRIPT, ["--hold"], workers=2, stall_seconds=30)
     assert not job.deaths
     assert len(job.updates) == 12
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from between import LONG
 
 from backstay._coordination import Rules
 from backstay._shard import Admission, ShardEvents, ShardRuntime
@@ -43,7 +44,7 @@ TOKEN = "a" * 64
 OVER_TLS = {"test_ends_of_streams", "test_many_workers", "test_refused_streams", "test_streams", "test_tcp"}
 DIGEST = b"d" * 32
 FLOAT32 = np.dtype(np.float32)
-WAIT = 30.0  # a test that waits this long has failed
+WAIT = LONG
 
 
 @dataclass(frozen=True)

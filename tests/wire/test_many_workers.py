@@ -8,6 +8,7 @@ from random import Random
 
 import numpy as np
 import pytest
+from between import until
 
 from backstay._coordination import MODES, Coordinator, CoordinatorState, Rules, Send, ServerPosition
 from backstay._shard._credits import Credits
@@ -266,9 +267,7 @@ def test_t3_a_sum_is_void_when_one_of_its_contributions_is_taken_back(kit, make_
             shard.fill(gradient, 10.0 * attempt + rank)
         contributions = [Contribution(id=gradient, weight=1.0) for gradient in ids]
         shard.runtime.deliver(Gather(term=1, version=0, round=number, index=0, contributions=contributions))
-        deadline = threading.Event()
-        while shard.runtime.memory.taken and not deadline.wait(0.005):
-            pass
+        until(lambda: not shard.runtime.memory.taken)
         return contributions
 
     for contribution in gather(1, 1):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from between import LONG
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -97,10 +98,10 @@ def test_t8_a_stream_that_waits_for_a_block_gets_the_block_or_the_reason(backgro
     missing = background(lambda: published.block(1))
     data = np.ones(3, np.float32)
     published.put(0, data, b"encoded")
-    assert encoded.result(30) == b"encoded"
+    assert encoded.result(LONG) == b"encoded"
     assert published.block(0) is data
     published.stop(Refusal(RefusalCode.BROKEN, "failed to compute"))
     with pytest.raises(Refusal, match="failed to compute"):
-        missing.result(30)
+        missing.result(LONG)
     published.put(1, data)
     assert published.encoded(1) is data, "a block without a codec is sent as it is"

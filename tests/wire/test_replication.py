@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import optax
 import pytest
-from between import until
+from between import LONG, until
 
 from backstay._shard import _replication
 from backstay._shard._follower import Follower, HeldState
@@ -139,7 +139,7 @@ class Server:
 
     def _serve(self, hello: Hello, stream: Any) -> None:
         self.streams.put(stream)
-        self.over.wait(30)
+        self.over.wait(LONG)
 
 
 def test_t6_the_stream_of_a_promoted_standby_stays_open() -> None:
@@ -309,7 +309,7 @@ def test_t8_a_standby_that_stops_answering_is_disconnected_without_an_update(
     replica = Replica(2, kit.Timeouts(replica_beat=0.01, held=0.01))
     serving = threading.Thread(target=replica.run, args=(stream,), daemon=True)
     serving.start()
-    serving.join(30)
+    serving.join(LONG)
     assert not serving.is_alive()
     assert replica.ended_at is not None
     assert not replica.closed_by_peer, "it may only be paused, and the operator may promote it"
@@ -336,7 +336,7 @@ def test_t8_a_standby_that_stops_while_it_is_filled_is_disconnected_without_an_u
     replica.put(lambda: _replication._state_frames(state, entries))
     serving = threading.Thread(target=replica.run, args=(stream,), daemon=True)
     serving.start()
-    serving.join(30)
+    serving.join(LONG)
     assert not serving.is_alive()
     assert not replica.in_sync
     assert not replica.closed_by_peer, "it may only be paused, and connects again"
@@ -350,7 +350,7 @@ def test_t8_an_answer_that_waits_in_the_socket_counts(kit: types.SimpleNamespace
     with replica._changed:
         replica._pinged = 1
         replica._changed.notify_all()
-    late.join(30)
+    late.join(LONG)
     assert replica.ended_at is None
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from between import LONG
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -166,7 +167,7 @@ def test_t8_a_write_to_a_peer_that_does_not_read_ends_with_cancel(credentials: C
     state = SimpleNamespace(error=None)
 
     def idle(hello: Hello, stream: object) -> None:
-        done.wait(30)
+        done.wait(LONG)
 
     listener = Listener("127.0.0.1", 0, credentials, idle)
     stream = ClientStream(f"127.0.0.1:{listener.bound}", Hello(), credentials)
@@ -183,7 +184,7 @@ def test_t8_a_write_to_a_peer_that_does_not_read_ends_with_cancel(credentials: C
     thread.start()
     entered.wait()
     stream.cancel("it takes too long")
-    thread.join(30)
+    thread.join(LONG)
     assert "it takes too long" in str(state.error)
     done.set()
     stream.close()

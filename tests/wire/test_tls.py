@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from between import LONG
 
 from backstay._timeouts import Timeouts
 from backstay._transport import ServerStream
@@ -139,7 +140,7 @@ def test_o7_a_server_with_another_certificate_gets_no_token(stack: ExitStack, bo
 def test_t8_a_cut_ends_a_read_and_a_write_that_wait(stack: ExitStack, both: Credentials) -> None:
     done = threading.Event()
     stack.callback(done.set)
-    client = ClientStream(listening(stack, both, lambda _, __: done.wait(30) and None), Hello(), both)
+    client = ClientStream(listening(stack, both, lambda _, __: done.wait(LONG) and None), Hello(), both)
     stack.callback(client.close)
     ended: list[str] = []
 

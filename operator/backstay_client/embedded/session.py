@@ -19,7 +19,7 @@ from typing import Any, Final
 from backstay_client.kube import CRDS, ApiCalls, ApiRequestError
 from backstay_spec.crd import build_crd
 
-START_SECONDS = 60.0
+START_SECONDS = 120.0
 STOP_SECONDS = 20.0
 RESTART_SECONDS = 1.0
 RESTARTS = 5

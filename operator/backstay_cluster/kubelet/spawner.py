@@ -39,9 +39,9 @@ PLACEHOLDER = "0" * 32
 ROOM = "KUBELET_ROOM"
 """Reserves the memory in which a forked container shows its own arguments and environment."""
 ARGUMENT_ROOM, ENVIRONMENT_ROOM = 4 << 10, 96 << 10
-IMPORT_SECONDS = 20.0
+IMPORT_SECONDS = 60.0
 """How long a container waits for the forkserver's imports; an executed one would have to import the same modules."""
-ANSWER_SECONDS = 5.0
+ANSWER_SECONDS = 15.0
 FAILURES = 3
 """The number of losses of a forkserver, without a container in between, after which it is not started again."""
 MAX_REQUESTS = 200

@@ -24,6 +24,7 @@ from backstay_cluster.apiserver import ApiServer, cel
 from backstay_cluster.client import ApiClient
 from backstay_cluster.gc import GarbageCollector
 from backstay_cluster.realserver import RealServer
+from backstay_cluster.tests.limits import LONG
 
 # cel-python raises the recursion limit when it is first used, which must not be in the middle of a property test.
 cel.compile_error("true")
@@ -124,17 +125,17 @@ class Threaded(Client):
             raise
 
     def run(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(120)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(LONG)
 
     def within(self, function, *arguments):
         """Call a function in the server's loop."""
         done = concurrent.futures.Future()
         self.loop.call_soon_threadsafe(lambda: done.set_result(function(*arguments)))
-        return done.result(30)
+        return done.result(LONG)
 
     def _end(self):
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(30)
+        self._thread.join(LONG)
         self.loop.close()
 
     def stop(self):

@@ -13,6 +13,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from backstay_cluster.tests.limits import slack
+
 from .test_definitions import CRDS, GROUP, WIDGETS, definition, established, widget
 from .test_transcript import comparable, events
 
@@ -30,9 +32,9 @@ def both(embedded, real):
             established(api, crd["metadata"]["name"])
     twins = f"/apis/{GROUP}/v1/namespaces/default/twins"
     for api, path in itertools.product((embedded, real), (twins, JOBS)):
-        deadline = time.monotonic() + 120
+        began = time.monotonic()
         while api.get(path).status != 200:
-            assert time.monotonic() < deadline, path
+            assert time.monotonic() < began + 120 * slack(), path
             time.sleep(0.02)
     yield embedded, real
     for name in (f"twins.{GROUP}", "trainingjobs.backstay.dev"):

@@ -9,6 +9,8 @@ import urllib.parse
 
 import pytest
 
+from backstay_cluster.tests.limits import LONG
+
 pytestmark = pytest.mark.tool("kubectl")
 
 GADGETS = {
@@ -80,7 +82,7 @@ class Kubectl:
             capture_output=True,
             env=self.environment,
             cwd=self.folder,
-            timeout=60,
+            timeout=LONG,
         )
 
     def __call__(self, *arguments, stdin=None):
@@ -93,7 +95,7 @@ class Kubectl:
 def kubectl(embedded, tmp_path_factory):
     found = Kubectl(tmp_path_factory.mktemp("kubectl"), embedded.server.kubeconfig())
     found("create", "-f", "-", stdin=GADGETS)
-    found("wait", "--for=condition=Established", "crd/gadgets.kubectl.example.com", "--timeout=10s")
+    found("wait", "--for=condition=Established", "crd/gadgets.kubectl.example.com", "--timeout=600s")
     return found
 
 
@@ -212,7 +214,7 @@ def test_describe(fresh):
 def test_scale_patch_edit_of_fields_and_wait(fresh):
     fresh("apply", "-f", "-", stdin=gadget("a", size=3))
     assert "scaled" in fresh("scale", "gd/a", "--replicas=5")
-    fresh("wait", "--for=jsonpath={.spec.size}=5", "gd/a", "--timeout=10s")
+    fresh("wait", "--for=jsonpath={.spec.size}=5", "gd/a", "--timeout=600s")
     fresh("patch", "gd", "a", "--type=merge", "-p", '{"spec":{"size":6}}')
     fresh("patch", "gd", "a", "--type=json", "-p", '[{"op":"test","path":"/spec/size","value":6}]')
     fresh("patch", "gd", "a", "--subresource=status", "--type=merge", "-p", '{"status":{"size":2}}')
@@ -293,7 +295,7 @@ def test_commands_that_send_protobuf(fresh):
     fresh("create", "secret", "generic", "s", "--from-literal=k=v")
     assert fresh("get", "secret", "s", "-o", "jsonpath={.data.k}") == "dg=="
     fresh("create", "configmap", "inside", "-n", "zz", "--from-literal=k=v")
-    fresh("delete", "namespace", "zz", "--timeout=20s")
+    fresh("delete", "namespace", "zz", "--timeout=600s")
     assert "NotFound" in fresh.run("get", "namespace", "zz").stderr
     done = fresh.run("create", "serviceaccount", "robot")
     assert "ServiceAccount is accepted as application/json only" in done.stderr

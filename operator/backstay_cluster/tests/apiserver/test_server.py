@@ -22,6 +22,7 @@ from backstay_cluster.apiserver.handlers import Call
 from backstay_cluster.apiserver.protobuf import decode_protobuf
 from backstay_cluster.apiserver.request import locate
 from backstay_cluster.apiserver.tables import duration
+from backstay_cluster.tests.limits import LONG
 
 TOKEN = "a-token-for-tests"
 PODS = "/api/v1/namespaces/default/pods"
@@ -43,9 +44,9 @@ def test_stopping_ends_the_watches_of_all_clients(start):
     opened, found = threading.Event(), []
     reader = threading.Thread(target=lambda: found.append(server.watch(f"{PODS}?watch=1", opened=opened.set)))
     reader.start()
-    assert opened.wait(30)
+    assert opened.wait(LONG)
     server.stop()
-    reader.join(30)
+    reader.join(LONG)
     assert found == [[]]
 
 

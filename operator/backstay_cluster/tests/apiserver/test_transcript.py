@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from backstay_cluster.tests.limits import slack
+
 TRANSCRIPT = [
     json.loads(line) for line in (Path(__file__).parent / "data" / "transcript.jsonl").read_text().splitlines()
 ]
@@ -183,8 +185,8 @@ def replayed(api):
             results[name] = (200, "", events(expected["events"])), (200, "", events(replay.watch(entry)))
             continue
         answer = replay.call(entry)
-        deadline = time.monotonic() + 120
-        while name in EVENTUAL and time.monotonic() < deadline:
+        began = time.monotonic()
+        while name in EVENTUAL and time.monotonic() < began + 120 * slack():
             if comparable(foreign(content(answer))) == comparable(foreign(expected["body"])):
                 break
             time.sleep(0.05)

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from backstay_cluster.apiserver.errors import ApiError
 from backstay_cluster.apiserver.rest import Api, DeleteOptions
 from backstay_cluster.apiserver.selectors import matcher
 from backstay_cluster.apiserver.watch import Watch
+from backstay_cluster.tests.limits import LONG, slack
 
 NAMES, LABELS = st.sampled_from(["a", "b", "c"]), st.sampled_from(["1", "2"])
 SPACES = st.sampled_from(["default", "kube-system"])
@@ -119,7 +121,7 @@ def test_a_watch_over_http_is_live(api):
     path = f"{MAPS}?watch=1&timeoutSeconds=60&resourceVersion={version}&labelSelector=live"
     reader = threading.Thread(target=lambda: found.extend(api.watch(path, opened=opened.set, most=2)))
     reader.start()
-    assert opened.wait(30)
+    assert opened.wait(LONG)
     assert api.post(MAPS, config_map("live", live="1")).status == 201
     assert api.post(MAPS, config_map("dead")).status == 201
     assert api.delete(f"{MAPS}/live").status == 200
@@ -155,15 +157,19 @@ def test_a_watch_from_a_future_version_has_only_what_comes_after_it(api):
 
 
 def test_a_client_that_leaves_ends_its_watch(embedded):
+    await_watches(embedded, 0)  # those of the test before may still end
     connection = embedded._open(30)
     embedded._send(connection, "GET", f"{MAPS}?watch=1", None, "", "")
     assert embedded.within(lambda: len(embedded.server._watches)) == 1
     connection.close()
-    for _ in range(3000):
-        if embedded.within(lambda: len(embedded.server._watches)) == 0:
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError("the watch of a client that is gone is still open")
+    await_watches(embedded, 0)
+
+
+def await_watches(embedded, count):
+    began = time.monotonic()
+    while (found := embedded.within(lambda: len(embedded.server._watches))) != count:
+        assert time.monotonic() < began + 30 * slack(), f"{found} watches are open"
+        time.sleep(0.01)
 
 
 def test_a_list_in_pages_is_of_one_version(api):

@@ -15,6 +15,7 @@ import pytest
 
 from backstay_cluster.client import ApiClient, ApiRequestError
 from backstay_cluster.cluster import ClusterProcess
+from backstay_cluster.tests.limits import slack
 
 DEADLINE = 60.0
 _names = itertools.count()
@@ -61,7 +62,7 @@ class Driver:
         params = {"fieldSelector": f"metadata.name={name}"}
         seen = None
         try:
-            async with asyncio.timeout(DEADLINE):
+            async with asyncio.timeout(DEADLINE * slack()):
                 while True:
                     path = f"/api/v1/namespaces/default/{kind}"
                     found = await self.client.get(path, params)
@@ -80,7 +81,7 @@ class Driver:
 
     async def gone(self, name: str) -> None:
         """Wait until the pod no longer exists."""
-        async with asyncio.timeout(DEADLINE):
+        async with asyncio.timeout(DEADLINE * slack()):
             while True:
                 try:
                     found = await self.client.get(self.path(name))
@@ -126,7 +127,7 @@ class Driver:
 
     async def noted(self, name: str, *reasons: str) -> dict[str, str]:
         """Wait until the pod has events with these reasons; the kubelet writes events in the background."""
-        async with asyncio.timeout(DEADLINE):
+        async with asyncio.timeout(DEADLINE * slack()):
             while True:
                 found = await self.events(name)
                 if set(reasons) <= found.keys():
@@ -136,7 +137,7 @@ class Driver:
     async def printed(self, name: str, pattern: str) -> re.Match[str]:
         """Wait until the container's log file matches."""
         file = self.logs_dir / "default" / name / "main.log"
-        async with asyncio.timeout(DEADLINE):
+        async with asyncio.timeout(DEADLINE * slack()):
             while True:
                 text = file.read_text(errors="replace") if file.exists() else ""
                 if found := re.search(pattern, text):

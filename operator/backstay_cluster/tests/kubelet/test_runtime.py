@@ -15,6 +15,7 @@ import pytest
 
 from backstay_cluster.kubelet.memory import resident_bytes
 from backstay_cluster.kubelet.runtime import ProcessRuntime, StartError
+from backstay_cluster.tests.limits import LONG
 
 ENV = {"PATH": os.environ["PATH"]}
 
@@ -41,7 +42,7 @@ def wait_gone(pid: int) -> None:
     except ProcessLookupError:
         return
     try:
-        assert select.select([fd], [], [], 30)[0], f"process {pid} is still there"
+        assert select.select([fd], [], [], LONG)[0], f"process {pid} is still there"
     finally:
         os.close(fd)
 
@@ -49,7 +50,7 @@ def wait_gone(pid: int) -> None:
 def read_pids(fd: int, count: int) -> list[int]:
     data = b""
     while len(data.split()) < count or not data.endswith(b"\n"):
-        assert select.select([fd], [], [], 30)[0], data
+        assert select.select([fd], [], [], LONG)[0], data
         data += os.read(fd, 4096)
     return [int(word) for word in data.split()]
 
