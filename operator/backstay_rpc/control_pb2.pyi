@@ -961,14 +961,20 @@ class End(_message.Message):
     def __init__(self, bytes: _Optional[int] = ..., info: _Optional[_Union[GradientInfo, _Mapping]] = ...) -> None: ...
 
 class Pull(_message.Message):
-    __slots__ = ("min_version", "exact", "average")
+    __slots__ = ("min_version", "values")
+    class Values(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        VALUES_ENCODED: _ClassVar[Pull.Values]
+        VALUES_EXACT: _ClassVar[Pull.Values]
+        VALUES_AVERAGE: _ClassVar[Pull.Values]
+    VALUES_ENCODED: Pull.Values
+    VALUES_EXACT: Pull.Values
+    VALUES_AVERAGE: Pull.Values
     MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
-    EXACT_FIELD_NUMBER: _ClassVar[int]
-    AVERAGE_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
     min_version: int
-    exact: bool
-    average: bool
-    def __init__(self, min_version: _Optional[int] = ..., exact: bool = ..., average: bool = ...) -> None: ...
+    values: Pull.Values
+    def __init__(self, min_version: _Optional[int] = ..., values: _Optional[_Union[Pull.Values, str]] = ...) -> None: ...
 
 class Abandon(_message.Message):
     __slots__ = ()

@@ -19,6 +19,7 @@ from backstay._process import listening_socket
 from backstay._transport import frames
 from backstay._transport._streams._tcp import ClientStream, PortTaken
 from backstay._transport._tensors._server import DataServer
+from backstay._update import ALL_AVERAGED
 from backstay.errors import JobFailed, PeerLost, Refused
 from backstay_rpc.control_pb2 import (
     Done,
@@ -221,11 +222,11 @@ def test_the_average_of_the_parameters_is_sent_for_the_last_version_only(
     shard.engine.values = [np.arange(value.size, dtype=value.dtype) for value in shard.engine.values]
     into = shard.buffers()
     with pytest.raises(Refused, match="exists for the last version only"):
-        dial(shard).exchange_all(None, 0, [into], "average")
+        dial(shard).exchange_all(None, 0, [into], ALL_AVERAGED)
     shard.runtime.deliver(Done(version=0))
-    assert dial(shard).exchange_all(None, 0, [into], "average").done
+    assert dial(shard).exchange_all(None, 0, [into], ALL_AVERAGED).done
     for block, value in zip(into, shard.engine.values, strict=True):
         np.testing.assert_array_equal(block.view(value.dtype), value / 2)
     shard.engine.has_average = False
     with pytest.raises(Refused, match="training has no average"):
-        dial(shard).exchange_all(None, 0, [into], "average")
+        dial(shard).exchange_all(None, 0, [into], ALL_AVERAGED)

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any, get_args
 
 import numpy as np
+import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from backstay._transport import Cover, Refusal, Staging, frames
-from backstay._update import ALL, Selection, ShardWire
-from backstay_rpc.control_pb2 import GradientId, Part
+from backstay._update import (
+    ALL,
+    Selection,
+    ShardWire,
+    Values,
+    Wire,
+    analyse,
+    coded_leaves,
+    describe,
+    partition,
+    shard_wires,
+)
+from backstay_rpc.control_pb2 import GradientId, Part, Pull
 
 COUNT = 4
 Chunk = tuple[int, int, bytes]  # block, offset, bytes
@@ -126,6 +139,35 @@ def test_without_fragments_every_selection_is_the_whole(size: int, step: int) ->
     wire = ShardWire.exactly([SimpleNamespace(size=size, dtype="f4", fragment=None)])
     assert wire.selection([step]) is ALL
     assert wire.select(wire.selection([step])) is wire
+
+
+@pytest.mark.parametrize("codec", ["Exact", "BFloat16"])
+@pytest.mark.parametrize("values", get_args(Values))
+@given(selections)
+def test_the_values_of_a_selection_decide_the_form_of_its_parameters(
+    values: Values, codec: Any, selection: Selection
+) -> None:
+    """Contributions have one form. Parameters are encoded, or in full precision; those that do not travel are empty."""
+    tree = describe({name: np.zeros(40, np.float32) for name in "abcd"})
+    wire = Wire(parameters=codec)
+    coded = coded_leaves(tree, wire)
+    parts = partition(tree, analyse(optax.sgd(0.1), tree), 1, 64, coded, list(range(COUNT)))
+    (own,) = shard_wires(parts, wire, coded)
+    chosen = Selection(selection.fragments, values)
+    some, all_encoded = own.select(chosen), own.select(selection)
+    assert own.select(chosen) is some, "one key"
+    assert [one.nbytes for one in some.gradients] == [one.nbytes for one in all_encoded.gradients]
+    wanted = all_encoded.parameters if values == "encoded" else all_encoded.exact
+    assert [(one.codec, one.nbytes) for one in some.parameters] == [(one.codec, one.nbytes) for one in wanted]
+
+
+def test_a_pull_carries_its_values_and_unknown_ones_are_refused() -> None:
+    for values in get_args(Values):
+        assert frames.wanted(frames.pull(7, Selection(values=values)).pull) == Selection(values=values)
+    unknown = Pull()
+    unknown.ParseFromString(b"\x20\x09")
+    with pytest.raises(Refusal, match="a pull requests unknown values: 9"):
+        frames.wanted(unknown)
 
 
 @given(wires(), selections)

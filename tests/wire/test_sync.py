@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backstay._transport._streams._interfaces import Bytes, PartPush, Pulled, PullKind
+from backstay._transport._streams._interfaces import Bytes, PartPush, Pulled
 from backstay._transport._tensors._client import Push, ShardedClient
+from backstay._update import ALL, Selection
 from backstay.errors import PeerLost
 from backstay_rpc.control_pb2 import GradientInfo, Part, RejectReason
 
@@ -117,7 +118,7 @@ class Scripted:
         return False
 
     def exchange(
-        self, push: PartPush | None, min_version: int, into: Sequence[Bytes], kind: PullKind = "parameters"
+        self, push: PartPush | None, min_version: int, into: Sequence[Bytes], wanted: Selection = ALL
     ) -> Pulled:
         self.asked.append((push is not None, min_version))
         version = self.versions.pop(0)

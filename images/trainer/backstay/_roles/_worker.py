@@ -32,13 +32,12 @@ from .._transport import (
     Heartbeats,
     ParamBuffers,
     Pulled,
-    PullKind,
     Push,
     ShardedClient,
     connect,
     record_exchange,
 )
-from .._update import Selection, on_host
+from .._update import ALL, ALL_AVERAGED, ALL_EXACT, Selection, on_host
 from ..errors import BackstayError, PeerLost, Refused, WaitedTooLong
 from ._beginning import FrozenPart
 from ._contributions import Contributions
@@ -218,11 +217,11 @@ class Worker:
 
     # ---- Connections ----
 
-    def _pull(self, push: Push | None, min_version: int, kind: PullKind = "parameters") -> tuple[Pulled, Sequence[Any]]:
+    def _pull(self, push: Push | None, min_version: int, wanted: Selection = ALL) -> tuple[Pulled, Sequence[Any]]:
         if self._streams is None:
             raise PeerLost("not connected")
         slot = self._buffers.take()
-        pulled = self._streams.exchange_all(push, min_version, slot.blocks, kind)
+        pulled = self._streams.exchange_all(push, min_version, slot.blocks, wanted)
         self._received = pulled.selection
         spent, self._spent = self._spent, ()
         return pulled, slot.host() if self._contributions.on_host else slot.params(spent)
@@ -324,7 +323,7 @@ class Worker:
         if self._plan.wire.parameters != "Exact" or self._plan.partition.fragments > 1:
             # The result has the precision of the servers, and all fragments.
             try:
-                pulled, params = self._pull(None, pulled.version, "exact")
+                pulled, params = self._pull(None, pulled.version, ALL_EXACT)
             except (PeerLost, Refused) as error:
                 if not may_be_result(pulled.selection, done=self._heart.job.done):
                     return None
@@ -332,7 +331,7 @@ class Worker:
         average: Any = None
         if self._script.average is not None:
             try:
-                last, received = self._pull(None, pulled.version, "average")
+                last, received = self._pull(None, pulled.version, ALL_AVERAGED)
             except (PeerLost, Refused):
                 if not self._heart.job.done:
                     return None

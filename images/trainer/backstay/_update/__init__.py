@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from ._objective import NON_FINITE_LOSS, Objective, OwnGradients, all_finite
     from ._partition import Partition, Piece, partition, parts_of_leaves
     from ._rules import Rule, Trace, analyse, called, only_trained, trace, unchanged_parameters
-    from ._selection import ALL, Selection
+    from ._selection import ALL, ALL_AVERAGED, ALL_EXACT, Selection, Values
     from ._snapshot import Entry, Snapshot
     from ._tree import MODEL_STATE, PARAMS, FrozenSpec, LeafSpec, TreeSpec, describe, leaf_names, refuse_shared
     from ._untrained import UPDATES, SameLeaves, Untrained, ZeroLeaves, unchanged_warning, warning
@@ -67,6 +67,8 @@ if TYPE_CHECKING:
 __all__ = [
     "ALIGNMENT",
     "ALL",
+    "ALL_AVERAGED",
+    "ALL_EXACT",
     "AVERAGE",
     "BRANCHES",
     "CODECS",
@@ -101,6 +103,7 @@ __all__ = [
     "TreeSpec",
     "Turns",
     "Untrained",
+    "Values",
     "Wire",
     "ZeroLeaves",
     "aligned_empty",
@@ -151,6 +154,8 @@ __all__ = [
 _HOMES: Final = {
     "ALIGNMENT": "._codecs._aligned",
     "ALL": "._selection",
+    "ALL_AVERAGED": "._selection",
+    "ALL_EXACT": "._selection",
     "AVERAGE": "._average",
     "BRANCHES": "._engine._sums",
     "CODECS": "._codecs",
@@ -177,6 +182,7 @@ _HOMES: Final = {
     "Rule": "._rules",
     "SameLeaves": "._untrained",
     "Selection": "._selection",
+    "Values": "._selection",
     "ShardEngine": "._engine",
     "ShardWire": "._codecs",
     "Snapshot": "._snapshot",

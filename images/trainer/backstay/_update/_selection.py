@@ -1,26 +1,32 @@
-"""A `Selection` names a subset of the parameters on the wire, in memory and in answers. Nothing else does. Pure."""
+"""A `Selection` names the part of the parameters that travels, in memory and in answers. Nothing else does. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
-__all__ = ["ALL", "Selection"]
+__all__ = ["ALL", "ALL_AVERAGED", "ALL_EXACT", "Selection", "Values"]
+
+Values: TypeAlias = Literal["encoded", "exact", "average"]
+"""The parameters as ``wire.parameters`` encodes them, or in full precision, or their moving average in full precision.
+Only the last version has an average."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Names the blocks that travel in one exchange, for every shard (decision 0080).
+    """Names the blocks that travel in one exchange, and which values they have, for every shard (decision 0080).
 
     Equal selections are one key: frames and memory that belong to a selection are found by it.
 
     Attributes:
         fragments: the fragments (`Block.fragment`) whose blocks travel; None: all blocks. A block without a fragment,
             such as model state, belongs to every selection.
+        values: the values that the server sends.
     """
 
     fragments: frozenset[int] | None = None
+    values: Values = "encoded"
 
     @classmethod
     def of(cls, key_steps: Iterable[int], count: int) -> Selection:
@@ -46,4 +52,6 @@ class Selection:
 
 
 ALL: Final = Selection()
-"""Every block of every shard."""
+ALL_EXACT: Final = Selection(values="exact")
+ALL_AVERAGED: Final = Selection(values="average")
+"""These three have every block of every shard."""

@@ -10,13 +10,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from backstay_rpc.control_pb2 import Frame, GradientId, GradientInfo, Hello, Part, Peer, RejectReason
 from backstay_rpc.refusals import RefusalCode
+
+from ..._update import ALL
 
 if TYPE_CHECKING:
     from ..._update import Selection, ShardWire
@@ -34,7 +36,6 @@ __all__ = [
     "LayoutLike",
     "PartPush",
     "Place",
-    "PullKind",
     "Pulled",
     "Refusal",
     "ServerStream",
@@ -43,10 +44,6 @@ __all__ = [
 ]
 
 Bytes: TypeAlias = NDArray[np.uint8]
-
-PullKind: TypeAlias = Literal["parameters", "exact", "average"]
-"""The content of the answer to a pull, which is parameters as `wire.parameters` encodes them, in full precision, or
-their moving average. Only the last version has an average."""
 
 
 class Refusal(Exception):  # noqa: N818  # it is what happened
@@ -231,6 +228,25 @@ class Answer:
     selection: Selection | None = None
     ask: bool = False
 
+    def values(self, selection: Selection) -> Callable[[int], Any]:
+        """Returns a function of a block that waits for what is sent of it.
+
+        Raises:
+            Refusal: `MOVED`: there is no average.
+        """
+        match selection.values:
+            case "encoded":
+                return self.encoded
+            case "exact":
+                return self.block
+            case "average" if self.average is not None:
+                return self.average
+        raise Refusal(
+            RefusalCode.MOVED,
+            f"the average of the parameters exists for the last version only, and version {self.version} is not the "
+            "last, or training has no average",
+        )
+
 
 class ShardPort(Protocol):
     """A shard, as an interface for data streams (`_shard.ShardRuntime`). Thread-safe. A `Refusal` ends one stream."""
@@ -348,7 +364,7 @@ class DataClient(Protocol):
     def shard(self) -> int: ...
 
     def exchange(
-        self, push: PartPush | None, min_version: int, into: Sequence[Bytes], kind: PullKind = "parameters"
+        self, push: PartPush | None, min_version: int, into: Sequence[Bytes], wanted: Selection = ALL
     ) -> Pulled:
         """Push a part of a contribution (or nothing), and wait for the newest parameters.
 
@@ -358,7 +374,7 @@ class DataClient(Protocol):
                 higher than the contribution's (Sync), or with the one that the contribution made (Async).
             into: one writable uint8 array per block, of the block's size in bytes. Their content is undefined when an
                 error is raised.
-            kind: what to receive; with a push, only ``parameters``.
+            wanted: what to receive without a push; all blocks. With a push, its address selects the answer.
 
         Raises:
             errors.Refused: the server refuses; the stream has ended. `Superseded`: a newer incarnation of the caller

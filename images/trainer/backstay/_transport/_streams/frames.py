@@ -7,7 +7,7 @@ ends the peer's stream and has no effect on other streams.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
@@ -28,7 +28,8 @@ from backstay_rpc.control_pb2 import Refused as RefusedFrame
 from backstay_rpc.limits import HEADER_BYTES, MAX_CHUNK_BYTES
 from backstay_rpc.refusals import RefusalCode
 
-from ._interfaces import Bytes, Place, PullKind, Refusal
+from ..._update import ALL, Selection, Values
+from ._interfaces import Bytes, Place, Refusal
 
 if TYPE_CHECKING:
     from ..._update import BlockWire
@@ -272,8 +273,28 @@ def end_of(nbytes: int, info: GradientInfo | None = None) -> Frame:
     return Frame(end=End(bytes=nbytes, info=info))
 
 
-def pull(min_version: int, kind: PullKind = "parameters") -> Frame:
-    return Frame(pull=Pull(min_version=min_version, exact=kind == "exact", average=kind == "average"))
+_VALUES: Final[Mapping[Values, Pull.Values]] = {
+    "encoded": Pull.VALUES_ENCODED,
+    "exact": Pull.VALUES_EXACT,
+    "average": Pull.VALUES_AVERAGE,
+}
+
+
+def pull(min_version: int, wanted: Selection = ALL) -> Frame:
+    """A request for all blocks. `wanted`: names the values."""
+    return Frame(pull=Pull(min_version=min_version, values=_VALUES[wanted.values]))
+
+
+def wanted(pull: Pull) -> Selection:
+    """The selection that a pull requests.
+
+    Raises:
+        Refusal: `INVALID`: values that this version does not know.
+    """
+    for values, number in _VALUES.items():
+        if number == pull.values:
+            return Selection(values=values)
+    raise Refusal(RefusalCode.INVALID, f"a pull requests unknown values: {pull.values}")
 
 
 def refused(refusal: Refusal) -> Frame:

@@ -25,6 +25,7 @@ from backstay_rpc.refusals import RefusalCode
 
 from ... import _instrument
 from ..._coordination import MODES, Answering, Mode
+from ..._update import ALL
 from ...errors import JobFailed, PeerLost, Refused, Superseded
 from .._streams import frames
 from .._streams._interfaces import (
@@ -36,7 +37,6 @@ from .._streams._interfaces import (
     PartPush,
     Place,
     Pulled,
-    PullKind,
     Refusal,
     flow_of,
 )
@@ -114,7 +114,7 @@ class StreamClient:
         return self._shard
 
     def exchange(
-        self, push: PartPush | None, min_version: int, into: Sequence[Bytes], kind: PullKind = "parameters"
+        self, push: PartPush | None, min_version: int, into: Sequence[Bytes], wanted: Selection = ALL
     ) -> Pulled:
         """See `DataClient.exchange`."""
         if [block.nbytes for block in into] != self._sizes:
@@ -122,11 +122,11 @@ class StreamClient:
         pushed_at = 0.0
         try:
             if push is None:
-                self._stream.write(frames.pull(min_version, kind))
+                self._stream.write(frames.pull(min_version, wanted))
             else:
                 self._push(push)
                 pushed_at = time.monotonic()
-            pulled = replace(self._receive(into, push, exact=kind != "parameters"), pushed_at=pushed_at)
+            pulled = replace(self._receive(into, push, wanted), pushed_at=pushed_at)
         except BaseException:
             self._stream.cancel("an exchange failed")  # so that no answer stays half read
             raise
@@ -224,12 +224,12 @@ class StreamClient:
             raise self._nonsense(f"a frame {kind!r} inside a push")
         return not frame.received.moved_on
 
-    def _receive(self, into: Sequence[Bytes], push: PartPush | None, *, exact: bool) -> Pulled:
+    def _receive(self, into: Sequence[Bytes], push: PartPush | None, wanted: Selection) -> Pulled:
         def whole(frame: Frame, nbytes: int) -> Sequence[Bytes] | None:
             """Receive parameters that come in one frame into their places, unless they must be decoded."""
             if kind_of(frame) != "params_begin" or not frame.params_begin.whole:
                 return None
-            wires = self._travelling(frame.params_begin.version, push, exact)[1]
+            wires = self._travelling(frame.params_begin.version, push, wanted)[1]
             if any(wire.codec is not None for wire in wires):
                 return None
             return Cover([wire.nbytes for wire in wires]).whole(nbytes, into)
@@ -243,7 +243,7 @@ class StreamClient:
         if kind != "params_begin" or (body is not None and not frame.params_begin.whole):
             raise self._nonsense(f"a frame {kind!r} instead of parameters")
         begin = frame.params_begin
-        selection, wires = self._travelling(begin.version, push, exact)
+        selection, wires = self._travelling(begin.version, push, wanted)
         cover = Cover([wire.nbytes for wire in wires])
 
         try:
@@ -289,11 +289,11 @@ class StreamClient:
         )
 
     def _travelling(
-        self, version: int, push: PartPush | None, exact: bool
+        self, version: int, push: PartPush | None, wanted: Selection
     ) -> tuple[Selection | None, Sequence[BlockWire]]:
         """The selection in an answer with the parameters of `version`, and how each block travels in it."""
         if push is None:
-            return None, self._wire.exact if exact else self._wire.parameters
+            return None, self._wire.select(wanted).parameters
         gradient = push.part.contribution
         selection = self._wire.selection(self._answering.exchanged(gradient.key_step, gradient.version, version))
         return selection, self._wire.select(selection).parameters
@@ -366,7 +366,7 @@ class ShardedClient:
         self._asks = False  # as shard 0 answered last
 
     def exchange_all(
-        self, push: Push | None, min_version: int, into: Sequence[Sequence[Bytes]], kind: PullKind = "parameters"
+        self, push: Push | None, min_version: int, into: Sequence[Sequence[Bytes]], wanted: Selection = ALL
     ) -> Pulled:
         """Push a contribution to every shard (or nothing) and wait for the newest parameters of all of them.
 
@@ -374,7 +374,7 @@ class ShardedClient:
             push: the contribution, or None to pull only.
             min_version: the lowest version to wait for; only for a pull without a push.
             into: ``into[s][b]``, where block `b` of shard `s` goes.
-            kind: what to receive; with a push, only ``parameters``.
+            wanted: see `DataClient.exchange`.
 
         Returns:
             Sync: the parameters of every shard are of the one version that is named, the highest that any shard had
@@ -394,14 +394,14 @@ class ShardedClient:
             asks = self._asks and any(client.splits(part) for client, part in zip(self._clients, parts, strict=True))
             turn = threading.Event() if asks else None
             pushes = [PartPush(part, push.blocks[part.shard], push.info, turn) for part in parts]
-        answers = dict(self._parallel(every, pushes, min_version, into, kind))
+        answers = dict(self._parallel(every, pushes, min_version, into, wanted))
         self._asks = answers[0].ask
         first = dict(answers)
         pushed_at = max(a.pushed_at for a in answers.values())
         answered_at = max(a.answered_at for a in answers.values())
         while behind := self._answering.behind({s: a.version for s, a in answers.items()}):
             newest = max(a.version for a in answers.values())
-            answers.update(self._parallel(behind, None, newest, into, kind))
+            answers.update(self._parallel(behind, None, newest, into, wanted))
         terms = {a.term for a in answers.values()}
         if len(terms) > 1:
             self.cancel("the shards are in different terms")
@@ -444,14 +444,14 @@ class ShardedClient:
         pushes: Sequence[PartPush] | None,
         min_version: int,
         into: Sequence[Sequence[Bytes]],
-        kind: PullKind,
+        wanted: Selection,
     ) -> list[tuple[int, Pulled]]:
         first: list[BaseException] = []
 
         def run(shard: int) -> Pulled:
             try:
                 return self._clients[shard].exchange(
-                    None if pushes is None else pushes[shard], min_version, into[shard], kind
+                    None if pushes is None else pushes[shard], min_version, into[shard], wanted
                 )
             except BaseException as error:
                 first.append(error)

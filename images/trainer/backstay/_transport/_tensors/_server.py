@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -153,7 +153,7 @@ class StreamServer:
         self._shard = shard
         self._quiet = QuietPushes((timeouts or Timeouts()).peer_check)
         self._total = sum(block.nbytes for block in shard.wire.gradients)
-        self._outgoing: dict[tuple[ShardWire, bool], Outgoing] = {}
+        self._outgoing: dict[ShardWire, Outgoing] = {}
         self._most = max(sum(block.nbytes for block in wires) for wires in (shard.wire.gradients, shard.wire.exact))
 
     def serve(self, hello: Hello, stream: ServerStream) -> bool:
@@ -195,10 +195,9 @@ class StreamServer:
             kind = kind_of(frame)
             match kind:
                 case "pull" if body is None:
-                    exact, averaged = frame.pull.exact, frame.pull.average
+                    selection = frames.wanted(frame.pull)
                     answer = self._shard.answer(None, frame.pull.min_version, stream.alive, hello.peer)
                 case "push_begin":
-                    exact = averaged = False
                     if push is None:
                         push = pushes.enter_context(self._begin(hello, stream, frame.push_begin))
                     complete = self._receive(stream, frame.push_begin, body, push)
@@ -216,6 +215,7 @@ class StreamServer:
                         complete=complete,
                     )
                     answer = self._shard.answer(push.incoming, 0, stream.alive)
+                    selection = ALL if answer is None or answer.selection is None else answer.selection
                 case _ if body is not None:
                     raise Refusal(
                         RefusalCode.INVALID, f"a frame {kind!r} outside a push has a body of {body.nbytes} bytes"
@@ -224,16 +224,7 @@ class StreamServer:
                     raise Refusal(RefusalCode.INVALID, f"a frame {kind!r} cannot arrive here: a push or a pull begins")
         if answer is None:
             return False
-        if averaged:
-            if answer.average is None:
-                raise Refusal(
-                    RefusalCode.MOVED,
-                    f"the average of the parameters exists for the last version only, and version {answer.version} is "
-                    "not the last, or training has no average",
-                )
-            self._send(stream, answer, answer.average, exact=True)
-        else:
-            self._send(stream, answer, answer.block if exact else answer.encoded, exact=exact)
+        self._send(stream, answer, selection)
         return True
 
     @contextlib.contextmanager
@@ -315,8 +306,8 @@ class StreamServer:
             remaining -= frames.BARE_BYTES if body is None else max(1, body.nbytes)
         raise Refusal(RefusalCode.INVALID, "a refused push continues beyond its end")
 
-    def _send(self, stream: FrameStream, answer: Answer, block_of: Callable[[int], Any], *, exact: bool) -> None:
-        out = self._frames(answer.selection or ALL, exact)
+    def _send(self, stream: FrameStream, answer: Answer, selection: Selection) -> None:
+        block_of, out = answer.values(selection), self._frames(selection)
         whole = out.total <= WHOLE_BYTES
         begin = frames.params_begin(
             ParamsBegin(
@@ -344,11 +335,11 @@ class StreamServer:
             stream.write(frame, data[section][start:stop])
         stream.write(out.end)
 
-    def _frames(self, selection: Selection, exact: bool) -> Outgoing:
+    def _frames(self, selection: Selection) -> Outgoing:
         some = self._shard.wire.select(selection)
-        if (some, exact) not in self._outgoing:
-            self._outgoing[some, exact] = Outgoing(some.exact if exact else some.parameters)
-        return self._outgoing[some, exact]
+        if some not in self._outgoing:
+            self._outgoing[some] = Outgoing(some.parameters)
+        return self._outgoing[some]
 
     def _refuse(self, stream: FrameStream, refusal: Refusal) -> None:
         """Sends the refusal and lets the client read it: ending the stream immediately may drop the frame."""

@@ -295,19 +295,26 @@ class ShardWire:
     def select(self, selection: Selection) -> ShardWire:
         """How blocks travel if only those of `selection` do. The same object each time, in all threads, so it is a key
         for what belongs to it."""
-        if self.count == 1 or selection.whole:
+        encoded = selection.values == "encoded" or self.parameters is self.exact
+        every = self.count == 1 or selection.whole
+        if encoded and every:
             return self
         found = self._selected.get(selection)
         if found is not None:
             return found
 
         def some(wires: tuple[BlockWire, ...]) -> tuple[BlockWire, ...]:
-            return tuple(
-                wire if selection.has(own) else BlockWire(wire.size, wire.dtype, absent=True)
-                for wire, own in zip(wires, self.fragments, strict=True)
+            return (
+                wires
+                if every
+                else tuple(
+                    wire if selection.has(own) else BlockWire(wire.size, wire.dtype, absent=True)
+                    for wire, own in zip(wires, self.fragments, strict=True)
+                )
             )
 
-        made = ShardWire(some(self.gradients), some(self.parameters), some(self.exact), self.fragments, self.count)
+        sent, exact = some(self.parameters if encoded else self.exact), some(self.exact)
+        made = ShardWire(some(self.gradients), sent, exact, self.fragments, self.count)
         return self._selected.setdefault(selection, made)
 
     @cached_property
