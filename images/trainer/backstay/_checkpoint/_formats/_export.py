@@ -100,7 +100,7 @@ def export(
     if base is not False:
         named |= frozen_values(manifest, base)
     if format == "orbax":
-        write_orbax(str(out), _tree(manifest, named))
+        write_orbax(str(out), _tree(manifest, named, whole=base is not False))
     else:
         _write_safetensors(
             str(out), named, {"format": "np", "step": str(manifest.version), "checkpoint": manifest.name}
@@ -109,11 +109,15 @@ def export(
     return Exported(manifest.version, len(named), sum(array.nbytes for array in named.values()), without)
 
 
-def _tree(manifest: Manifest, named: Mapping[str, NDArray[np.generic]]) -> Any:
-    """The tree of a checkpoint, or nested dicts where it has nodes that only its script could make."""
+def _tree(manifest: Manifest, named: Mapping[str, NDArray[np.generic]], *, whole: bool) -> Any:
+    """The tree of a checkpoint, or nested dicts where it has nodes that only its script could make.
+
+    Args:
+        whole: whether `named` has the frozen parameters too.
+    """
     record, paths = manifest.frozen, [leaf.path for leaf in manifest.leaves]
     structure = manifest.structure
-    if record is not None and record.leaves[0].path in named:
+    if record is not None and whole:
         paths, structure = merged(record.places, paths, [leaf.path for leaf in record.leaves]), record.structure
     params = _rebuilt(structure, {path: named[path] for path in paths})
     if manifest.state_structure is None:
