@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from train import BATCH, CONTEXT, logits
+from train import BATCH, Windows, logits
 from train import init as init_base
 
 import backstay
@@ -22,16 +22,6 @@ ADAPTED = ("qkv", "out", "up", "down")
 # Help texts of the language, as `help("for")` prints them. The last tenth is held out.
 text = np.frombuffer((importlib.resources.files("pydoc_data") / "topics.py").read_bytes(), np.uint8)
 training, held_out = np.split(text, [len(text) * 9 // 10])
-
-
-class Windows:
-    """The text as samples of CONTEXT + 1 bytes, side by side."""
-
-    def __len__(self):
-        return (len(training) - 1) // CONTEXT
-
-    def __getitem__(self, index):
-        return training[index * CONTEXT : (index + 1) * CONTEXT + 1].astype(np.int32)
 
 
 def init(key):
@@ -65,10 +55,10 @@ def loss(params, windows):
 
 
 def evaluate(params):
-    count = (len(held_out) - 1) // CONTEXT // 8 * 8
-    windows = np.stack([held_out[start * CONTEXT : (start + 1) * CONTEXT + 1] for start in range(count)])
+    samples = Windows(held_out)
+    windows = np.stack([samples[index] for index in range(len(samples) // 8 * 8)])
     step = jax.jit(lambda params, windows: loss(params, windows)[1]["bits_per_byte"])
-    return {"bits_per_byte": float(np.mean([step(params, part) for part in np.split(windows.astype(np.int32), 8)]))}
+    return {"bits_per_byte": float(np.mean([step(params, part) for part in np.split(windows, 8)]))}
 
 
 def of_base(name, arrays):
@@ -85,7 +75,7 @@ if __name__ == "__main__":
     result = backstay.train(
         init=init,
         loss=loss,
-        batches=backstay.from_dataset(Windows(), batch_size=BATCH),
+        batches=backstay.from_dataset(Windows(training), batch_size=BATCH),
         optimizer=optax.adam(3e-3),
         clip_norm=1.0,
         steps=options.steps,

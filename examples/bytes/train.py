@@ -35,13 +35,16 @@ training, held_out = read_sources()
 
 
 class Windows:
-    """The text as samples of CONTEXT + 1 bytes, side by side."""
+    """A text as samples of CONTEXT + 1 bytes, side by side."""
+
+    def __init__(self, text):
+        self.text = text
 
     def __len__(self):
-        return (len(training) - 1) // CONTEXT
+        return (len(self.text) - 1) // CONTEXT
 
     def __getitem__(self, index):
-        return training[index * CONTEXT : (index + 1) * CONTEXT + 1].astype(np.int32)
+        return self.text[index * CONTEXT : (index + 1) * CONTEXT + 1].astype(np.int32)
 
 
 def init(key):
@@ -113,7 +116,7 @@ if __name__ == "__main__":
     result = backstay.train(
         init=init,
         loss=loss,
-        batches=backstay.from_dataset(Windows(), batch_size=BATCH),
+        batches=backstay.from_dataset(Windows(training), batch_size=BATCH),
         evaluate=evaluate,
         **how,
     )

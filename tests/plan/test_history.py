@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from backstay_spec.job_report import TermStart
 from backstay_spec.observed import StoredReport
 
@@ -141,34 +143,41 @@ def test_evaluations_and_the_metrics_of_loss_reach_the_status(running: Any) -> N
     ]
 
 
-def test_leaves_that_no_gradient_reaches_are_named_once(running: Any) -> None:
+NAMES = tuple(f"norm_{index}.mean" for index in range(30))
+
+
+@pytest.mark.parametrize(
+    ("field", "names", "reason", "texts"),
+    [
+        (
+            "untrained_leaves",
+            NAMES,
+            "ZeroGradients",
+            ["norm_0.mean, norm_1.mean", "and 22 more was exactly zero in the first updates of every worker"],
+        ),
+        (
+            "unchanged_leaves",
+            ("base.{w}", "state/table"),
+            "UnchangedParameters",
+            ["did not change in the first updates: base.{w}, state/table. Freeze"],
+        ),
+    ],
+)
+def test_leaves_that_need_attention_are_named_once(
+    running: Any, field: str, names: tuple[str, ...], reason: str, texts: list[str]
+) -> None:
     job = running()
-    names = tuple(f"norm_{index}.mean" for index in range(30))
     job.answer(term=1, step=9)
     job.settle()
     for step in (11, 12):
-        job.answer(term=1, step=step, untrained_leaves=names)
+        job.answer(term=1, step=step, **{field: names})
         job.settle()
     job.restart_operator()
-    job.answer(term=1, step=30, untrained_leaves=names)
+    job.answer(term=1, step=30, **{field: names})
     job.settle()
-    [(_, text)] = sent_events(job, "ZeroGradients")
-    assert "norm_0.mean, norm_1.mean" in text
-    assert "and 22 more was exactly zero in the first updates of every worker" in text
-    assert job.status["untrainedLeaves"] == list(names[:20])
-
-
-def test_leaves_that_travel_without_need_are_named_once(running: Any) -> None:
-    job = running()
-    for step in (11, 12):
-        job.answer(term=1, step=step, unchanged_leaves=("base.w", "state/table"))
-        job.settle()
-    job.restart_operator()
-    job.answer(term=1, step=30, unchanged_leaves=("base.w", "state/table"))
-    job.settle()
-    [(_, text)] = sent_events(job, "UnchangedParameters")
-    assert "did not change in the first updates: base.w, state/table. Freeze" in text
-    assert job.status["unchangedLeaves"] == ["base.w", "state/table"]
+    [(_, text)] = sent_events(job, reason)
+    assert all(part in text for part in texts)
+    assert job.status[field.replace("_l", "L")] == list(names[:20])
 
 
 def test_mistakes_of_batches_are_named_once_each(running: Any) -> None:

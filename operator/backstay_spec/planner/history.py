@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -17,6 +17,16 @@ __all__ = ["Changes", "judge"]
 
 _SHOWN: Final = 8
 _STORED: Final = 20
+_UNTRAINED: Final = (
+    "the gradient of {names} was exactly zero in the first updates of every worker, so training does not change them. "
+    "Gradients do not train running statistics, such as those of batch normalization: make them model state "
+    "(has_state=True). Freeze what stays constant (frozen=...), or keep it in `loss`."
+)
+_UNCHANGED: Final = (
+    "more than half of the bytes that each update sends did not change in the first updates: {names}. Freeze "
+    "parameters that do not train, and they do not travel: train(frozen=...). Keep constants of the model state in "
+    "`loss`, or make them frozen parameters."
+)
 _SAME_BATCHES: Final = (
     "the losses of all workers were equal bit for bit in many updates in a row. All workers compute the same batch, so "
     "the job does the work of one worker. Make the batch from the key, such as with backstay.from_dataset, and not "
@@ -50,8 +60,8 @@ def judge(facts: Facts) -> Changes:
     found = [
         _term(facts, progress),
         _evaluation(facts, progress),
-        _untrained(facts, progress),
-        _unchanged(facts, progress),
+        _leaves(facts, progress, "untrained_leaves", "ZeroGradients", _UNTRAINED),
+        _leaves(facts, progress, "unchanged_leaves", "UnchangedParameters", _UNCHANGED),
         _batches(facts, progress),
         _loss(facts, progress),
         _reports(facts, progress),
@@ -112,33 +122,14 @@ def _evaluation(facts: Facts, progress: Progress) -> Changes:
     return Changes((event,), {**fields, "metrics": finite(progress.report.metrics)})
 
 
-def _untrained(facts: Facts, progress: Progress) -> Changes:
-    names = list(progress.report.untrained_leaves)
-    if not names or facts.old.untrained_leaves:
+def _leaves(facts: Facts, progress: Progress, field: str, reason: str, template: str) -> Changes:
+    """A warning with the names of leaves, once in a job. `template` has ``{names}`` in their place."""
+    names = list(getattr(progress.report, field))
+    if not names or getattr(facts.old, field):
         return Changes()
-    text = (
-        f"the gradient of {_some(names)} was exactly zero in the first updates of every worker, so training does not "
-        "change them. Gradients do not train running statistics, such as those of batch normalization: make them model "
-        "state (has_state=True). Freeze what stays constant (frozen=...), or keep it in `loss`."
-    )
-    return Changes((warning("ZeroGradients", text),), {"untrained_leaves": names[:_STORED]})
-
-
-def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
-
-
-def _unchanged(facts: Facts, progress: Progress) -> Changes:
-    names = list(progress.report.unchanged_leaves)
-    if not names or facts.old.unchanged_leaves:
-        return Changes()
-    text = (
-        f"more than half of the bytes that each update sends did not change in the first updates: {_some(names)}. "
-        "Freeze parameters that do not train, and they do not travel: train(frozen=...). Keep constants of the model "
-        "state in `loss`, or make them frozen parameters."
-    )
-    return Changes((warning("UnchangedParameters", text),), {"unchanged_leaves": names[:_STORED]})
+    text = template.format(names=", ".join(names[:_SHOWN]) + more)
+    return Changes((warning(reason, text),), {field: names[:_STORED]})
 
 
 def _batches(facts: Facts, progress: Progress) -> Changes:
