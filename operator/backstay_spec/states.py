@@ -11,23 +11,25 @@ from typing import Final, NamedTuple
 from backstay_spec.causes import Blocked, Cause
 from backstay_spec.types_status import Phase
 
-__all__ = ["DEATHS", "JOBS", "OBSTACLES", "RANKS", "Row", "budget_of", "end_of"]
+__all__ = ["DEATHS", "JOBS", "OBSTACLES", "RANKS", "StateDoc", "budget_of", "end_of"]
 
 
-class Row(NamedTuple):
+class StateDoc(NamedTuple):
     """The event that sets a state, and the states that may follow."""
 
     set_by: str
     next: str
 
 
-JOBS: Final[Mapping[Phase, Row]] = {
-    "Pending": Row("The job was accepted. No container of a pod has started.", "Starting, Failed, Suspended"),
-    "Starting": Row("A container has started. A server, or each worker, is not ready.", "Running, Failed, Suspended"),
-    "Running": Row("All servers and a worker are ready, or were.", "Starting, Succeeded, Failed, Suspended"),
-    "Suspended": Row("`spec.runPolicy.suspend` is true, and all pods have ended.", "Pending"),
-    "Succeeded": Row("Training is complete, and the script of worker 0 has ended with exit code 0.", "final"),
-    "Failed": Row("A reason of the condition Failed.", "final"),
+JOBS: Final[Mapping[Phase, StateDoc]] = {
+    "Pending": StateDoc("The job was accepted. No container of a pod has started.", "Starting, Failed, Suspended"),
+    "Starting": StateDoc(
+        "A container has started. A server, or each worker, is not ready.", "Running, Failed, Suspended"
+    ),
+    "Running": StateDoc("All servers and a worker are ready, or were.", "Starting, Succeeded, Failed, Suspended"),
+    "Suspended": StateDoc("`spec.runPolicy.suspend` is true, and all pods have ended.", "Pending"),
+    "Succeeded": StateDoc("Training is complete, and the script of worker 0 has ended with exit code 0.", "final"),
+    "Failed": StateDoc("A reason of the condition Failed.", "final"),
 }
 """The phases. A phase is computed from the conditions, which are the state."""
 
@@ -47,30 +49,34 @@ DEATHS: Final[Mapping[Cause, str]] = {
 }
 """The evidence for each cause of the death of a pod. A disruption takes precedence over an exit code."""
 
-OBSTACLES: Final[Mapping[Blocked, Row]] = {
-    Blocked.IMAGE_INVALID: Row("The kubelet cannot read the image's name.", ""),
-    Blocked.POD_INVALID: Row("The API server finds the pod invalid.", ""),
-    Blocked.IMAGE_PULL: Row("The kubelet cannot pull the image.", "the kubelet tries again"),
-    Blocked.CONFIG: Row("The kubelet cannot make a container: a Secret is missing.", "the kubelet tries again"),
-    Blocked.UNSCHEDULABLE: Row("The scheduler finds no node.", "the scheduler tries again"),
-    Blocked.GATED: Row("The pod has scheduling gates.", "the time of the gates does not count"),
-    Blocked.REFUSED: Row("The API server refuses the pod, such as for a quota.", "the operator tries again"),
-    Blocked.NOT_STARTED: Row("No container has started, for none of these reasons.", "the kubelet tries again"),
-    Blocked.NEVER_STARTED: Row("Pods of the slot died in a row before they started.", "the next pod after a back-off"),
-    Blocked.NOT_JOINED: Row("The pod runs, and its process has not joined the job.", "the pod continues"),
+OBSTACLES: Final[Mapping[Blocked, StateDoc]] = {
+    Blocked.IMAGE_INVALID: StateDoc("The kubelet cannot read the image's name.", ""),
+    Blocked.POD_INVALID: StateDoc("The API server finds the pod invalid.", ""),
+    Blocked.IMAGE_PULL: StateDoc("The kubelet cannot pull the image.", "the kubelet tries again"),
+    Blocked.CONFIG: StateDoc("The kubelet cannot make a container: a Secret is missing.", "the kubelet tries again"),
+    Blocked.UNSCHEDULABLE: StateDoc("The scheduler finds no node.", "the scheduler tries again"),
+    Blocked.GATED: StateDoc("The pod has scheduling gates.", "the time of the gates does not count"),
+    Blocked.REFUSED: StateDoc("The API server refuses the pod, such as for a quota.", "the operator tries again"),
+    Blocked.NOT_STARTED: StateDoc("No container has started, for none of these reasons.", "the kubelet tries again"),
+    Blocked.NEVER_STARTED: StateDoc(
+        "Pods of the slot died in a row before they started.", "the next pod after a back-off"
+    ),
+    Blocked.NOT_JOINED: StateDoc("The pod runs, and its process has not joined the job.", "the pod continues"),
 }
 """The reasons why a pod does not start."""
 
-RANKS: Final[Mapping[str, Row]] = {
-    "joins": Row("The worker's pod was created, and has not joined all servers.", "waits, or in force"),
-    "waits": Row("The worker has joined. Its rank is not in force yet.", "in force"),
-    "in force": Row("A commit has set a world that has the rank.", "silent, replaced, leaves"),
-    "silent": Row(
+RANKS: Final[Mapping[str, StateDoc]] = {
+    "joins": StateDoc("The worker's pod was created, and has not joined all servers.", "waits, or in force"),
+    "waits": StateDoc("The worker has joined. Its rank is not in force yet.", "in force"),
+    "in force": StateDoc("A commit has set a world that has the rank.", "silent, replaced, leaves"),
+    "silent": StateDoc(
         "The coordinator receives no heartbeat ([Silence](silence.md)).",
         "in force, replaced",
     ),
-    "replaced": Row("The pod is dead. Another pod, with a higher incarnation, gets the rank.", "joins"),
-    "leaves": Row("The job was scaled down: a commit has set a smaller world.", "final, until the job is scaled up"),
+    "replaced": StateDoc("The pod is dead. Another pod, with a higher incarnation, gets the rank.", "joins"),
+    "leaves": StateDoc(
+        "The job was scaled down: a commit has set a smaller world.", "final, until the job is scaled up"
+    ),
 }
 """The states of a rank, which is a slot of a worker. Its pods are replaced, and the rank stays."""
 
