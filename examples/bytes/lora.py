@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from train import BATCH, Windows, logits
+from train import BATCH, Windows
 from train import init as init_base
+from train import loss as loss_of_base
 
 import backstay
 
@@ -49,9 +50,7 @@ def merged(params):
 
 
 def loss(params, windows):
-    out = logits(merged(params), windows[:, :-1])
-    nats = optax.softmax_cross_entropy_with_integer_labels(out, windows[:, 1:]).mean()
-    return nats, {"bits_per_byte": nats / jnp.log(2)}
+    return loss_of_base(merged(params), windows)
 
 
 def evaluate(params):

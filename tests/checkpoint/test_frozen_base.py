@@ -191,6 +191,7 @@ def test_a_run_that_starts_from_it_makes_the_base_of_init_again(tmp_path):
     again = str(tmp_path / "again")
     middle, _ = trained(tmp_path, seed=7, start_from=stored, checkpoint=again)
     assert_equal(unfrozen(tmp_path, again, seed=7), middle.params)
+    assert_equal(unfrozen(tmp_path, backstay.StartFrom(again, base=stored), seed=7), middle.params)
     with pytest.raises(CheckpointError, match=r"the frozen parameters of .* are the result of init: give them as"):
         backstay.load(again, base=True)
     with pytest.raises(
@@ -208,6 +209,25 @@ def test_a_base_that_is_partly_in_a_file_is_read_and_made_again(tmp_path):
         backstay.load(stored, base=start)
     with pytest.raises(CheckpointError, match=r"init now makes others: base.codes"):
         unfrozen(tmp_path, stored, init=lambda key: jax.tree.map(lambda leaf: leaf * 0, init(key)))
+
+
+def test_one_array_of_an_orbax_checkpoint_may_begin_two_parameters(tmp_path):
+    """A mapping may give it twice: only `init` must not."""
+    pytest.importorskip("orbax.checkpoint")
+    _, stored = trained(tmp_path, seed=7, frozen=None)
+    backstay.export(stored, str(tmp_path / "orbax"), "orbax")
+    twice = backstay.StartFrom(str(tmp_path / "orbax"), mapping=lambda name, arrays: "head.0", unexpected="ignore")
+    result = backstay.train(
+        init=lambda key: {"a": jnp.zeros(4), "b": jnp.zeros(4)},
+        loss=lambda params, batch: jnp.sum(params["a"] * batch) - jnp.sum(params["b"] * batch),
+        batches=lambda key: np.ones(4, np.float32),
+        optimizer=optax.sgd(0.5),
+        steps=1,
+        start_from=twice,
+    )
+    head = backstay.load(stored).params["head"][0]
+    np.testing.assert_array_equal(result.params["a"], head - np.float32(0.5))
+    np.testing.assert_array_equal(result.params["b"], head + np.float32(0.5))
 
 
 def test_the_place_of_a_base_must_be_one():

@@ -44,6 +44,20 @@ def test_an_exception_of_the_coroutine_reaches_the_caller(thread: LoopThread) ->
     assert thread.run(answer(1)) == 1
 
 
+def test_a_thread_that_cannot_start_does_not_hang_later_calls(
+    thread: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as full:
+
+        def fails(self: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        full.setattr(threading.Thread, "start", fails)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            thread.run(answer(1))
+    assert thread.run(answer(2)) == 2
+
+
 def test_a_generator_is_closed_when_its_reader_stops(thread: LoopThread) -> None:
     closed = threading.Event()
 

@@ -18,8 +18,6 @@ SCRIPT = Path(__file__).with_name("tiny.py")
 ROOT = Path(__file__).parents[2]
 LIBRARY = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT / 'operator'}:{ROOT / 'images/trainer'}"}
 _REFERENCES: dict[str, dict[str, np.ndarray]] = {}
-SECONDS = 180.0
-"""No test waits for longer; it is a limit, not an expectation."""
 
 
 @pytest.fixture(autouse=True)

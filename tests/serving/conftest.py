@@ -23,7 +23,6 @@ from backstay._checkpoint import CheckpointStore, Claim, JobIdentity, Manifest, 
 from backstay._update import Entry
 
 HISTORY = "00000000000000aa"
-"""How long a test waits for what must happen, in seconds. A busy machine must not fail a test."""
 
 
 def origin_of(job: str = "digits", history: str = HISTORY) -> Origin:

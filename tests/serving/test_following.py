@@ -317,19 +317,26 @@ def test_frozen_parameters_are_read_from_their_place(tmp_path: Path, by_init: bo
     """A base that `init` made has no place, so it is given."""
     base = {"value": np.full(1, 3.0, np.float32)}
     safetensors.numpy.save_file(base, tmp_path / "base.safetensors")
+    settings: dict[str, Any] = {
+        "init": lambda key: {"value": jnp.full(1, 2.0), "other": jnp.zeros(1)},
+        "loss": lambda params, batch: ((params["other"] - params["value"]) ** 2).mean(),
+        "batches": lambda key: np.zeros(1, np.float32),
+        "optimizer": optax.sgd(0.1),
+        "steps": 3,
+        "frozen": lambda name: name == "value",
+    }
     result = backstay.train(
-        init=lambda key: {"value": jnp.full(1, 2.0), "other": jnp.zeros(1)},
-        loss=lambda params, batch: ((params["other"] - params["value"]) ** 2).mean(),
-        batches=lambda key: np.zeros(1, np.float32),
-        optimizer=optax.sgd(0.1),
-        steps=3,
-        frozen=lambda name: name == "value",
+        **settings,
         start_from=None if by_init else backstay.StartFrom(str(tmp_path / "base.safetensors"), missing="init"),
         checkpoint=str(tmp_path / "stored"),
     )
     if by_init:
-        with pytest.raises(ConfigurationError, match=r"give all parameters to serve, such as base=init"):
+        with pytest.raises(ConfigurationError, match=r"give them as `base`, such as base=init"):
             Following(tmp_path / "stored").look()
+        # The next checkpoint names the first one as the place of its base, which has no place.
+        backstay.train(**settings, start_from=str(tmp_path / "stored"), checkpoint=str(tmp_path / "again"))
+        with pytest.raises(ConfigurationError, match=r"give them as `base`, such as base=init"):
+            Following(tmp_path / "again").look()
     following = Following(tmp_path / "stored", base=result.params if by_init else True)
     assert following.look() == 3
     assert following.answer() == (2.0 if by_init else 3.0)

@@ -43,4 +43,5 @@ def test_the_phases_that_follow_exist() -> None:
     for row in states.JOBS.values():
         assert row.next == "final" or set(row.next.split(", ")) <= set(states.JOBS)
     names = {name for row in states.RANKS.values() for name in row.next.replace(" or ", " ").split(", ")}
-    assert {name for name in names if name in states.RANKS} >= {"in force", "silent", "replaced", "joins"}
+    assert names <= {*states.RANKS, "final", "until the job is scaled up"}
+    assert names >= set(states.RANKS) - {"waits"}

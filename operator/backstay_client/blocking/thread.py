@@ -105,8 +105,13 @@ class LoopThread:
             if self._loop is None:
                 started: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
                 thread = threading.Thread(target=_serve, args=(started,), name="backstay-client", daemon=True)
-                self._loop, self._thread = started, thread
-                thread.start()
+                try:
+                    self._loop, self._thread = started, thread
+                    thread.start()
+                except BaseException:
+                    if thread.ident is None:  # it did not start, so a later call would wait without end
+                        self._loop = self._thread = None
+                    raise
             if threading.current_thread() is self._thread:
                 raise RuntimeError("a call of the blocking client was made in its own thread: use AsyncClient there")
             return self._loop.result()

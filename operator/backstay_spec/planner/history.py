@@ -122,14 +122,14 @@ def _evaluation(facts: Facts, progress: Progress) -> Changes:
     return Changes((event,), {**fields, "metrics": finite(progress.report.metrics)})
 
 
-def _leaves(facts: Facts, progress: Progress, field: str, reason: str, template: str) -> Changes:
+def _leaves(facts: Facts, progress: Progress, row: str, reason: str, template: str) -> Changes:
     """A warning with the names of leaves, once in a job. `template` has ``{names}`` in their place."""
-    names = list(getattr(progress.report, field))
-    if not names or getattr(facts.old, field):
+    names = list(getattr(progress.report, row))
+    if not names or getattr(facts.old, row):
         return Changes()
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     text = template.format(names=", ".join(names[:_SHOWN]) + more)
-    return Changes((warning(reason, text),), {field: names[:_STORED]})
+    return Changes((warning(reason, text),), {row: names[:_STORED]})
 
 
 def _batches(facts: Facts, progress: Progress) -> Changes:

@@ -15,7 +15,7 @@ Readers read only files that a manifest names.
 from __future__ import annotations
 
 from ._files import Folder, PosixFolder, open_folder, same_place
-from ._formats import Exported, StartFrom, export, fix, read_start
+from ._formats import BaseNeeded, Exported, StartFrom, export, fix, read_start
 from ._history import (
     AgreedFrozen,
     CheckpointWriter,
@@ -59,6 +59,7 @@ from ._structure import describe_structure, rebuild
 __all__ = [
     "MANIFEST_SUFFIX",
     "AgreedFrozen",
+    "BaseNeeded",
     "Best",
     "Checkpoint",
     "CheckpointStore",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["Beginning", "FrozenPart"]
 
 _LOG = logging.getLogger(__name__)
-_SHOWN: Final = 8
 
 
 class Beginning:
@@ -99,14 +98,9 @@ class Beginning:
             CheckpointError: `start_from` cannot be read, or does not fit what `init` returns.
             TreeError: `init` returns an array twice.
         """
-        from .._update import refuse_shared
-
         tree = self.tree
         others = () if tree.frozen is None else None
-        values = self._values(tree.leaves, self._leaves_that_train, others, start_from)
-        params = tree.parameters.leaves
-        refuse_shared([leaf.path for leaf in params], values[: len(params)], [False] * len(params))
-        return tree.unflatten(values)
+        return tree.unflatten(self._values(tree.leaves, self._leaves_that_train, others, start_from))
 
     def frozen(self, start_from: str = "") -> list[Any]:
         """The values of the frozen leaves, in their order. Raises as `trained` does.
@@ -189,15 +183,19 @@ class Beginning:
     ) -> list[Any]:
         """The values of `leaves`, which `keep` takes out of what `init` returns. `others`: see `read_start`."""
         from .._compute import initial
+        from .._update import refuse_shared
 
-        kept = None if self.tree.frozen is None else keep
+        trains = leaves is self.tree.leaves
 
         def own() -> list[Any]:
-            if kept is None:
-                return keep(initial(self._init, self._seed))
-            trains = leaves is self.tree.leaves
-            with nullcontext() if trains else _on_processor():
-                made: list[Any] = initial(self._init, self._seed, kept, compiled=trains)
+            made: list[Any]
+            if self.tree.frozen is None:
+                made = keep(initial(self._init, self._seed))
+            else:
+                with nullcontext() if trains else _on_processor():
+                    made = initial(self._init, self._seed, keep, compiled=trains)
+            params = sum(leaf.trained for leaf in leaves)  # they come first
+            refuse_shared([leaf.path for leaf in leaves[:params]], made[:params], [not trains] * params)
             return made
 
         start = self._start_from
@@ -228,7 +226,7 @@ class Beginning:
         import numpy as np
 
         from .._compute import initial
-        from .._update import digest_of
+        from .._update import digest_of, some_of
 
         if not digests:
             return {}
@@ -243,7 +241,7 @@ class Beginning:
             assert self._start_from is not None
             raise CheckpointError(
                 f"start_from: {self._start_from.uri} was trained beside frozen parameters that init made, and init "
-                f"now makes others: {', '.join(other[:_SHOWN])} ({len(other)} in all). Use the same init and seed. If "
+                f"now makes others: {some_of(other)} ({len(other)} in all). Use the same init and seed. If "
                 "these arrays are those of a file, and the job had a mapping that changes them, give it: "
                 "StartFrom(uri, base=StartFrom(..., mapping=...))"
             )

@@ -101,7 +101,8 @@ class Contributions:
             received: see `Start.received`.
         """
         if self._same is not None and (received is None or received.whole):
-            self._unchanged = self._same.examine(pulled.version, params)
+            found = self._same.examine(pulled.version, params)
+            self._unchanged = self._unchanged if found is None else found
         step = self._protocol.next(pulled.version)
         key = BatchKey(step=step, rank=self._rank, world=pulled.world, seed=self._script.seed, offset=pulled.offset)
         self._heart.activity = TRAINING if self.compiled else COMPILING

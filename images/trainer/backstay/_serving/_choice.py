@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import jax
 
-from .._checkpoint import CheckpointStore, JobIdentity, ManifestName, load, parse_manifest
+from .._checkpoint import BaseNeeded, CheckpointStore, JobIdentity, ManifestName, load, parse_manifest
 from ..errors import ConfigurationError
 
 __all__ = ["CheckpointChoice", "Listing", "LoadedCheckpoint"]
@@ -126,13 +126,11 @@ class CheckpointChoice:
             ConfigurationError: the job that wrote the checkpoint has no moving average, or `base` is needed.
         """
         manifest = self._store.read_manifest(str(name))
-        frozen = manifest.frozen
-        if frozen is not None and not frozen.uri and self._base is True:
-            raise ConfigurationError(
-                f"{name} was trained beside frozen parameters that init made: give all parameters to serve, such as "
-                f"base=init(jax.random.key({manifest.origin.seed})). With has_state=True they are init(...)[0]"
-            )
-        found = load(self._store.uri_of(manifest), self._like, base=False if frozen is None else self._base)
+        base = False if manifest.frozen is None else self._base
+        try:
+            found = load(self._store.uri_of(manifest), self._like, base=base)
+        except BaseNeeded as error:
+            raise ConfigurationError(str(error)) from error
         if self._average and found.average is None:
             raise ConfigurationError(
                 f"serve has average=True, but {name} has no moving average: train with train(average=...), or serve "

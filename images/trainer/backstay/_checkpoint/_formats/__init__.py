@@ -8,8 +8,8 @@
 from __future__ import annotations
 
 from ._arrays import fix
-from ._base import frozen_values
+from ._base import BaseNeeded, frozen_values
 from ._export import Exported, export
 from ._start import StartFrom, read_start
 
-__all__ = ["Exported", "StartFrom", "export", "fix", "frozen_values", "read_start"]
+__all__ = ["BaseNeeded", "Exported", "StartFrom", "export", "fix", "frozen_values", "read_start"]

@@ -158,10 +158,7 @@ def open_arrays(
         readers |= {leaf.path: partial(reader.parameter, index) for index, leaf in enumerate(manifest.leaves)}
         of_state = enumerate(manifest.state_leaves)
         readers |= {MODEL_STATE + leaf.path: partial(reader.state_leaf, i) for i, leaf in of_state}
-        if frozen is None or manifest.frozen is None:
-            yield Arrays(fixed, readers)
-            return
-        others, of_init = frozen(manifest.frozen)
+        others, of_init = ({}, {}) if frozen is None or manifest.frozen is None else frozen(manifest.frozen)
         yield Arrays(fixed, readers | dict(others), of_init)
         return
     uri, _, expected = fixed.rpartition("#")

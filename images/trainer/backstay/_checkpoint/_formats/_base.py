@@ -14,9 +14,13 @@ from ...errors import CheckpointError
 from .._manifest import FrozenRecord, Manifest
 from ._start import MadeByInit, StartFrom, frozen_beside
 
-__all__ = ["frozen_values"]
+__all__ = ["BaseNeeded", "frozen_values"]
 
 _SHOWN = 5
+
+
+class BaseNeeded(CheckpointError):  # noqa: N818
+    """Frozen parameters that `init` made have no place: the caller must give them."""
 
 
 def frozen_values(manifest: Manifest, base: Any) -> dict[str, NDArray[np.generic]]:
@@ -42,14 +46,14 @@ def frozen_values(manifest: Manifest, base: Any) -> dict[str, NDArray[np.generic
 def _read(manifest: Manifest, record: FrozenRecord, base: bool | str | os.PathLike[str] | StartFrom) -> list[Any]:
     with frozen_beside(record, base) as arrays:
         if arrays.of_init:
-            raise CheckpointError(
+            raise BaseNeeded(
                 f"the frozen parameters of {manifest.name} are the result of init: give them as `base`, such as "
                 f"base=init(jax.random.key({manifest.origin.seed})). With has_state=True they are init(...)[0]"
             )
         try:
             return [arrays[leaf.path] for leaf in record.leaves]
         except MadeByInit as made:
-            raise CheckpointError(
+            raise BaseNeeded(
                 f"{arrays.where} has no array for {made.name}. If init made it, give all parameters as `base`. "
                 "If the job had a mapping that changes arrays, give it: base=StartFrom(uri, mapping=...)"
             ) from made

@@ -155,15 +155,14 @@ def read_start(
             except MadeByInit as made:
                 found, digest = leaf.name, made.digest
                 arrays.read_names.add(made.name)
-            if isinstance(found, str) and digest is not None:
+            if not isinstance(found, str):
+                values.append(_fitted(found, leaf, report, start.shapes))
+                continue
+            values.append(None)
+            if digest is not None:
                 of_init[number] = digest
-                values.append(None)
-                continue
-            if isinstance(found, str):
+            else:
                 (report.missing if leaf.trained else report.stateless).append(found)
-                values.append(None)
-                continue
-            values.append(_fitted(found, leaf, report, start.shapes))
         report.taken = sum(value is not None for value in values) + len(of_init)
         elsewhere = sum(_exists(start, arrays, begin, leaf) for leaf in others or ())
         of_model = (begin, *_STATES) if any(not leaf.trained for leaf in everyone) else (begin,)
@@ -285,7 +284,7 @@ class _Beside:
     @property
     def _has_others(self) -> bool:
         specs = self._specs.values()
-        return bool(self._by_digest) or any(_name_of(self._arrays, self._begin, spec) for spec in specs)
+        return bool(self.of_init or self._by_digest) or any(_name_of(self._arrays, self._begin, spec) for spec in specs)
 
     @cached_property
     def _by_digest(self) -> dict[str, str]:

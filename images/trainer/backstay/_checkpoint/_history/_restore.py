@@ -32,9 +32,11 @@ def check_fits(manifest: Manifest, partition: Partition) -> None:
             f"the checkpoint {manifest.name} does not fit init: it has {has}, and train was called with "
             f"has_state={partition.tree.has_state}; use another checkpoint.uri, or the model of the checkpoint"
         )
-    frozen = () if partition.tree.frozen is None else [leaf.path for leaf in partition.tree.frozen.leaves]
+    apart = partition.tree.frozen
+    frozen: set[str] = set() if apart is None else {leaf.path for leaf in apart.leaves}
+    was_frozen: set[str] = set() if manifest.frozen is None else {leaf.path for leaf in manifest.frozen.leaves}
     for path in [*own, *stored]:
-        if manifest.frozen is not None and path in {leaf.path for leaf in manifest.frozen.leaves}:
+        if path in was_frozen:
             raise CheckpointError(
                 f"the checkpoint {manifest.name} does not fit: {path} was frozen beside it, and is trained now. Use "
                 "another checkpoint.uri, and start_from with this checkpoint, which reads what was frozen too"

@@ -66,7 +66,12 @@ class JobObserver:
         self._rates, self._losses, self._mistakes = Rates(metrics, batches), LossMeans(metrics), Mistakes(tree)
         self._workers = WorkerReports()
         self._waits: UpdateWaits | None = None
-        self._metrics, self._steps, self._batches, self._tree = metrics, steps, batches, tree
+        self._metrics, self._steps, self._batches = metrics, steps, batches
+        apart = None if tree is None else tree.frozen
+        self._sizes = JobReport(
+            trained_parameters=None if tree is None else _values(tree.parameters.leaves),
+            frozen_parameters=None if apart is None else _values(apart.leaves),
+        )
         self._reporter, self._epochs = Reporter(log_every, steps, batches), EpochLines(log_every)
         self._step = 0
 
@@ -247,17 +252,14 @@ class JobObserver:
 
     def report(self, now: float) -> JobReport:
         """The rows of the newest update, which do not depend on the coordinator's state."""
-        tree = self._tree
         plan = JobReport(
             step=self._step,
             goal_steps=self._steps or None,
             local_steps=self._batches if self._batches > 1 else None,
-            trained_parameters=None if tree is None else _values(tree.parameters.leaves),
-            frozen_parameters=None if tree is None or tree.frozen is None else _values(tree.frozen.leaves),
         )
         waits = () if self._waits is None else (self._waits.report(now),)
         parts = self._losses, self.evaluations, self.checkpoints, self._mistakes
-        return JobReport.sum((plan, self._rates.report(now), *(part.report() for part in parts), *waits))
+        return JobReport.sum((plan, self._sizes, self._rates.report(now), *(part.report() for part in parts), *waits))
 
     def _whole(self, now: float, state: CoordinatorState, start: Rollback | None) -> JobReport:
         return JobReport.sum((self.report(now), self.terms.report(state, start)))

@@ -131,8 +131,9 @@ _ARGUMENTS: Final = frozenset(
 
 
 def _some(texts: Sequence[str]) -> str:
-    shown = ", ".join(texts[:_SHOWN]) or "none"
-    return f"{shown} and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else shown
+    from ..._update import some_of
+
+    return some_of(texts, _SHOWN) or "none"
 
 
 def first_difference(mine: Sequence[Leaf], theirs: Sequence[Leaf]) -> str:

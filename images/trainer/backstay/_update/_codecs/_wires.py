@@ -299,23 +299,23 @@ class ShardWire:
         every = self.count == 1 or selection.whole
         if encoded and every:
             return self
-        found = self._selected.get(selection)
+        key = Selection(selection.fragments, "encoded" if encoded else "exact")  # an average travels as exact values
+        found = self._selected.get(key)
         if found is not None:
             return found
 
         def some(wires: tuple[BlockWire, ...]) -> tuple[BlockWire, ...]:
-            return (
-                wires
-                if every
-                else tuple(
-                    wire if selection.has(own) else BlockWire(wire.size, wire.dtype, absent=True)
-                    for wire, own in zip(wires, self.fragments, strict=True)
-                )
+            if every:
+                return wires
+            return tuple(
+                wire if selection.has(own) else BlockWire(wire.size, wire.dtype, absent=True)
+                for wire, own in zip(wires, self.fragments, strict=True)
             )
 
-        sent, exact = some(self.parameters if encoded else self.exact), some(self.exact)
+        exact = some(self.exact)
+        sent = some(self.parameters) if encoded else exact
         made = ShardWire(some(self.gradients), sent, exact, self.fragments, self.count)
-        return self._selected.setdefault(selection, made)
+        return self._selected.setdefault(key, made)
 
     @cached_property
     def earliest_last(self) -> int:

@@ -16,7 +16,7 @@ from .._tree import LeafSpec, TreeSpec
 from ._advice import factories, together
 from ._digest import ProgramDigest, program_digest, structure_digest
 from ._elementwise import Expressions, NotElementwiseError
-from ._flat import Flat, Origins, Slicer, dependencies, evaluate
+from ._flat import Flat, Slicer, dependencies, evaluate
 from ._groups import Split, split
 from ._signature import of_flat
 from ._trace import StateSpec, Trace, trace
@@ -286,7 +286,7 @@ class _Analysis:
     def _constants(self) -> tuple[int, ...]:
         """See `Rule.constants`."""
         flat, init, leaves = self.trace.flat, self.trace.init, len(self.trace.tree.leaves)
-        read, origins = dependencies(init, [1] * len(init.inputs)), Origins(flat)
+        read, origins = dependencies(init, [1] * len(init.inputs)), self.trace.origins
         return tuple(
             index
             for index in range(len(self.trace.states))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import optax
 from ...errors import OptimizerError
 from .._tree import TreeSpec, leaf_names
 from ._advice import called, factories, never
-from ._flat import Flat, flatten
+from ._flat import Flat, Origins, flatten
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,11 @@ class Trace:
     treedef: Any  # of the state
     flat: Flat
     init: Flat
+
+    @cached_property
+    def origins(self) -> Origins:
+        """The inputs that the outputs of an update always equal."""
+        return Origins(self.flat)
 
 
 def trace(optimizer: optax.GradientTransformation, tree: TreeSpec) -> Trace:

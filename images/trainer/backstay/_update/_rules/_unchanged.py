@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from .._tree import FrozenSpec
-from ._flat import Origins, dependencies
+from ._flat import dependencies
 from ._trace import Trace
 
 __all__ = ["only_trained", "unchanged_parameters"]
@@ -25,8 +25,7 @@ def unchanged_parameters(traced: Trace) -> tuple[bool, ...]:
         A flag for each parameter leaf; all False for an optimizer that changes no parameter.
     """
     leaves, states, flat = len(traced.tree.leaves), len(traced.states), traced.flat
-    origins = Origins(flat)
-    kept = {leaf for leaf in range(leaves) if origins.unchanged(flat.outputs[leaf]) == leaves + states + leaf}
+    kept = {leaf for leaf in range(leaves) if traced.origins.unchanged(flat.outputs[leaf]) == leaves + states + leaf}
     if not 0 < len(kept) < leaves:
         return (False,) * leaves
     bits = [1 << leaf for leaf in range(leaves)]
