@@ -12,6 +12,7 @@ import safetensors.numpy
 
 import backstay
 from backstay._checkpoint.__main__ import main
+from backstay._checkpoint._formats._arrays import _Tensor
 from backstay.errors import CheckpointError, ConfigurationError
 
 CODES = np.arange(-4, 4, dtype=ml_dtypes.float8_e4m3fn)
@@ -99,7 +100,7 @@ def test_arrays_that_a_mapping_changes_need_it(tmp_path):
     result, stored = trained(tmp_path, start_from=start)
     assert_equal(result.params["base"], {"w": kernel, "codes": CODES})
     assert_equal(backstay.load(stored, base=start).params, result.params)
-    text = r"model.safetensors has no array for base.w. .* If the job had a mapping that changes arrays, give it"
+    text = r"base.w, whose array in .*model.safetensors is not there. .* a mapping that changes arrays, give it"
     with pytest.raises(CheckpointError, match=text):
         backstay.load(stored, base=True)
     assert_equal(unfrozen(tmp_path, backstay.StartFrom(stored, base=start)), result.params)
@@ -205,10 +206,178 @@ def test_a_base_that_is_partly_in_a_file_is_read_and_made_again(tmp_path):
     start = backstay.StartFrom(str(tmp_path / "part.safetensors"), missing="init")
     result, stored = trained(tmp_path, start_from=start)
     assert_equal(unfrozen(tmp_path, stored), result.params)
-    with pytest.raises(CheckpointError, match=r"has no array for base.codes. If init made it, give all parameters as"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"frozen base.codes, whose array in .* is not there. If init made it, give all parameters as",
+    ):
         backstay.load(stored, base=start)
     with pytest.raises(CheckpointError, match=r"init now makes others: base.codes"):
         unfrozen(tmp_path, stored, init=lambda key: jax.tree.map(lambda leaf: leaf * 0, init(key)))
+
+
+def reads(monkeypatch):
+    """The names of the tensors that are read, in order."""
+    found, read = [], _Tensor.__call__
+    monkeypatch.setattr(_Tensor, "__call__", lambda tensor: (found.append(tensor.what.split("'")[1]), read(tensor))[1])
+    return found
+
+
+def of_eight(place, names):
+    """A model with eight frozen arrays, from a file with these names and two others."""
+    rng = np.random.default_rng(0)
+    arrays = {f"w{number}": rng.normal(size=(3, 3)).astype(np.float32) for number in range(8)}
+    others = {"large": np.zeros((50, 50), np.float32), "x": np.zeros((3, 3), np.int32)}
+    stored = {names[number]: array for number, array in enumerate(arrays.values())} | others
+    safetensors.numpy.save_file(stored, place)
+    return arrays
+
+
+@pytest.mark.parametrize(("names", "most"), [("w{}", 8), ("other.{}", 9)])
+def test_a_base_is_read_once(tmp_path, monkeypatch, names, most):
+    """Also under other names, and without arrays of other shapes."""
+    names = [names.format(number) for number in range(8)]
+    arrays = of_eight(tmp_path / "base.safetensors", names)
+    start = backstay.StartFrom(
+        str(tmp_path / "base.safetensors"),
+        mapping=lambda name, found: names[int(name[1:])] if name in arrays else None,
+        missing="init",
+        unexpected="ignore",
+    )
+    _, stored = trained(
+        tmp_path,
+        init=lambda key: {name: jnp.zeros((3, 3)) for name in arrays} | {"head": jnp.ones(3)},
+        loss=lambda params, batch: jnp.sum((sum(params[name] for name in arrays) @ params["head"]) ** 2),
+        frozen=lambda name: name != "head",
+        start_from=start,
+    )
+    found = reads(monkeypatch)
+    whole = backstay.load(stored, base=True).params
+    assert len(found) <= most
+    assert "large" not in found
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(whole[name], array)
+
+
+def test_an_array_that_changes_while_a_base_is_read_is_refused(base, tmp_path, monkeypatch):
+    """The digest of an array that is found under another name is compared with what is returned."""
+    place, arrays = base
+    (place / "1.safetensors").unlink()  # the names have the other order: the first search reads both
+    safetensors.numpy.save_file({"b": arrays["w"], "c": arrays["w"] * 2}, place / "0.safetensors")
+    init_two = {"x": jnp.zeros((4, 4)), "y": jnp.zeros((4, 4)), "head": jnp.ones(4)}
+    start = backstay.StartFrom(
+        str(place), mapping=lambda name, found: {"x": "c", "y": "b"}.get(name), missing="init", unexpected="ignore"
+    )
+    _, stored = trained(
+        tmp_path,
+        init=lambda key: init_two,
+        loss=lambda params, batch: jnp.sum((batch @ (params["x"] + params["y"]) @ params["head"]) ** 2),
+        frozen=lambda name: name != "head",
+        start_from=start,
+    )
+    read, count = _Tensor.__call__, iter(range(100))
+
+    def torn(tensor):
+        array = read(tensor)
+        return array + 1 if next(count) >= 2 else array
+
+    monkeypatch.setattr(_Tensor, "__call__", torn)
+    with pytest.raises(CheckpointError, match=r"b in .* was changed while it was read"):
+        backstay.load(stored, base=True)
+
+
+@pytest.mark.parametrize("by_init", [True, False])
+def test_a_mapping_that_computes_with_an_array_of_init_is_refused(base, tmp_path, by_init):
+    """For example, the merge of adapters into a base would silently return the base alone."""
+    _, arrays = base
+    whole = {"base.w": arrays["w"], "base.codes": arrays["codes"], "head.0": np.ones(4, np.float32)}
+    safetensors.numpy.save_file(whole, tmp_path / "model.safetensors")
+    _, stored = trained(tmp_path, **({} if by_init else {"start_from": str(tmp_path / "model.safetensors")}))
+
+    def merge(name, found):
+        return found["base.w"] + found["head.0"] if name == "base.w" else name
+
+    start = backstay.StartFrom(stored, mapping=merge, unexpected="ignore")
+    if by_init:
+        with pytest.raises(CheckpointError, match=r"the mapping computes base.w from base.w, which has no array: init"):
+            unfrozen(tmp_path, start)
+    else:
+        head = backstay.load(stored).params["head"][0]
+        np.testing.assert_array_equal(unfrozen(tmp_path, start)["base"]["w"], arrays["w"] + head)
+    kept = backstay.StartFrom(stored, mapping=lambda name, found: name)
+    assert_equal(
+        unfrozen(tmp_path, kept), trained(tmp_path / "same", start_from=stored, steps=0, checkpoint=None)[0].params
+    )
+
+
+PARTS = {
+    "another shape": ({"base.w": np.ones((2, 2), np.float32), "base.codes": CODES}, {"shapes": "init"}),
+    "another array of this name": (
+        {"base.w": np.ones((4, 4), np.float32), "base.codes": CODES},
+        {"mapping": lambda name, found: None if name == "base.w" else name, "unexpected": "ignore"},
+    ),
+    "only what trains": ({"head.0": np.ones(4, np.float32)}, {}),
+    "changed by the mapping": (
+        {"codes": CODES},
+        {"mapping": lambda name, found: found["codes"][::-1] if name == "base.codes" else None, "unexpected": "ignore"},
+    ),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_what_init_made_of_a_base_is_made_again(tmp_path, part):
+    """The file has no array for it, or another one."""
+    tensors, settings = PARTS[part]
+    safetensors.numpy.save_file(tensors, tmp_path / "part.safetensors")
+    start = backstay.StartFrom(str(tmp_path / "part.safetensors"), missing="init", **settings)
+    result, stored = trained(tmp_path, start_from=start)
+    again = backstay.StartFrom(stored, base=start) if part == "changed by the mapping" else stored
+    assert_equal(unfrozen(tmp_path, again), result.params)
+    with pytest.raises(CheckpointError, match="If init made it, give all parameters as `base`"):
+        backstay.load(stored, base=True)
+    with pytest.raises(CheckpointError, match=r"init now makes others: base.*Use the same init and seed"):
+        unfrozen(tmp_path, again, init=lambda key: jax.tree.map(lambda leaf: leaf * 0, init(key)))
+
+
+def test_a_damaged_base_is_reported_as_damaged(tmp_path):
+    """The job has translated its names, so the search reads all arrays."""
+
+    def product(params, batch):
+        return jnp.sum(batch @ next(value for name, value in params.items() if name != "head") @ params["head"])
+
+    model = {"w": jnp.eye(4), "head": jnp.ones(4)}
+    _, first = trained(tmp_path, init=lambda key: model, loss=product, frozen=None, average=None)
+    renamed = backstay.StartFrom(first, mapping=lambda name, found: {"other": "w"}.get(name, name))
+    settings = {"frozen": lambda name: name == "other", "checkpoint": str(tmp_path / "second")}
+    model = {"other": jnp.eye(4), "head": jnp.ones(4)}
+    trained(tmp_path, init=lambda key: model, loss=product, start_from=renamed, **settings)
+    for shard in (tmp_path / "stored").glob("*.safetensors"):
+        data = bytearray(shard.read_bytes())
+        data[-1] ^= 1
+        shard.write_bytes(data)
+    with pytest.raises(CheckpointError, match="is damaged: its SHA-256 is not the manifest"):
+        backstay.load(str(tmp_path / "second"), base=True)
+
+
+def test_a_place_that_was_relative_is_named(tmp_path, monkeypatch):
+    model = {"base.w": np.eye(4, dtype=np.float32), "base.codes": CODES, "head.0": np.ones(4, np.float32)}
+    safetensors.numpy.save_file(model, tmp_path / "model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    result, stored = trained(tmp_path, start_from="model.safetensors")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="The job named this place relative to its folder: give it as `base`"):
+        backstay.load(stored, base=True)
+    assert_equal(backstay.load(stored, base=tmp_path / "model.safetensors").params, result.params)
+
+
+def test_a_dtype_that_safetensors_lacks_is_named(tmp_path):
+    small = {"base": {"w": jnp.eye(4), "codes": jnp.arange(8, dtype=jnp.int4)}, "head": (jnp.ones(4),)}
+    _, stored = trained(tmp_path, init=lambda key: small, loss=lambda p, b: jnp.sum(b @ p["base"]["w"] @ p["head"][0]))
+    with pytest.raises(CheckpointError, match=r"safetensors has no dtype int4, that of base\.codes"):
+        backstay.export(stored, str(tmp_path / "all.safetensors"), base=small)
+    assert not (tmp_path / "all.safetensors").exists()
+    backstay.export(stored, str(tmp_path / "orbax"), "orbax", base=small)
+    assert backstay.load(stored, base=small).params["base"]["codes"].dtype.name == "int4"
 
 
 def test_one_array_of_an_orbax_checkpoint_may_begin_two_parameters(tmp_path):

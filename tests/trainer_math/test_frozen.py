@@ -253,6 +253,35 @@ def test_a_changed_bit_changes_the_digest(data, draw):
     assert digest_of(data) != before
 
 
+@given(st.integers(0, 63), st.integers(1, 300), st.integers(0, 2**32 - 1))
+def test_the_same_bit_of_several_words_changes_the_digest(bit, count, seed):
+    """For example, the signs of several numbers change: their sums must not cancel."""
+    rng = np.random.default_rng(seed)
+    words = rng.integers(0, 2**64, size=400, dtype=np.uint64)
+    other = words.copy()
+    other[rng.choice(400, count, replace=False)] ^= np.uint64(1 << bit)
+    assert digest_of(other) != digest_of(words)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16, np.complex64])
+def test_a_base_and_its_negative_have_other_digests(dtype):
+    values = np.random.default_rng(0).normal(size=(64, 64)).astype(dtype)
+    others = [-values, values * np.where(np.arange(64) % 2, 1, -1).astype(dtype), values.conj()]
+    digests = {digest_of(each) for each in (values, *others[: 3 if dtype == np.complex64 else 2])}
+    assert len(digests) == (4 if dtype == np.complex64 else 3)
+
+
+def test_masks_with_two_other_flags_have_other_digests():
+    rng = np.random.default_rng(0)
+    mask = rng.random(4096) < 0.5
+    digests = {digest_of(mask)}
+    for _ in range(2000):
+        other = mask.copy()
+        other[rng.choice(512, 2, replace=False) * 8 + 7] ^= True
+        digests.add(digest_of(other))
+    assert len(digests) > 1980  # some pairs are drawn twice
+
+
 @given(KINDS, st.integers(2, 40))
 def test_dtype_and_shape_belong_to_the_digest(dtype, size):
     array = np.zeros(size, dtype)

@@ -15,7 +15,7 @@ Readers read only files that a manifest names.
 from __future__ import annotations
 
 from ._files import Folder, PosixFolder, open_folder, same_place
-from ._formats import BaseNeeded, Exported, StartFrom, export, fix, read_start
+from ._formats import BaseNeeded, Exported, MadeByInit, StartFrom, export, fix, read_start
 from ._history import (
     AgreedFrozen,
     CheckpointWriter,
@@ -80,6 +80,7 @@ __all__ = [
     "Interrupted",
     "JobIdentity",
     "LeaseTimes",
+    "MadeByInit",
     "Manifest",
     "ManifestLeaf",
     "ManifestName",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CheckpointError
 
 if TYPE_CHECKING:
-    from .._checkpoint import FrozenRecord, Origin, StartFrom
+    from .._checkpoint import FrozenRecord, MadeByInit, Origin, StartFrom
     from .._transport import Agreement
     from .._update import LeafSpec, TreeSpec
 
@@ -213,12 +213,12 @@ class Beginning:
         return values
 
     def _made_again(
-        self, leaves: tuple[LeafSpec, ...], keep: Callable[[Any], list[Any]], digests: Mapping[int, str]
+        self, leaves: tuple[LeafSpec, ...], keep: Callable[[Any], list[Any]], of_init: Mapping[int, MadeByInit]
     ) -> dict[int, Any]:
         """The values of leaves that `init` made for the job of a checkpoint, in which they were frozen.
 
         Args:
-            digests: the digests of these values, by the number of the leaf.
+            of_init: these leaves, by number.
 
         Raises:
             CheckpointError: `init` makes other values now.
@@ -228,21 +228,22 @@ class Beginning:
         from .._compute import initial
         from .._update import digest_of, some_of
 
-        if not digests:
+        if not of_init:
             return {}
         with _on_processor():
             made: list[Any] = initial(
-                self._init, self._seed, lambda model: [keep(model)[number] for number in digests], compiled=False
+                self._init, self._seed, lambda model: [keep(model)[number] for number in of_init], compiled=False
             )
-        found = dict(zip(digests, made, strict=True))
+        found = dict(zip(of_init, made, strict=True))
         if other := [
-            leaves[number].path for number, value in found.items() if digest_of(np.asarray(value)) != digests[number]
+            number for number, value in found.items() if digest_of(np.asarray(value)) != of_init[number].digest
         ]:
             assert self._start_from is not None
+            names, why = some_of([leaves[number].path for number in other]), of_init[other[0]].why
             raise CheckpointError(
-                f"start_from: {self._start_from.uri} was trained beside frozen parameters that init made, and init "
-                f"now makes others: {some_of(other)} ({len(other)} in all). Use the same init and seed. If "
-                "these arrays are those of a file, and the job had a mapping that changes them, give it: "
+                f"start_from: {why or f'{self._start_from.uri} was trained beside frozen parameters that init made'}, "
+                f"and init now makes others: {names} ({len(other)} in all). Use the same init and seed. If these "
+                "arrays are those of a file, and the job had a mapping that changes them, give it: "
                 "StartFrom(uri, base=StartFrom(..., mapping=...))"
             )
         return found

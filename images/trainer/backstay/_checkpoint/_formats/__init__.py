@@ -10,6 +10,6 @@ from __future__ import annotations
 from ._arrays import fix
 from ._base import BaseNeeded, frozen_values
 from ._export import Exported, export
-from ._start import StartFrom, read_start
+from ._start import MadeByInit, StartFrom, read_start
 
-__all__ = ["BaseNeeded", "Exported", "StartFrom", "export", "fix", "frozen_values", "read_start"]
+__all__ = ["BaseNeeded", "Exported", "MadeByInit", "StartFrom", "export", "fix", "frozen_values", "read_start"]

@@ -9,7 +9,8 @@ import contextlib
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from json import JSONDecodeError
 from pathlib import Path
@@ -80,6 +81,11 @@ class Arrays(Mapping[str, NDArray[np.generic]]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._readers
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """The shape of an array; None if it is known only after a read."""
+        reader = self._readers[name]
+        return tuple(reader.shape) if isinstance(reader, _Tensor) else None
 
 
 def fix(uri: str, skip: Callable[[Origin], bool] | None = None) -> str:
@@ -210,36 +216,58 @@ def _tensors_of_file(name: str, path: str) -> dict[str, Callable[[], NDArray[np.
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{name} is not a safetensors file: {error}") from error
     header.pop("__metadata__", None)
-    return {tensor: partial(_read_tensor, name, path, tensor, entry, 8 + length) for tensor, entry in header.items()}
+    return {
+        tensor: _Tensor(f"{name}: the tensor {tensor!r}", path, 8 + length, entry) for tensor, entry in header.items()
+    }
 
 
-def _read_tensor(name: str, path: str, tensor: str, entry: Mapping[str, Any], first: int) -> NDArray[np.generic]:
-    """One tensor, in memory where XLA can use it without a copy. `first`: where the data begin in the file.
+@dataclass(frozen=True)
+class _Tensor:
+    """Reads one tensor of a safetensors file.
 
-    Raises:
-        CheckpointError: the tensor has a dtype that is not supported, or the file has become shorter.
-        StorageError: the file cannot be read now.
+    Attributes:
+        what: the file and the tensor, for errors.
+        first: the position of the first data in the file.
+        entry: the entry of the file's header.
     """
-    dtype = STORED.get(entry["dtype"])
-    if dtype is None:
-        raise CheckpointError(
-            f"{name}: the tensor {tensor!r} of dtype {entry['dtype']} cannot be read: must be one of "
-            f"{', '.join(STORED)}"
-        )
-    start, stop = entry["data_offsets"]
-    data = aligned_empty(stop - start).data
-    filled = 0
-    try:
-        with Path(path).open("rb", buffering=0) as file:
-            file.seek(first + start)
-            while filled < len(data):
-                count = file.readinto(data[filled:])
-                if not count:
-                    raise CheckpointError(f"{name}: the tensor {tensor!r} ends early: the file has become shorter")
-                filled += count
-    except OSError as error:
-        raise StorageError(f"cannot read {name}: {error}") from error
-    return np.frombuffer(data, dtype).reshape(entry["shape"])
+
+    what: str
+    path: str
+    first: int
+    entry: Mapping[str, Any]
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """The shape of the array."""
+        found: Sequence[int] = self.entry["shape"]
+        return found
+
+    def __call__(self) -> NDArray[np.generic]:
+        """Returns the tensor, in memory that XLA can use without a copy.
+
+        Raises:
+            CheckpointError: the tensor has a dtype that is not supported, or the file has become shorter.
+            StorageError: the file cannot be read now.
+        """
+        dtype = STORED.get(self.entry["dtype"])
+        if dtype is None:
+            raise CheckpointError(
+                f"{self.what} of dtype {self.entry['dtype']} cannot be read: must be one of {', '.join(STORED)}"
+            )
+        start, stop = self.entry["data_offsets"]
+        data = aligned_empty(stop - start).data
+        filled = 0
+        try:
+            with Path(self.path).open("rb", buffering=0) as file:
+                file.seek(self.first + start)
+                while filled < len(data):
+                    count = file.readinto(data[filled:])
+                    if not count:
+                        raise CheckpointError(f"{self.what} ends early: the file has become shorter")
+                    filled += count
+        except OSError as error:
+            raise StorageError(f"cannot read {Path(self.path).name}: {error}") from error
+        return np.frombuffer(data, dtype).reshape(self.entry["shape"])
 
 
 def _files(uri: str, opened: contextlib.ExitStack) -> Iterator[tuple[str, str]]:

@@ -20,7 +20,7 @@ _SHOWN = 5
 
 
 class BaseNeeded(CheckpointError):  # noqa: N818
-    """Frozen parameters that `init` made have no place: the caller must give them."""
+    """Frozen parameters have no place, such as those that `init` made: the caller must give them."""
 
 
 def frozen_values(manifest: Manifest, base: Any) -> dict[str, NDArray[np.generic]]:
@@ -54,8 +54,8 @@ def _read(manifest: Manifest, record: FrozenRecord, base: bool | str | os.PathLi
             return [arrays[leaf.path] for leaf in record.leaves]
         except MadeByInit as made:
             raise BaseNeeded(
-                f"{arrays.where} has no array for {made.name}. If init made it, give all parameters as `base`. "
-                "If the job had a mapping that changes arrays, give it: base=StartFrom(uri, mapping=...)"
+                f"{made.why or made.name}. If init made it, give all parameters as `base`. If the job had a mapping "
+                "that changes arrays, give it: base=StartFrom(uri, mapping=...)"
             ) from made
 
 

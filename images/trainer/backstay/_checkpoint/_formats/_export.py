@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ..._update import MODEL_STATE, merged
 from ...errors import CheckpointError, ConfigurationError
+from .._dtypes import BY_NAME
 from .._files import open_folder
 from .._manifest import Manifest
 from .._names import MANIFEST_SUFFIX
@@ -157,6 +158,12 @@ def _write_safetensors(out: str, named: Mapping[str, NDArray[np.generic]], metad
         parts = _parts(named)
         names = [f"{_NAME}-{number:05d}-of-{len(parts):05d}{_SUFFIX}" for number in range(1, len(parts) + 1)]
         files = list(zip(names if len(parts) > 1 else [_NAME + _SUFFIX], parts, strict=True))
+    if without := {name: array.dtype.name for name, array in named.items() if array.dtype.name not in BY_NAME}:
+        name, dtype = next(iter(without.items()))
+        raise CheckpointError(
+            f"safetensors has no dtype {dtype}, that of {name} ({len(without)} of {len(named)} arrays): use "
+            "format='orbax', or a base with another dtype"
+        )
     for name, arrays in files:
         folder.write(name, _filling(arrays, metadata))
     if len(files) > 1:

@@ -7,7 +7,8 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, Final, Literal
 from urllib.parse import unquote
 
@@ -84,11 +85,18 @@ class StartFrom:
 
 
 class MadeByInit(Exception):  # noqa: N818
-    """`init` made this array for the job of a checkpoint, beside others that were read."""
+    """`init` made this array for the job of a checkpoint, or a place has another one. `init` decides: its result is
+    compared with the digest.
 
-    def __init__(self, name: str, digest: str) -> None:
+    Attributes:
+        name: the name of the array.
+        digest: the digest that the checkpoint has for it.
+        why: the result of looking for it; empty: it was certain that there is no array.
+    """
+
+    def __init__(self, name: str, digest: str, why: str = "") -> None:
         super().__init__(name)
-        self.name, self.digest = name, digest
+        self.name, self.digest, self.why = name, digest, why
 
 
 @dataclass
@@ -122,11 +130,11 @@ class StartValues:
 
     Attributes:
         values: in the order of the leaves; None for a leaf that begins as `init` returns it.
-        of_init: for some of these leaves, by number, the digest of their value, which was frozen in a checkpoint.
+        of_init: some of these leaves, by number, which were frozen beside a checkpoint and have no array.
     """
 
     values: list[_Array | None]
-    of_init: dict[int, str]
+    of_init: dict[int, MadeByInit]
 
 
 def read_start(
@@ -144,25 +152,23 @@ def read_start(
             unexpected or of another shape.
         Exception: any that the mapping raises, except the one for an array that does not exist.
     """
-    report, values, of_init = _StartReport(), list[_Array | None](), dict[int, str]()
+    report, values, of_init = _StartReport(), list[_Array | None](), dict[int, MadeByInit]()
     everyone = [*leaves, *(others or ())]
     with _opened(start, fixed) as arrays:
         begin = _collection(arrays, everyone) if start.mapping is None else ""
         for number, leaf in enumerate(leaves):
-            digest = arrays.of_init.get(leaf.path) if leaf.trained else None
             try:
                 found = _find(arrays, begin, leaf) if start.mapping is None else _mapped(start.mapping, arrays, leaf)
             except MadeByInit as made:
-                found, digest = leaf.name, made.digest
+                of_init[number] = made
                 arrays.read_names.add(made.name)
-            if not isinstance(found, str):
-                values.append(_fitted(found, leaf, report, start.shapes))
+                values.append(None)
                 continue
-            values.append(None)
-            if digest is not None:
-                of_init[number] = digest
-            else:
+            if isinstance(found, str):
                 (report.missing if leaf.trained else report.stateless).append(found)
+                values.append(None)
+            else:
+                values.append(_fitted(found, leaf, report, start.shapes))
         report.taken = sum(value is not None for value in values) + len(of_init)
         elsewhere = sum(_exists(start, arrays, begin, leaf) for leaf in others or ())
         of_model = (begin, *_STATES) if any(not leaf.trained for leaf in everyone) else (begin,)
@@ -234,7 +240,11 @@ def _frozen_arrays(stack: contextlib.ExitStack, base: Any, record: FrozenRecord)
 
 class _Beside:
     """The place of the arrays that were frozen beside a checkpoint. Their digests identify them: a job may have
-    translated their names, and its mapping is not stored."""
+    translated their names, and its mapping is not stored.
+
+    Attributes:
+        of_init: the digests of the arrays that have no place, by their paths.
+    """
 
     def __init__(self, stack: contextlib.ExitStack, base: Any, record: FrozenRecord) -> None:
         if base is True:
@@ -242,65 +252,82 @@ class _Beside:
         else:
             self._start = base if isinstance(base, StartFrom) else StartFrom(os.fspath(base))
             fixed = fix(self._start.uri)
-        self._arrays = stack.enter_context(_opened(self._start, fixed))
+        try:
+            self._arrays = stack.enter_context(_opened(self._start, fixed))
+        except CheckpointError as error:
+            if base is not True or "://" in fixed or Path(fixed).is_absolute():
+                raise
+            raise CheckpointError(
+                f"{error}. The job named this place relative to its folder: give it as `base`"
+            ) from error
         self._digests = {leaf.path: leaf.digest for leaf in record.leaves}
         self._specs = {
             leaf.path: LeafSpec(leaf.path, tuple(leaf.shape), np.dtype(jnp.dtype(leaf.dtype))) for leaf in record.leaves
         }
         self._begin = _collection(self._arrays, list(self._specs.values()))
         self.of_init = {path: digest for path, digest in self._digests.items() if path in self._arrays.of_init}
+        self._rest = iter(self._arrays)
+        self._names: dict[str, str] = {}  # the digests of arrays that were read in the search for others -> their names
+        self._unreadable = ""
 
     def read(self, path: str) -> _Array:
         """An array with the digest of the checkpoint.
 
         Raises:
-            CheckpointError: there is none.
-            MadeByInit: there is none, and there are arrays of other leaves.
+            CheckpointError: the array cannot be read.
+            MadeByInit: no array has the digest.
         """
         spec, digest, report = self._specs[path], self._digests[path], _StartReport()
-        mapping = self._start.mapping
-        named = _find(self._arrays, self._begin, spec) if mapping is None else _mapped(mapping, self._arrays, spec)
+        mapping, where = self._start.mapping, self._arrays.where
+        try:
+            named = _find(self._arrays, self._begin, spec) if mapping is None else _mapped(mapping, self._arrays, spec)
+        except MadeByInit as made:
+            named = made.name
         value = None if isinstance(named, str) else _fitted(named, spec, report, "error")
         if value is not None and digest_of(value) == digest:
             return value
-        if digest in self._by_digest:
-            value = _fitted(self._arrays[self._by_digest[digest]], spec, report, "error")
-            assert value is not None
+        if (found := self._search(spec, digest)) is not None:
+            return found
+        if isinstance(named, str):
+            why = f"is not there{self._unreadable}"
+        else:
+            why = "differs" if value is not None else f"does not fit:{report.text()}"
+        why = f"the checkpoint was trained beside a frozen {path}, whose array in {where} {why}"
+        raise MadeByInit(path, digest, why)
+
+    def _search(self, spec: LeafSpec, digest: str) -> _Array | None:
+        """An array with this digest under any name. The place is read once, and not further than needed.
+
+        Raises:
+            CheckpointError: an array was changed after its digest was computed.
+        """
+        if digest in self._names:
+            value = _fitted(self._arrays[self._names[digest]], spec, _StartReport(), "error")
+            if value is None or digest_of(value) != digest:
+                raise CheckpointError(f"{self._names[digest]} in {self._arrays.where} was changed while it was read")
             return value
-        if isinstance(named, str) and mapping is None and self._has_others:
-            raise MadeByInit(path, digest)
-        why = (
-            "is not there"
-            if isinstance(named, str)
-            else "differs"
-            if value is not None
-            else f"does not fit:{report.text()}"
-        )
-        raise CheckpointError(
-            f"the checkpoint was trained beside a frozen {path}, whose array in {self._arrays.where} {why}. If its job "
-            "had a mapping that changes arrays, give it: base=StartFrom(uri, mapping=...)"
-        )
-
-    @property
-    def _has_others(self) -> bool:
-        specs = self._specs.values()
-        return bool(self.of_init or self._by_digest) or any(_name_of(self._arrays, self._begin, spec) for spec in specs)
-
-    @cached_property
-    def _by_digest(self) -> dict[str, str]:
-        """The names of arrays by the digests of the checkpoint. Reads the whole place."""
-        wanted, found = set(self._digests.values()), dict[str, str]()
-        kinds = {(spec.shape, spec.dtype): spec for spec in self._specs.values()}.values()
-        for name in self._arrays:
-            with contextlib.suppress(CheckpointError, MadeByInit):
+        shapes = {one.shape for one in self._specs.values()}
+        for name in self._rest:
+            if self._arrays.shape_of(name) not in (None, *shapes):
+                continue
+            try:
                 array = self._arrays[name]
-                for spec in kinds:
-                    if array.shape != spec.shape:
-                        continue
-                    value = _fitted(array, spec, _StartReport(), "error")
-                    if value is not None and (digest := digest_of(value)) in wanted:
-                        found.setdefault(digest, name)
-        return found
+            except MadeByInit:
+                continue
+            except CheckpointError as error:
+                self._unreadable = self._unreadable or f", and {error}"
+                continue
+            for found, value in self._as_leaves(array):
+                self._names.setdefault(found, name)
+                if found == digest:
+                    return value
+        return None
+
+    def _as_leaves(self, array: _Array) -> Iterator[tuple[str, _Array]]:
+        """The array as each kind of leaf that it fits, with its digest."""
+        for spec in {(one.shape, one.dtype): one for one in self._specs.values()}.values():
+            if array.shape == spec.shape and (value := _fitted(array, spec, _StartReport(), "error")) is not None:
+                yield digest_of(value), value
 
 
 def _collection(arrays: Arrays, leaves: Sequence[LeafSpec]) -> str:
@@ -313,10 +340,13 @@ def _collection(arrays: Arrays, leaves: Sequence[LeafSpec]) -> str:
 
 def _exists(start: StartFrom, arrays: Arrays, begin: str, leaf: LeafSpec) -> bool:
     """Whether a leaf has a value, whose name counts as read then."""
+    if start.mapping is not None:
+        try:
+            return not isinstance(_mapped(start.mapping, arrays, leaf), str)
+        except MadeByInit:
+            return True
     if leaf.trained and leaf.path in arrays.of_init:
         return True
-    if start.mapping is not None:
-        return not isinstance(_mapped(start.mapping, arrays, leaf), str)
     name = _name_of(arrays, begin, leaf)
     if name is not None:
         arrays.read_names.add(name)
@@ -325,6 +355,8 @@ def _exists(start: StartFrom, arrays: Arrays, begin: str, leaf: LeafSpec) -> boo
 
 def _find(arrays: Arrays, begin: str, leaf: LeafSpec) -> _Array | str:
     """The array with a parameter's name; the name itself when there is no such array."""
+    if leaf.trained and leaf.path in arrays.of_init:
+        raise MadeByInit(leaf.path, arrays.of_init[leaf.path])
     name = _name_of(arrays, begin, leaf)
     return leaf.name if name is None else arrays[name]
 
@@ -344,11 +376,26 @@ def _name_of(arrays: Arrays, begin: str, leaf: LeafSpec) -> str | None:
 def _mapped(mapping: Callable[[str, Mapping[str, _Array]], Mapped], arrays: Arrays, leaf: LeafSpec) -> _Array | str:
     try:
         found = mapping(leaf.name, arrays)
-        if isinstance(found, str):
-            found = arrays[found]
     except MissingArray as error:
-        return f"{leaf.name} (the mapping looked up {error.args[0]})"
+        if error.args[0] not in arrays.of_init:
+            return f"{leaf.name} (the mapping looked up {error.args[0]})"
+        raise _not_for_mappings(leaf.name, error.args[0], arrays.where) from error
+    except MadeByInit as made:
+        raise _not_for_mappings(leaf.name, made.name, arrays.where) from made
+    if isinstance(found, str):
+        if found in arrays.of_init:
+            raise MadeByInit(found, arrays.of_init[found])
+        if found not in arrays:
+            return f"{leaf.name} (the mapping looked up {found})"
+        found = arrays[found]
     return leaf.name if found is None else np.asarray(found)
+
+
+def _not_for_mappings(name: str, of_init: str, where: str) -> CheckpointError:
+    return CheckpointError(
+        f"start_from: the mapping computes {name} from {of_init}, which has no array: init made it beside {where}. "
+        f"Write all parameters to a file, and start from it: backstay.export({where!r}, ..., base=init(key))"
+    )
 
 
 def _fitted(array: _Array, leaf: LeafSpec, report: _StartReport, shapes: str) -> _Array | None:
