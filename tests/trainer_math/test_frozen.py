@@ -255,7 +255,7 @@ def test_a_changed_bit_changes_the_digest(data, draw):
 
 @given(st.integers(0, 63), st.integers(1, 300), st.integers(0, 2**32 - 1))
 def test_the_same_bit_of_several_words_changes_the_digest(bit, count, seed):
-    """For example, the signs of several numbers change: their sums must not cancel."""
+    """For example, the signs of several numbers change. Their sums must not cancel."""
     rng = np.random.default_rng(seed)
     words = rng.integers(0, 2**64, size=400, dtype=np.uint64)
     other = words.copy()
