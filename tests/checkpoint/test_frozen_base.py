@@ -12,7 +12,7 @@ import safetensors.numpy
 
 import backstay
 from backstay._checkpoint.__main__ import main
-from backstay._checkpoint._formats._arrays import _Tensor
+from backstay._checkpoint._formats._arrays import TensorReader
 from backstay.errors import CheckpointError, ConfigurationError
 
 CODES = np.arange(-4, 4, dtype=ml_dtypes.float8_e4m3fn)
@@ -217,8 +217,10 @@ def test_a_base_that_is_partly_in_a_file_is_read_and_made_again(tmp_path):
 
 def reads(monkeypatch):
     """The names of the tensors that are read, in order."""
-    found, read = [], _Tensor.__call__
-    monkeypatch.setattr(_Tensor, "__call__", lambda tensor: (found.append(tensor.what.split("'")[1]), read(tensor))[1])
+    found, read = [], TensorReader.__call__
+    monkeypatch.setattr(
+        TensorReader, "__call__", lambda tensor: (found.append(tensor.what.split("'")[1]), read(tensor))[1]
+    )
     return found
 
 
@@ -274,13 +276,13 @@ def test_an_array_that_changes_while_a_base_is_read_is_refused(base, tmp_path, m
         frozen=lambda name: name != "head",
         start_from=start,
     )
-    read, count = _Tensor.__call__, iter(range(100))
+    read, count = TensorReader.__call__, iter(range(100))
 
     def torn(tensor):
         array = read(tensor)
         return array + 1 if next(count) >= 2 else array
 
-    monkeypatch.setattr(_Tensor, "__call__", torn)
+    monkeypatch.setattr(TensorReader, "__call__", torn)
     with pytest.raises(CheckpointError, match=r"b in .* was changed while it was read"):
         backstay.load(stored, base=True)
 

@@ -85,7 +85,7 @@ class Arrays(Mapping[str, NDArray[np.generic]]):
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """The shape of an array; None if it is known only after a read."""
         reader = self._readers[name]
-        return tuple(reader.shape) if isinstance(reader, _Tensor) else None
+        return tuple(reader.shape) if isinstance(reader, TensorReader) else None
 
 
 def fix(uri: str, skip: Callable[[Origin], bool] | None = None) -> str:
@@ -217,12 +217,13 @@ def _tensors_of_file(name: str, path: str) -> dict[str, Callable[[], NDArray[np.
         raise CheckpointError(f"{name} is not a safetensors file: {error}") from error
     header.pop("__metadata__", None)
     return {
-        tensor: _Tensor(f"{name}: the tensor {tensor!r}", path, 8 + length, entry) for tensor, entry in header.items()
+        tensor: TensorReader(f"{name}: the tensor {tensor!r}", path, 8 + length, entry)
+        for tensor, entry in header.items()
     }
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class TensorReader:
     """Reads one tensor of a safetensors file.
 
     Attributes:

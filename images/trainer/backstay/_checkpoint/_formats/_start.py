@@ -255,7 +255,8 @@ class _Beside:
         try:
             self._arrays = stack.enter_context(_opened(self._start, fixed))
         except CheckpointError as error:
-            if base is not True or "://" in fixed or Path(fixed).is_absolute():
+            place = Path(self._start.uri)
+            if base is not True or "://" in fixed or place.is_absolute() or place.exists():
                 raise
             raise CheckpointError(
                 f"{error}. The job named this place relative to its folder: give it as `base`"
