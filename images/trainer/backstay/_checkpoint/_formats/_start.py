@@ -265,6 +265,9 @@ class _Beside:
         self._specs = {
             leaf.path: LeafSpec(leaf.path, tuple(leaf.shape), np.dtype(jnp.dtype(leaf.dtype))) for leaf in record.leaves
         }
+        self._kinds: dict[tuple[int, ...], dict[Any, LeafSpec]] = {}  # by shape and dtype
+        for spec in self._specs.values():
+            self._kinds.setdefault(spec.shape, {})[spec.dtype] = spec
         self._begin = _collection(self._arrays, list(self._specs.values()))
         self.of_init = {path: digest for path, digest in self._digests.items() if path in self._arrays.of_init}
         self._rest = iter(self._arrays)
@@ -307,9 +310,9 @@ class _Beside:
             if value is None or digest_of(value) != digest:
                 raise CheckpointError(f"{self._names[digest]} in {self._arrays.where} was changed while it was read")
             return value
-        shapes = {one.shape for one in self._specs.values()}
         for name in self._rest:
-            if self._arrays.shape_of(name) not in (None, *shapes):
+            shape = self._arrays.shape_of(name)
+            if shape is not None and shape not in self._kinds:
                 continue
             try:
                 array = self._arrays[name]
@@ -326,8 +329,8 @@ class _Beside:
 
     def _as_leaves(self, array: _Array) -> Iterator[tuple[str, _Array]]:
         """The array as each kind of leaf that it fits, with its digest."""
-        for spec in {(one.shape, one.dtype): one for one in self._specs.values()}.values():
-            if array.shape == spec.shape and (value := _fitted(array, spec, _StartReport(), "error")) is not None:
+        for spec in self._kinds.get(array.shape, {}).values():
+            if (value := _fitted(array, spec, _StartReport(), "error")) is not None:
                 yield digest_of(value), value
 
 
