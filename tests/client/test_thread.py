@@ -211,7 +211,7 @@ async def waits():
 async def one():
     return 1
 
-for _ in range(300):
+for _ in range(3000):
     try:
         thread.run(waits())
     except KeyboardInterrupt:
@@ -222,7 +222,7 @@ print(interrupted, cleaned, thread.run(one()))
 
 def test_ctrl_c_may_come_while_the_call_is_being_made() -> None:
     done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, timeout=LONG, check=False)
-    assert (done.stdout, done.stderr) == ("300 300 1\n", "")
+    assert (done.stdout, done.stderr) == ("3000 3000 1\n", "")
 
 
 def test_an_unused_thread_costs_nothing() -> None:

@@ -254,11 +254,10 @@ def test_after_the_folder_was_lost_nothing_is_written(tmp_path: Path) -> None:
 def page(url: str) -> bytes:
     """The page, once it is the client's turn: a previous client's lasts a moment longer than its reading."""
 
-    def read() -> bytes | None:
+    def read() -> tuple[bytes] | None:
         try:
             with urllib.request.urlopen(url, timeout=LONG) as reply:
-                found: bytes = reply.read()
-                return found
+                return (reply.read(),)
         except urllib.error.HTTPError as error:
             with error:
                 if error.code != 503:
@@ -267,7 +266,7 @@ def page(url: str) -> bytes:
 
     answer = until(read)
     assert answer is not None
-    return answer
+    return answer[0]
 
 
 def test_one_client_at_a_time_reads_the_page() -> None:

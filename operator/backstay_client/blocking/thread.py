@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import os
+import queue
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from typing import Any, Generic, TypeVar
@@ -16,6 +17,9 @@ __all__ = ["LoopThread"]
 
 _CANCEL_SECONDS = 25.0
 """How long an interrupted call may take to clean up: an embedded cluster stops its processes within 20 s."""
+
+_LOOK_SECONDS = 0.5
+"""The longest time until a call notices an interruption."""
 
 _T = TypeVar("_T")
 
@@ -29,7 +33,7 @@ class LoopThread:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._loop: concurrent.futures.Future[asyncio.AbstractEventLoop] | None = None  # of `_thread`, once it runs
+        self._loop: asyncio.AbstractEventLoop | None = None  # of `_thread`
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
         self.closed = False
@@ -47,13 +51,11 @@ class LoopThread:
             loop = self._running()
             call = _BlockingCall(coroutine, self)
             loop.call_soon_threadsafe(call.begin)
-            return call.future.result()
-        except concurrent.futures.CancelledError:
-            raise RuntimeError("the client was closed during a call") from None
+            return call.result()
         except BaseException:
             if call is None:
                 coroutine.close()
-            elif not call.future.done():  # Ctrl-C, which may come before the loop has the call
+            elif not call.over:  # Ctrl-C, which may come before the loop has the call
                 call.cancel_in(loop)
             raise
 
@@ -80,13 +82,12 @@ class LoopThread:
         """Run `last`, and end the thread."""
         with self._lock:
             self.closed = True
-            started, thread = self._loop, self._thread
+            loop, thread = self._loop, self._thread
             self._loop = self._thread = None
-        if started is None or thread is None or os.getpid() != self._pid:
+        if loop is None or thread is None or os.getpid() != self._pid:
             if last is not None:
                 last.close()
             return
-        loop = started.result()
         if threading.current_thread() is thread:  # the garbage collector runs in any thread, and this one cannot wait
             self._ending = loop.create_task(_end(loop, last))
             return
@@ -103,31 +104,51 @@ class LoopThread:
             if self.closed:  # a new thread would have no end
                 raise BadInput("this client is closed")
             if self._loop is None:
-                started: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
-                thread = threading.Thread(target=_serve, args=(started,), name="backstay-client", daemon=True)
+                loop = asyncio.new_event_loop()
+                thread = threading.Thread(target=_serve, args=(loop,), name="backstay-client", daemon=True)
                 try:
-                    self._loop, self._thread = started, thread
+                    self._loop, self._thread = loop, thread
                     thread.start()
                 except BaseException:
                     if thread.ident is None:  # it did not start, so a later call would wait without end
                         self._loop = self._thread = None
+                        loop.close()
                     raise
             if threading.current_thread() is self._thread:
                 raise RuntimeError("a call of the blocking client was made in its own thread: use AsyncClient there")
-            return self._loop.result()
+            return self._loop
 
 
 class _BlockingCall(Generic[_T]):
     """One coroutine that a caller waits for. An interruption of the caller may come at any moment.
 
+    So the caller waits at a `SimpleQueue`. A `concurrent.futures.Future` has a lock in Python code, which the caller
+    would keep if the interruption came right after it took the lock. The loop would then wait for it without end.
+
     Attributes:
-        future: the result of the coroutine.
+        over: whether the coroutine has ended.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, _T], thread: LoopThread) -> None:
         self._coroutine, self._thread = coroutine, thread
         self._task: asyncio.Task[_T] | None = None
-        self.future: concurrent.futures.Future[_T] = concurrent.futures.Future()
+        self._ends: queue.SimpleQueue[asyncio.Task[_T] | None] = queue.SimpleQueue()
+        self.over = False
+
+    def result(self) -> _T:
+        """Wait for the result of the coroutine; called by the caller. Raises what the coroutine raises.
+
+        Raises:
+            RuntimeError: the client was closed during the call.
+        """
+        while True:
+            # A signal that the system gives to another thread does not end a wait: Python acts on it in between.
+            with contextlib.suppress(queue.Empty):
+                task = self._ends.get(timeout=_LOOK_SECONDS)
+                break
+        if task is None or task.cancelled():
+            raise RuntimeError("the client was closed during a call")
+        return task.result()
 
     def begin(self) -> None:
         """Run the coroutine; called in the loop."""
@@ -144,7 +165,8 @@ class _BlockingCall(Generic[_T]):
         except RuntimeError:  # the loop has ended
             self._abandon()
             return
-        concurrent.futures.wait([self.future], _CANCEL_SECONDS)
+        with contextlib.suppress(queue.Empty):
+            self._ends.get(timeout=_CANCEL_SECONDS)
 
     def _cancel(self) -> None:
         if self._task is None:
@@ -154,19 +176,13 @@ class _BlockingCall(Generic[_T]):
 
     def _abandon(self) -> None:
         self._coroutine.close()
-        self._cancelled()
+        self._ended(None)
 
-    def _cancelled(self) -> None:
-        self.future.cancel()
-        self.future.set_running_or_notify_cancel()  # wakes `concurrent.futures.wait`
-
-    def _ended(self, task: asyncio.Task[_T]) -> None:
-        if task.cancelled():
-            self._cancelled()
-        elif (error := task.exception()) is not None:
-            self.future.set_exception(error)
-        else:
-            self.future.set_result(task.result())
+    def _ended(self, task: asyncio.Task[_T] | None) -> None:
+        if task is not None and not task.cancelled():
+            task.exception()  # an interrupted caller does not read it
+        self.over = True
+        self._ends.put(task)
 
 
 async def _end(loop: asyncio.AbstractEventLoop, last: Coroutine[Any, Any, None] | None) -> None:
@@ -181,8 +197,6 @@ async def _closed(generator: AsyncGenerator[Any]) -> None:
     await generator.aclose()
 
 
-def _serve(started: concurrent.futures.Future[asyncio.AbstractEventLoop]) -> None:
-    with asyncio.Runner() as runner:  # cancels what is left
-        loop = runner.get_loop()
-        loop.call_soon(started.set_result, loop)
-        loop.run_forever()
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:  # cancels what is left
+        runner.get_loop().run_forever()

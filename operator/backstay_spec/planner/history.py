@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from backstay_spec import status
 from backstay_spec.causes import finite
-from backstay_spec.events import Event, normal, warning
+from backstay_spec.events import Event, normal, one_line, warning
 from backstay_spec.job_report import TermStart
 from backstay_spec.observed import Progress
 from backstay_spec.planner.facts import Facts
@@ -60,8 +60,8 @@ def judge(facts: Facts) -> Changes:
     found = [
         _term(facts, progress),
         _evaluation(facts, progress),
-        _leaves(facts, progress, "untrained_leaves", "ZeroGradients", _UNTRAINED),
-        _leaves(facts, progress, "unchanged_leaves", "UnchangedParameters", _UNCHANGED),
+        _leaves(facts, progress, "untrained_leaves", warning("ZeroGradients", _UNTRAINED)),
+        _leaves(facts, progress, "unchanged_leaves", warning("UnchangedParameters", _UNCHANGED)),
         _batches(facts, progress),
         _loss(facts, progress),
         _reports(facts, progress),
@@ -122,14 +122,14 @@ def _evaluation(facts: Facts, progress: Progress) -> Changes:
     return Changes((event,), {**fields, "metrics": finite(progress.report.metrics)})
 
 
-def _leaves(facts: Facts, progress: Progress, row: str, reason: str, template: str) -> Changes:
-    """A warning with the names of leaves, once in a job. `template` has ``{names}`` in their place."""
+def _leaves(facts: Facts, progress: Progress, row: str, event: Event) -> Changes:
+    """A warning with the names of leaves, once in a job. The message of `event` has ``{names}`` in their place."""
     names = list(getattr(progress.report, row))
     if not names or getattr(facts.old, row):
         return Changes()
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    text = template.format(names=", ".join(names[:_SHOWN]) + more)
-    return Changes((warning(reason, text),), {row: names[:_STORED]})
+    message = one_line(event.message.format(names=", ".join(names[:_SHOWN]) + more))
+    return Changes((replace(event, message=message),), {row: names[:_STORED]})
 
 
 def _batches(facts: Facts, progress: Progress) -> Changes:
