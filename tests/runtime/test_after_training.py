@@ -28,7 +28,7 @@ TIMES = Timeouts()
 def stored(job, tmp_path: Path, workers: int = 1, **environment: str):
     """A job with one server and a folder for checkpoints."""
     tiny = job(1, workers, checkpoint={"uri": str(tmp_path / CHECKPOINTS)})
-    tiny.environment = {"STEPS": "4", "JAX_ENABLE_X64": "1", **environment}
+    tiny.environment = {"STEPS": "4", "X64": "1", **environment}
     return tiny
 
 
@@ -157,7 +157,7 @@ def test_t7_t8_a_worker_that_is_killed_at_the_end_is_replaced_from_the_last_chec
 def test_t8_without_a_checkpoint_the_servers_wait_for_the_worker_that_comes_again(job, tmp_path: Path) -> None:
     """The replacement gets the result from the servers, which alone hold it (T8)."""
     tiny = job(2, 1)
-    tiny.environment = {"STEPS": "4", "JAX_ENABLE_X64": "1", ENV_FAULTS: "kill worker/0 @0 done"}
+    tiny.environment = {"STEPS": "4", "X64": "1", ENV_FAULTS: "kill worker/0 @0 done"}
     servers = [tiny.server(shard, 1) for shard in range(2)]
     assert tiny.worker(0, 1).wait() == KILLED
     comes = tiny.worker(0, 2)

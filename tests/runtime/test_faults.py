@@ -23,7 +23,7 @@ def test_t3_t4_connections_cut_and_frames_damaged_change_nothing_but_the_time(jo
         wire={"gradients": "Int4", "error_feedback": True},
     )
     tiny.environment = {
-        "JAX_ENABLE_X64": "1",
+        "X64": "1",
         "WIDTH": "600",
         "WIRE": "Int4,Exact,feedback",
         "STEPS": "12",
@@ -44,7 +44,7 @@ def test_t3_t4_connections_cut_and_frames_damaged_change_nothing_but_the_time(jo
 def test_t7_a_server_that_dies_before_a_file_is_renamed_leaves_the_checkpoint_before(job, tmp_path: Path) -> None:
     """T3, T6, T7: killed with the file written and not named; its successor takes the last whole one, in a new term."""
     tiny = job(2, 1, checkpoint={"uri": str(tmp_path / "checkpoints"), "every_steps": 4})
-    tiny.environment = {"JAX_ENABLE_X64": "1", "STEPS": "16", ENV_FAULTS: "kill server/1 @8 rename"}
+    tiny.environment = {"X64": "1", "STEPS": "16", ENV_FAULTS: "kill server/1 @8 rename"}
     coordinator, dies = tiny.server(0, 1), tiny.server(1, 1)
     worker = tiny.worker(0, 1, HOLD_AT="6")
     # No checkpoint of a version is written while the previous checkpoint is still being written.

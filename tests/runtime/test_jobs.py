@@ -28,7 +28,7 @@ def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
 def test_sync_is_the_plain_loop_though_a_worker_dies(job) -> None:
     """T1, T3, T4: SIGKILL in the middle, a replacement of the next incarnation; float64; clipped over two shards."""
     tiny = job(2, 2)
-    tiny.environment = {"JAX_ENABLE_X64": "1", "CLIP": "0.5", "STEPS": "12"}
+    tiny.environment = {"X64": "1", "CLIP": "0.5", "STEPS": "12"}
     for shard in range(2):
         tiny.server(shard)
     stays = tiny.worker(0)
@@ -49,7 +49,7 @@ def test_sync_is_the_plain_loop_though_a_worker_dies(job) -> None:
 def test_rounded_gradients_are_those_of_the_plain_loop_though_a_worker_dies(job) -> None:
     """T4: what a codec rounds depends on seed, step and rank alone, not on shards or deaths; the result is exact."""
     tiny = job(2, 2, wire={"gradients": "Int4", "parameters": "BFloat16"})
-    tiny.environment = {"JAX_ENABLE_X64": "1", "STEPS": "8", "WIDTH": "600", "WIRE": "Int4,BFloat16"}
+    tiny.environment = {"X64": "1", "STEPS": "8", "WIDTH": "600", "WIRE": "Int4,BFloat16"}
     for shard in range(2):
         tiny.server(shard)
     stays = tiny.worker(0)
@@ -69,7 +69,7 @@ def test_error_feedback_is_that_of_the_plain_loop_though_an_update_is_skipped(jo
     """T4: a rank whose contribution was finite keeps its residual when another rank's was not."""
     tiny = job(2, 2, wire={"gradients": "Int4", "error_feedback": True})
     tiny.environment = {
-        "JAX_ENABLE_X64": "1",
+        "X64": "1",
         "WIDTH": "600",
         "WIRE": "Int4,Exact,feedback",
         "STEPS": "6",
@@ -86,7 +86,7 @@ def test_t4_model_state_and_random_keys_though_a_worker_and_a_server_die(job, tm
     """T3, T4, T7: clipped, over two shards; a rollback; `load` has the same state."""
     uri = str(tmp_path / "checkpoints")
     tiny = job(2, 2, checkpoint={"uri": uri, "every_steps": 4})
-    tiny.environment = {"JAX_ENABLE_X64": "1", "CLIP": "0.5", "STEPS": "12", "STATE": "1"}
+    tiny.environment = {"X64": "1", "CLIP": "0.5", "STEPS": "12", "STATE": "1"}
     for shard in range(2):
         tiny.server(shard)
     stays = tiny.worker(0, HOLD_AT="10")
@@ -116,7 +116,7 @@ def test_t4_model_state_and_random_keys_though_a_worker_and_a_server_die(job, tm
 def test_a_server_restarts_from_the_newest_checkpoint(job, tmp_path: Path, shard: int) -> None:
     """T3, T4, T7: the others go back with it, in a higher term; the result is that of the plain loop."""
     tiny = job(2, 1, checkpoint={"uri": str(tmp_path / "checkpoints"), "every_steps": 4})
-    tiny.environment = {"JAX_ENABLE_X64": "1", "STEPS": "12"}
+    tiny.environment = {"X64": "1", "STEPS": "12"}
     for index in range(2):
         tiny.server(index)
     worker = tiny.worker(0, HOLD_AT="7")
@@ -137,7 +137,7 @@ def test_a_server_restarts_from_the_newest_checkpoint(job, tmp_path: Path, shard
 def test_backups_do_not_wait_for_a_rank_that_is_not_there(job) -> None:
     """T2: world 3, one backup, and rank 2 never starts. T4: parameters and state are those of the other two ranks."""
     tiny = job(1, 3, backups=1, log_format="json")
-    tiny.environment = {"JAX_ENABLE_X64": "1", "STATE": "1"}
+    tiny.environment = {"X64": "1", "STATE": "1"}
     tiny.server(0)
     for rank in range(2):
         tiny.worker(rank)
@@ -249,7 +249,7 @@ def test_a_script_that_raises_leaves_a_termination_message(job) -> None:
 def test_suspended_and_resumed_it_is_the_same_run(job, tmp_path: Path) -> None:
     """T3, T4, T7: SIGTERM to a worker, then to its server, which stores its state. The next incarnations continue."""
     tiny = job(1, 1, checkpoint={"uri": str(tmp_path / "checkpoints"), "every_steps": 1000})
-    tiny.environment = {"JAX_ENABLE_X64": "1", "STEPS": "12"}
+    tiny.environment = {"X64": "1", "STEPS": "12"}
     server = tiny.server(0)
     worker = tiny.worker(0, HOLD_AT="7")
     tiny.wait_for(worker, "step 6/12")

@@ -20,7 +20,7 @@ def test_t4_local_steps_are_the_plain_loop_though_a_worker_dies_between_two_of_t
     uri = str(tmp_path / "checkpoints")
     tiny = job(1, 2, checkpoint={"uri": uri, "every_steps": 2})
     local = json.dumps({"count": 3, "inner_state": "reset"})
-    tiny.environment = {"JAX_ENABLE_X64": "1", "CLIP": "0.5", "STEPS": "6", "STATE": "1", "LOCAL": local}
+    tiny.environment = {"X64": "1", "CLIP": "0.5", "STEPS": "6", "STATE": "1", "LOCAL": local}
     server = tiny.server(0)
     stays = tiny.worker(0)
     dies = tiny.worker(1, HOLD_AT="10")  # the second local step of the fourth update
@@ -43,7 +43,7 @@ def test_t4_steps_while_a_contribution_travels_are_those_of_the_plain_loop(job) 
     twice, except the first, which shows whether `batches` is a function of its key."""
     tiny = job(1, 2)
     local = json.dumps({"count": 3, "overlap": 2})
-    tiny.environment = {"JAX_ENABLE_X64": "1", "STEPS": "6", "STATE": "1", "LOCAL": local, "SAY_BATCHES": "1"}
+    tiny.environment = {"X64": "1", "STEPS": "6", "STATE": "1", "LOCAL": local, "SAY_BATCHES": "1"}
     tiny.start_all()
     assert [pod.wait() for pod in tiny.pods] == [0, 0, 0]
     assert_same(tiny, tiny.pods[1])
@@ -72,7 +72,7 @@ def test_t4_fragments_over_two_shards_are_the_plain_loop(job) -> None:
     """Only one fragment travels in an update, in both directions; the result is the whole model."""
     tiny = job(2, 2, wire={"gradients": "Int4", "parameters": "BFloat16"})
     local = json.dumps({"count": 4, "fragments": 2})
-    tiny.environment = {"JAX_ENABLE_X64": "1", "STEPS": "7", "WIDTH": "600", "LOCAL": local, "WIRE": "Int4,BFloat16"}
+    tiny.environment = {"X64": "1", "STEPS": "7", "WIDTH": "600", "LOCAL": local, "WIRE": "Int4,BFloat16"}
     tiny.start_all()
     assert [pod.wait() for pod in tiny.pods] == [0] * 4
     assert_same(tiny, tiny.pods[2])

@@ -12,7 +12,7 @@ from .operator_calls import progress
 def test_a_worker_that_receives_sigterm_leaves_in_the_middle_of_a_step(job) -> None:
     """O4, T4, T8: it exits with 143 long before its batch exists. The server drops it, and its successor continues."""
     tiny = job(1, 1)
-    tiny.environment = {"JAX_ENABLE_X64": "1"}
+    tiny.environment = {"X64": "1"}
     server, first = tiny.server(0), tiny.worker(0, HOLD_AT="3")
     tiny.wait_for(first, "step 3/8")
     first.process.send_signal(signal.SIGTERM)

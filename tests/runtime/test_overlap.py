@@ -92,7 +92,7 @@ def test_t5_a_contribution_that_was_computed_early_is_one_version_older(job) -> 
     """Without any staleness allowed, each of them is refused and computed again, as in one process."""
     tiny = job(1, 1, mode="Async", overlap=True, max_staleness=0)
     # The thread that prepares batches must not wait for a held one before step 4.
-    tiny.environment = {"JAX_ENABLE_X64": "1", "HOLD_AT": "8"}
+    tiny.environment = {"X64": "1", "HOLD_AT": "8"}
     tiny.start_all()
     tiny.wait_for(tiny.pods[0], "step 4/8")
     with urllib.request.urlopen(f"http://{tiny.pods[0].metrics}/metrics", timeout=LONG) as reply:

@@ -46,7 +46,7 @@ def test_standbys_continue_where_the_active_servers_were_killed(operated) -> Non
     """T3, T4: of shard 0, then of the other one; with model state; no checkpoint, no rollback, no step made again."""
     operator = operated(2, 2)
     tiny = operator.processes.job
-    tiny.environment |= {"JAX_ENABLE_X64": "1", "STEPS": "20", "CLIP": "0.5", "HOLD_AT": "4", "STATE": "1"}
+    tiny.environment |= {"X64": "1", "STEPS": "20", "CLIP": "0.5", "HOLD_AT": "4", "STATE": "1"}
     workers = started(operator)
     for shard, step, until in ((0, 5, 9), (1, 12, 16)):
         tiny.let(until)
@@ -69,7 +69,7 @@ def test_t8_updates_continue_while_a_standby_is_stopped_and_it_is_filled_again(o
     """T3, T4: the server continues once the operator has reported that it is still the active one."""
     operator = operated(2, 2)
     tiny = operator.processes.job
-    tiny.environment |= {"JAX_ENABLE_X64": "1", "STEPS": "12", "HOLD_AT": "4"}
+    tiny.environment |= {"X64": "1", "STEPS": "12", "HOLD_AT": "4"}
     workers = started(operator)
     standby = server(operator, 1, 2).process
     standby.send_signal(signal.SIGSTOP)

@@ -18,6 +18,8 @@ import optax
 
 import backstay
 
+if "X64" in os.environ:  # with the variable of JAX the process could not be forked, and would import JAX itself
+    jax.config.update("jax_enable_x64", True)
 STEPS = int(os.environ.get("STEPS", "8"))
 CLIP = float(os.environ["CLIP"]) if "CLIP" in os.environ else None
 WIDTH = int(os.environ.get("WIDTH", "16"))
