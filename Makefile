@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Without its compiled files each new process would compile JAX, which takes longer than what most tests do with it.
+unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(CURDIR)/.tools/bin:$(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: demo test quick lint prose docs lowest bench tools generate pictures lock clean chaos
