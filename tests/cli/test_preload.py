@@ -112,9 +112,9 @@ server.stop(None)
 
 async def test_the_trainer_works_in_a_forked_process(tmp_path, capfd):
     """Nothing that it imports is left to import; no thread, backend or random number is shared; JAX, BLAS, data
-    streams and gRPC work after the fork, in two processes."""
-    (tmp_path / "looks.py").write_text(LOOKS)
-    environ = python_environment()
+    streams and gRPC work after the fork, in two processes. A variable that is the script's own changes nothing."""
+    (tmp_path / "looks.py").write_text('import os; os.environ.get("A_NAME", "")\n' + LOOKS)
+    environ = {**python_environment(), "A_NAME": "x"}
     wanted = Preload(**json.loads(preload()))
     runtime = ProcessRuntime(preload=wanted, base_env=environ)
     outputs = []

@@ -135,7 +135,7 @@ def as_one_process(wire: Wire, values: np.ndarray, ranks: int) -> Decode:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["Exact", "BFloat16", "Int8", "Int4"])
-@pytest.mark.parametrize(("made", "ranks"), [(as_a_job, 1), (as_a_job, 3), (as_one_process, 1)])
+@pytest.mark.parametrize(("made", "ranks"), [(as_a_job, 3), (as_one_process, 1)])
 def test_t10_no_element_is_lost_in_the_long_run(name: Any, dtype: np.dtype, made: Any, ranks: int) -> None:
     """T10: a constant gradient, with one large element in each 64, keeps its small elements of every magnitude."""
     feedback = name in WITH_FEEDBACK

@@ -65,6 +65,8 @@ PREFIXES: Final = (
     "TPU_",
     "XLA_",
 )
+# What is left of a copy is `FSSPEC_...`, and what a server of CGI scripts needs.
+COPYING: Final = ("fsspec.config", "wsgiref.handlers")
 # Forked processes would draw the same numbers; the standard library's generator seeds itself again.
 AFTER_FORK: Final = ("numpy.random:seed",)
 # An import of these connects to other processes or starts threads.
@@ -92,6 +94,7 @@ def preload(job: dict[str, Any] | None = None, *, environ: Mapping[str, str] | N
             "environ": ENVIRON,
             "prefixes": PREFIXES,
             "after_fork": AFTER_FORK,
+            "copying": COPYING,
         }
     )
 

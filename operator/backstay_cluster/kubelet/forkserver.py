@@ -86,7 +86,7 @@ class ForkServer:
         for name, value in preload.environ.items():
             os.environ.setdefault(name, value)
         started = dict(os.environ)
-        with _recorded_lookups(read):
+        with _recorded_lookups(read, frozenset(preload.copying)):
             for name in preload.modules:
                 try:
                     importlib.import_module(name)
@@ -230,13 +230,17 @@ def _execute(argv: list[str], environ: Mapping[str, str]) -> NoReturn:
 
 
 @contextlib.contextmanager
-def _recorded_lookups(read: set[str]) -> Iterator[None]:
-    """Collect the names of environment variables that are read in this context."""
+def _recorded_lookups(read: set[str], copying: frozenset[str]) -> Iterator[None]:
+    """Collect the names of environment variables that are read in this context, except by the `copying` modules."""
     kind = type(os.environ)
     lookup = kind.__getitem__
 
     def recorded(self: Any, name: str) -> str:
-        read.add(name)
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_globals.get("__name__") in {"_collections_abc", "os"}:
+            frame = frame.f_back
+        if frame.f_globals.get("__name__") not in copying:
+            read.add(name)
         return lookup(self, name)
 
     kind.__getitem__ = recorded  # type: ignore[method-assign]

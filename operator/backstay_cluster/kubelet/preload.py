@@ -21,6 +21,8 @@ class Preload:
             prefixes. A container in whose environment one of them differs is started without the preloaded modules.
         after_fork: `module:function`, called without arguments in each forked process, such as the seeding of a
             random number generator.
+        copying: modules that copy the whole environment at their import, and use only what `prefixes` has. That they
+            read a name does not count.
     """
 
     modules: tuple[str, ...]
@@ -28,6 +30,7 @@ class Preload:
     environ: Mapping[str, str] = field(default_factory=dict)
     prefixes: tuple[str, ...] = ()
     after_fork: tuple[str, ...] = ()
+    copying: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """The JSON text that `of_json` reads."""
@@ -46,4 +49,5 @@ class Preload:
             environ={str(name): str(word) for name, word in value.get("environ", {}).items()},
             prefixes=tuple(map(str, value.get("prefixes", ()))),
             after_fork=tuple(map(str, value.get("after_fork", ()))),
+            copying=tuple(map(str, value.get("copying", ()))),
         )

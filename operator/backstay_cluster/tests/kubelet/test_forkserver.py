@@ -512,7 +512,7 @@ async def test_a_forked_process_reports_what_cannot_start(bench):
 
 
 def test_preload_is_read_as_it_is_written():
-    one = Preload(("a", "b"), {"C": "d"}, {"E": "f"}, ("G_",), ("h:i",))
+    one = Preload(("a", "b"), {"C": "d"}, {"E": "f"}, ("G_",), ("h:i",), ("j.k",))
     assert Preload.of_json(one.to_json()) == one
     for wrong in ("[]", "{}", '{"modules": [], "else": 1}', "1", "null", "x"):
         with pytest.raises(ValueError, match=r"preload|Expecting value"):
