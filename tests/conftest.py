@@ -126,8 +126,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores, as tests with processes wait most of the time; not many, as those take memory."""
-    return min(4, len(os.sched_getaffinity(0)) + 1)
+    """Two for each core, as tests with processes wait half of the time; not many, as each takes up to 2 GiB."""
+    return min(6, 2 * len(os.sched_getaffinity(0)))
 
 
 # The longest tests begin first, so that at the end no process runs alone.

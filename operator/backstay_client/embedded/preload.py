@@ -65,7 +65,7 @@ PREFIXES: Final = (
     "TPU_",
     "XLA_",
 )
-# What is left of a copy is `FSSPEC_...`, and what a server of CGI scripts needs.
+# fsspec keeps `FSSPEC_...` of its copy. A server of CGI scripts, which no job is, uses the other one.
 COPYING: Final = ("fsspec.config", "wsgiref.handlers")
 # Forked processes would draw the same numbers; the standard library's generator seeds itself again.
 AFTER_FORK: Final = ("numpy.random:seed",)

@@ -237,7 +237,7 @@ def _recorded_lookups(read: set[str], copying: frozenset[str]) -> Iterator[None]
 
     def recorded(self: Any, name: str) -> str:
         frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_globals.get("__name__") in {"_collections_abc", "os"}:
+        while frame.f_back is not None and frame.f_globals.get("__name__") in {"collections.abc", "os"}:
             frame = frame.f_back
         if frame.f_globals.get("__name__") not in copying:
             read.add(name)
