@@ -140,7 +140,7 @@ def parts(leaves: int) -> None:
     engine.compile([1])
     arrangement = Arrangement(layout)
     buffers = ParamBuffers(arrangement)
-    gradient_of = GradientFn(Objective(chain, tree), pack=arrangement.pack)
+    gradient_of = GradientFn(Objective(chain, tree), pack=arrangement)
 
     def step() -> None:
         slot = buffers.take()

@@ -39,7 +39,7 @@ def computation_of(params: Any, keys: list[BatchKey], value: float = 0.5) -> tup
         keys.append(key)
         return np.full(4, value, np.float32)
 
-    gradient_of = GradientFn(Objective(loss, tree), pack=arrangement.pack)
+    gradient_of = GradientFn(Objective(loss, tree), pack=arrangement)
     return GradientComputation(gradient_of, tree, arrangement, batch_of), arrangement
 
 

@@ -59,7 +59,7 @@ def one_update(leaves: int) -> tuple[int, int, list[np.ndarray]]:
     arrangement = Arrangement(layout)
     slot = ParamBuffers(arrangement).take()
     engines = [ShardEngine(layout, shard, rule, params) for shard in range(2)]
-    gradient_of = GradientFn(Objective(loss, tree), pack=arrangement.pack)
+    gradient_of = GradientFn(Objective(loss, tree), pack=arrangement)
     jax.clear_caches()
     with compilations() as compiled:
         for engine in engines:

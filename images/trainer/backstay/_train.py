@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import optax
 
     from ._checkpoint import StartFrom, StoreTo
+    from ._compute import MeshAxes, ModelSharding
     from ._roles import OnUpdate, StopWhen
     from ._single import AloneStorage, InterruptedAt
     from ._update import Wire
@@ -75,6 +76,8 @@ def train(
     local: LocalSteps | None = None,
     average: float | None = None,
     frozen: Any = None,
+    mesh: MeshAxes | None = None,
+    sharding: ModelSharding | None = None,
 ) -> Result:
     """Train a model: in this process, or as one pod of a job, if the environment names a job.
 
@@ -136,6 +139,16 @@ def train(
             `clip_norm` get only what trains, and have None in the places of frozen parameters. Without this argument,
             the parameters that `optimizer` provably never changes are frozen, such as those of `optax.set_to_zero`;
             the optimizer still gets their places, and `clip_norm` does not count them. ``False``: none are frozen.
+        mesh: the axes of the mesh of all devices of a worker, by name, such as ``{"batch": 2, "model": 4}``; one of the
+            sizes may be -1, which is the rest. Or a function that gets the devices and returns a `jax.sharding.Mesh`
+            of them. Batches are divided along the first axis. Without this argument, the one axis is ``batch``. Within
+            `loss`, `jax.shard_map` finds the mesh by itself.
+        sharding: where the parameters lie. ``"replicate"``, the default: each device has all of them. ``"fsdp"``: each
+            device has a part of each large array, and gathers an array while it computes with it; batches are divided
+            over all devices. Or a function of the mesh and of a pytree like the parameters, with a
+            `jax.ShapeDtypeStruct` for each. It returns such a tree with a `jax.sharding.PartitionSpec` for each
+            parameter or for a part of the tree; None means whole. The state of an optimizer lies as its parameters do.
+            Servers and evaluators do not use it.
 
     Returns:
         The last parameters and model state. `train` returns only in a single process and in workers: parameter servers
@@ -185,6 +198,8 @@ def train(
             outer=described,
             average=average,
             frozen=frozen,
+            mesh=mesh,
+            sharding=sharding,
         )
         if environment is None:
             return _alone(script, _store_to(checkpoint))

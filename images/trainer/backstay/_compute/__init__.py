@@ -16,7 +16,8 @@ from ._flops import peak_of
 from ._gradient import Gradient, GradientFn, examples_of
 from ._initial import initial
 from ._local_steps import AHEAD, LocalComputation, LocalProgram, LocalTraining
-from ._placement import Placement
+from ._placement import Placement, placement_of
+from ._sharding import MeshAxes, ModelSharding
 
 __all__ = [
     "AHEAD",
@@ -31,6 +32,8 @@ __all__ = [
     "LocalComputation",
     "LocalProgram",
     "LocalTraining",
+    "MeshAxes",
+    "ModelSharding",
     "Placement",
     "Sending",
     "Start",
@@ -38,4 +41,5 @@ __all__ = [
     "examples_of",
     "initial",
     "peak_of",
+    "placement_of",
 ]

@@ -37,8 +37,8 @@ class Base:
             digests: whether their digests are needed. They take about as long as a copy of the values.
         """
         if not digests:
-            return cls(placement.kept(values))
+            return cls(placement.frozen(values))
         with ThreadPoolExecutor(_THREADS, "backstay-digest") as pool:
             made = [pool.submit(digest_of, np.asarray(value)) for value in values]
-            arrays = placement.kept(values)
+            arrays = placement.frozen(values)
             return cls(arrays, tuple(each.result() for each in made))

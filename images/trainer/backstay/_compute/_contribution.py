@@ -25,7 +25,7 @@ import numpy as np
 
 from .._data import BatchKey
 from .._update import DeviceBlock, Selection, TreeSpec
-from ._gradient import Gradient, GradientFn
+from ._gradient import Gradient, GradientFn, Pack
 
 __all__ = [
     "Computation",
@@ -143,12 +143,8 @@ class Computation(Protocol):
         ...
 
 
-class Layout(Protocol):
+class Layout(Pack, Protocol):
     """How leaves lie in blocks (`backstay._transport.Arrangement`)."""
-
-    def pack(self, leaves: Sequence[Any]) -> list[Any]:
-        """The arrays that travel, out of all leaves of the tree; to be traced."""
-        ...
 
     def gradient_blocks(self, packed_leaves: Sequence[Any]) -> Sequence[Sequence[np.ndarray | DeviceBlock]]:
         """`ComputedContribution.blocks` out of what `pack` returned."""
@@ -193,7 +189,7 @@ class GradientComputation:
     ) -> None:
         """
         Args:
-            gradient_of: made with `layout.pack`.
+            gradient_of: made with `layout`.
             tree: the parameters' tree.
             layout: the layout of the partition's blocks.
             batch_of: returns the batch of a key; may wait.

@@ -6,13 +6,13 @@ and the compiler does the rest. So the results, such as a mean over the batch, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
-from .._update import Objective
+from .._update import Objective, TreeSpec
 from ..errors import ConfigurationError
 from ._flops import flops_of
 from ._placement import Placement
@@ -20,12 +20,35 @@ from ._placement import Placement
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
+class Pack(Protocol):
+    """Makes the leaves of a gradient into fewer arrays. Each result of a compiled function takes milliseconds to
+    compile, and so does each piece of code that reads one leaf."""
+
+    @property
+    def places(self) -> Sequence[int | None]:
+        """For each array that it returns, the leaf that it is; None: an array of several leaves."""
+        ...
+
+    def pack(self, leaves: Sequence[Any]) -> list[Any]:
+        """The arrays that travel, out of all leaves of the tree; to be traced."""
+        ...
+
+
+def packed_places(placement: Placement, tree: TreeSpec, pack: Pack | None) -> Any:
+    """The sharding of each array that `pack` returns, or of each leaf without it; or the one sharding of all."""
+    model = placement.model(tree)
+    if pack is None or not isinstance(model, list):
+        return model
+    return [placement.everywhere if leaf is None else model[leaf] for leaf in pack.places]
+
+
 class Gradient:
     """One gradient, which may still be in computation: what is read waits for it.
 
     Attributes:
         leaves: one array for each leaf of the tree, with the leaf's shape and dtype, or the arrays that `pack` made of
-            them. The gradients of the parameters come first, then the new model state. All are on the first device.
+            them. The gradients of the parameters come first, then the new model state. All are on the first device,
+            except what is divided over several.
         examples: the length of the leading axis of the batch's first array that has rows; 1 if none has.
     """
 
@@ -69,22 +92,22 @@ class GradientFn:
         self,
         objective: Objective,
         placement: Placement | None = None,
-        pack: Callable[[list[Any]], list[Any]] | None = None,
+        pack: Pack | None = None,
     ) -> None:
         """Prepare; nothing is compiled before the first call.
 
         Args:
             objective: the loss and the model's tree.
             placement: the devices to use; None: all local devices.
-            pack: traced, to make the leaves of a gradient into fewer arrays. Each result of a compiled function takes
-                milliseconds to compile, and so does each piece of code that reads one leaf.
+            pack: makes the leaves of a gradient into fewer arrays.
         """
         self._objective, self._tree = objective, objective.tree
         self._pack = pack
         self.placement = placement or Placement()
+        everywhere = self.placement.everywhere
         self._function = jax.jit(
             self._compute,
-            out_shardings=self.placement.everywhere,
+            out_shardings=(everywhere, everywhere, everywhere, packed_places(self.placement, self._tree, pack)),
             compiler_options=self.placement.options,
         )
 
@@ -105,7 +128,8 @@ class GradientFn:
         if treedef != self._tree.treedef:
             raise ConfigurationError(f"the model has the structure {treedef}: must be {self._tree.treedef}")
         placed, placed_batch = self.placement.leaves(flat), self.placement.batch(batch)
-        made = self._function(placed, placed_batch, np.asarray(at, np.uint32), self._objective.frozen)
+        with self.placement.tracing():
+            made = self._function(placed, placed_batch, np.asarray(at, np.uint32), self._objective.frozen)
         loss, metrics, finite, leaves = self.placement.first(made)
         return Gradient(leaves, loss, metrics, finite, examples_of(batch))
 
@@ -120,7 +144,8 @@ class GradientFn:
         """
         leaves = self.placement.shapes(self._tree)
         arguments = (leaves, self.placement.batch(batch), np.zeros(2, np.uint32), self._objective.frozen)
-        compiled = self._function.lower(*arguments).compile()
+        with self.placement.tracing():
+            compiled = self._function.lower(*arguments).compile()
         return flops_of(compiled, len(self.placement.devices))
 
     @property
@@ -130,7 +155,7 @@ class GradientFn:
 
     def _compute(self, leaves: list[Any], batch: Any, at: Any, frozen: list[Any]) -> Any:
         outcome = self._objective(leaves, batch, at, frozen)
-        made = outcome.leaves if self._pack is None else self._pack(outcome.leaves)
+        made = outcome.leaves if self._pack is None else self._pack.pack(outcome.leaves)
         return outcome.loss, outcome.metrics, outcome.finite, made
 
 

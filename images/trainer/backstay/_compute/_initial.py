@@ -44,9 +44,9 @@ def initial(
         if isinstance(leaf, jax.Array) and not leaf.sharding.is_fully_replicated:
             name = jax.tree_util.keystr(path) or "an array"
             raise ConfigurationError(
-                f"init returned {name} divided over {len(leaf.sharding.device_set)} devices: must return whole arrays, "
-                "because each device of a worker holds the whole model. loss may divide what it computes, with "
-                'Mesh(np.asarray(jax.local_devices()), ("batch",)), which is the mesh of Backstay'
+                f"init returned {name} divided over {len(leaf.sharding.device_set)} devices: must return whole arrays. "
+                "To divide the model over the devices of a worker, pass mesh and sharding to train. Without them, loss "
+                'may divide what it computes, with Mesh(np.asarray(jax.local_devices()), ("batch",))'
             )
     return made
 

@@ -17,7 +17,7 @@ from .._data import BatchKey
 from .._update import LocalSteps, Objective, Selection, all_finite, called, fragments_of
 from ._contribution import ComputedContribution, Layout, PackedContribution, Start
 from ._flops import flops_of
-from ._gradient import Gradient, examples_of
+from ._gradient import Gradient, Pack, examples_of, packed_places
 from ._placement import Placement
 
 __all__ = ["AHEAD", "LocalComputation", "LocalProgram", "LocalTraining"]
@@ -40,7 +40,7 @@ class LocalProgram:
         objective: Objective,
         local: LocalSteps,
         placement: Placement | None = None,
-        pack: Callable[[list[Any]], list[Any]] | None = None,
+        pack: Pack | None = None,
     ) -> None:
         """Prepare; nothing is compiled before the first call. The other arguments are those of `GradientFn`.
 
@@ -52,22 +52,25 @@ class LocalProgram:
         self._objective, self._tree = objective, objective.tree
         self._count = len(self._tree.parameters.leaves)
         self._fragments = fragments_of(self._tree, local.fragments)
-        self._pack = pack or list
+        self._pack = pack
         self.keeps = local.inner_state == "keep"
-        jit = partial(
-            jax.jit,
-            out_shardings=self.placement.everywhere,
-            compiler_options=self.placement.options,
-        )
-        self.initial_state: Callable[[Any], Any] = jit(self._initial_state)
-        self.begin: Callable[[Any, Any], Any] = jit(self._begin)
-        step: Any = jit(self._step, donate_argnums=0)
-        self._compiled_step = step
+        everywhere, model = self.placement.everywhere, self.placement.model(self._tree)
+        inner = self.placement.state_of(local.optimizer, self._tree)
+        jit = partial(jax.jit, compiler_options=self.placement.options)
+        carry = {"model": model, "inner": inner, "finite": everywhere}
+        outcome = (packed_places(self.placement, self._tree, pack), everywhere, everywhere, everywhere)
+        ends = (outcome, model if local.continues else everywhere, inner if self.keeps else everywhere)
+        self._carry = carry
+        self.initial_state: Callable[[Any], Any] = jit(self._initial_state, out_shardings=inner)
+        self.begin: Callable[[Any, Any], Any] = jit(self._begin, out_shardings=carry)
+        self._compiled_step: Any = jit(self._step, donate_argnums=0, out_shardings=(carry, everywhere))
         # The new state of the inner optimizer takes the memory of the previous state.
-        self.finish: Callable[..., Any] = jit(self._finish, donate_argnums=2 if self.keeps else ())
-        self.copy: Callable[[Any], Any] = jit(partial(jax.tree_util.tree_map, jnp.copy))
-        self.add: Callable[[Any, Any], Any] = jit(partial(jax.tree_util.tree_map, jnp.add))
-        self.receive: Callable[..., Any] = jit(self._receive, static_argnums=(3, 4))
+        donated = 2 if self.keeps else ()
+        self.finish: Callable[..., Any] = jit(self._finish, donate_argnums=donated, out_shardings=ends)
+        each = partial(jax.tree_util.tree_map, jnp.copy)
+        self.copy: Callable[[Any], Any] = jit(each, out_shardings=model)
+        self.add: Callable[[Any, Any], Any] = jit(partial(jax.tree_util.tree_map, jnp.add), out_shardings=everywhere)
+        self.receive: Callable[..., Any] = jit(self._receive, static_argnums=(3, 4), out_shardings=(model, model))
 
     def compile(self, batch: Any) -> float | None:
         """Compile the step for batches like this one, before there are parameters; a call finds the executable then.
@@ -80,16 +83,21 @@ class LocalProgram:
         carry = jax.eval_shape(self._begin, leaves, inner)
         shape: Any = jax.ShapeDtypeStruct  # which JAX leaves untyped
         carry = jax.tree_util.tree_map(
-            lambda leaf: shape(leaf.shape, leaf.dtype, sharding=self.placement.everywhere, weak_type=leaf.weak_type),
+            lambda sharding, part: jax.tree_util.tree_map(
+                lambda leaf: shape(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type), part
+            ),
+            self._carry,
             carry,
         )
         arguments = (carry, self.placement.batch(batch), np.zeros(2, np.uint32), self._objective.frozen)
-        compiled = self._compiled_step.lower(*arguments).compile()
+        with self.placement.tracing():
+            compiled = self._compiled_step.lower(*arguments).compile()
         return flops_of(compiled, len(self.placement.devices))
 
     def step(self, carry: Any, batch: Any, at: Any) -> Any:
         """Dispatch a step; returns the next `carry`, in the memory of this one, and the loss and metrics."""
-        return self._compiled_step(carry, batch, at, self._objective.frozen)
+        with self.placement.tracing():
+            return self._compiled_step(carry, batch, at, self._objective.frozen)
 
     def _initial_state(self, leaves: Any) -> Any:
         optimizer, params = self.local.optimizer, self._params(leaves)
@@ -134,7 +142,9 @@ class LocalProgram:
         own = unless_bad(after, base) if self.local.continues else None
         kept = unless_bad(carry["inner"], inner) if self.keeps else None
         loss, metrics = jax.tree_util.tree_map(lambda value: value / self.local.batches, sums)
-        return (self._pack([*differences, *after[self._count :]]), loss, metrics, finite), own, kept
+        leaves = [*differences, *after[self._count :]]
+        packed = leaves if self._pack is None else self._pack.pack(leaves)
+        return (packed, loss, metrics, finite), own, kept
 
     def _receive(self, own: Any, base: Any, leaves: Any, received: Selection, mixes: bool) -> Any:
         """The worker's own leaves and the leaves of the servers, after `received` arrived in `leaves`."""
@@ -288,7 +298,7 @@ class LocalTraining:
         received: Selection | None = None,
         dispatched: Callable[[Gradient], None] = lambda gradient: None,
     ) -> Gradient:
-        """The result of `steps` on the first device. `dispatched` is called with it as in `steps`."""
+        """The result of `steps`, as a `Gradient`. `dispatched` is called with it as in `steps`."""
         made: list[Gradient] = []
 
         def take(result: Any, examples: int) -> None:
@@ -313,7 +323,7 @@ class LocalComputation:
     ) -> None:
         """
         Args:
-            program: made with `layout.pack`.
+            program: made with `layout`.
             updates: as in `LocalTraining`.
             layout: the layout of the partition's blocks.
             batch_of: returns the batch of a key; may wait.

@@ -1,43 +1,96 @@
-"""Places a process's arrays on all its devices (in-graph replication)."""
+"""Places a process's arrays on all its devices, whole or divided (in-graph replication, FSDP, tensor parallelism)."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._update import TreeSpec
+from ._sharding import BATCH, MeshAxes, ModelSharding, Shardings, mesh_of, shardings_of
 
-__all__ = ["Placement"]
+__all__ = ["Placement", "placement_of"]
 
 _LOG = logging.getLogger(__name__)
 
 
 class Placement:
-    """The model is on every device; a batch is cut along its leading axis.
+    """The model is on every device, or divided over them; a batch is cut along its leading axis.
 
     Attributes:
         devices: the devices of this process.
         everywhere: the sharding of arrays that every device has whole.
+        divided: whether no device has the whole model.
     """
 
-    def __init__(self, devices: Sequence[Any] | None = None, *, deterministic: bool = False) -> None:
+    def __init__(
+        self,
+        devices: Sequence[Any] | None = None,
+        *,
+        deterministic: bool = False,
+        shardings: Shardings | None = None,
+    ) -> None:
         """
         Args:
             devices: the devices to use; None: all local devices.
             deterministic: ask the backend for kernels that give the same bits run after run. It matters on GPUs.
+            shardings: where the arrays of the model lie, on a mesh of these devices; None: each device has all.
         """
         self._deterministic = deterministic
         self.devices = list(devices) if devices is not None else jax.local_devices()
-        mesh = Mesh(np.asarray(self.devices), ("batch",))
+        mesh = Mesh(np.asarray(self.devices), (BATCH,)) if shardings is None else shardings.mesh
         spec: Any = PartitionSpec  # which JAX leaves untyped
         self.everywhere = NamedSharding(mesh, spec())
-        self._split = NamedSharding(mesh, spec("batch"))
+        axes = (BATCH,) if shardings is None else shardings.batch
+        self._split = NamedSharding(mesh, spec(axes))
+        self._parts = math.prod(mesh.shape[axis] for axis in axes)
+        self._mesh, self._shardings = mesh, shardings
+        self.divided = shardings is not None and shardings.divided
         self._warned = False
+
+    def tracing(self) -> AbstractContextManager[Any]:
+        """Within it, functions of the script find the mesh, such as `jax.shard_map` without an argument `mesh`."""
+        use: Any = getattr(jax, "set_mesh", None)
+        return nullcontext() if self._shardings is None or use is None else use(self._mesh)
+
+    def model(self, tree: TreeSpec) -> Any:
+        """The sharding of each leaf of the tree, or the one of all of them."""
+        return list(self._shardings.leaves) if self._shardings is not None and self.divided else self.everywhere
+
+    def state_of(self, optimizer: Any, tree: TreeSpec) -> Any:
+        """Finds the shardings of an optimizer's state. An array with its parameter's shape lies as the parameter does.
+
+        Returns:
+            A tree like the state, or the one sharding of all of it.
+        """
+        if self._shardings is None or not self.divided:
+            return self.everywhere
+        params = tree.parameters
+        shapes = params.shapes()
+        held = jax.eval_shape(optimizer.init, shapes)
+        places = params.unflatten(self._shardings.leaves[: len(params.leaves)])
+
+        def place(leaf: Any, param: Any, sharding: Any) -> Any:
+            return sharding if np.shape(leaf) == param.shape else self.everywhere
+
+        try:
+            mapped = optax.tree_map_params(
+                optimizer, place, held, shapes, places, transform_non_params=lambda leaf: self.everywhere
+            )
+        except Exception:  # noqa: BLE001  # an optimizer that optax cannot look into
+            _LOG.warning(
+                "each device has the whole state of the optimizer, because optax.tree_map_params cannot find the "
+                "parameters in it"
+            )
+            return self.everywhere
+        return mapped
 
     def batch(self, batch: Any) -> Any:
         """Places `batch` on the devices, where arrays are cut if the number of devices divides their leading axis. Safe
@@ -55,6 +108,10 @@ class Placement:
         """Leaves of the model where compiled functions take them."""
         if self.on_host:  # a jitted function takes a thousand arrays of the host ten times as fast as `device_put` does
             return list(leaves)
+        if self.divided:
+            assert self._shardings is not None
+            placed: list[Any] = jax.device_put(list(leaves), list(self._shardings.leaves), may_alias=True)
+            return placed
         return self.kept(leaves)
 
     def kept(self, leaves: Sequence[Any]) -> list[Any]:
@@ -62,17 +119,27 @@ class Placement:
         placed: list[Any] = jax.device_put(list(leaves), self.everywhere, may_alias=True)
         return placed
 
+    def frozen(self, values: Sequence[Any]) -> list[Any]:
+        """The values of the frozen leaves, in memory of the devices."""
+        if self._shardings is None:
+            return self.kept(values)
+        placed: list[Any] = jax.device_put(list(values), list(self._shardings.frozen), may_alias=True)
+        return placed
+
     def shapes(self, tree: TreeSpec) -> list[Any]:
         """The shapes, dtypes and places of the results of `leaves`, for the leaves of a tree."""
-        sharding = None if self.on_host else self.everywhere
+        model = None if self.on_host else self.model(tree)
         shape: Any = jax.ShapeDtypeStruct  # which JAX leaves untyped
-        return [shape(leaf.shape, leaf.dtype, sharding=sharding) for leaf in tree.leaves]
+        each = model if isinstance(model, list) else [model] * len(tree.leaves)
+        return [shape(leaf.shape, leaf.dtype, sharding=place) for leaf, place in zip(tree.leaves, each, strict=True)]
 
     def first(self, values: Any) -> Any:
-        """A pytree of arrays that every device has whole, as they are on the first device."""
+        """A pytree of arrays as they are on the first device, if every device has them whole. Others stay divided."""
         if len(self.devices) == 1:
             return values
-        return jax.tree_util.tree_map(lambda value: value.addressable_data(0), values)
+        return jax.tree_util.tree_map(
+            lambda value: value.addressable_data(0) if value.is_fully_replicated else value, values
+        )
 
     def placing(self, batches: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Places `batches` on the devices, which arrive before their step is due if a prefetcher reads them."""
@@ -103,7 +170,7 @@ class Placement:
 
     def _layout(self, leaf: Any) -> NamedSharding:
         shape = np.shape(leaf)
-        if shape and shape[0] > 0 and shape[0] % len(self.devices) == 0:
+        if shape and shape[0] > 0 and shape[0] % self._parts == 0:
             return self._split
         if shape and shape[0] > 1 and not self._warned:
             self._warned = True
@@ -111,7 +178,32 @@ class Placement:
                 "an array of a batch has %d rows, which the %d devices of this process do not divide. Each device "
                 "computes all rows: use a multiple of %d",
                 shape[0],
-                len(self.devices),
-                len(self.devices),
+                self._parts,
+                self._parts,
             )
         return self.everywhere
+
+
+def placement_of(
+    tree: TreeSpec,
+    mesh: MeshAxes | None,
+    sharding: ModelSharding | None,
+    devices: Sequence[Any] | None = None,
+    *,
+    deterministic: bool = False,
+) -> Placement:
+    """The placement of a model as a script requests it.
+
+    Args:
+        tree: the model.
+        mesh, sharding: see `train`.
+        devices, deterministic: see `Placement`.
+
+    Raises:
+        ConfigurationError: `mesh` or `sharding` is invalid, or does not fit the devices.
+    """
+    if mesh is None and sharding is None:
+        return Placement(devices, deterministic=deterministic)
+    made = mesh_of(mesh, list(devices) if devices is not None else jax.local_devices())
+    found = shardings_of(sharding, made, tree)
+    return Placement(list(made.devices.flat), deterministic=deterministic, shardings=found)

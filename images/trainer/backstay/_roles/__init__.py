@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from .._lazy import lazily
 
 if TYPE_CHECKING:
+    from ._beginning import on_processor
     from ._ending import Stopped
     from ._evaluator import Evaluator
     from ._observers import OnUpdate, StopWhen
@@ -42,6 +43,7 @@ __all__ = [
     "epochs_of",
     "evaluated",
     "evaluation_of",
+    "on_processor",
     "restored",
     "warn_of_several",
 ]
@@ -64,6 +66,7 @@ _HOMES: Final = {
     "epochs_of": "._script",
     "evaluated": "._script",
     "evaluation_of": "._script",
+    "on_processor": "._beginning",
     "restored": "._restored",
     "warn_of_several": "._script",
 }

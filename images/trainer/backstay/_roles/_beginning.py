@@ -13,10 +13,11 @@ from ..errors import CheckpointError
 
 if TYPE_CHECKING:
     from .._checkpoint import FrozenRecord, MadeByInit, Origin, StartFrom
+    from .._compute import Placement
     from .._transport import Agreement
     from .._update import LeafSpec, TreeSpec
 
-__all__ = ["Beginning", "FrozenPart"]
+__all__ = ["Beginning", "FrozenPart", "on_processor"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -192,7 +193,7 @@ class Beginning:
             if self.tree.frozen is None:
                 made = keep(initial(self._init, self._seed))
             else:
-                with nullcontext() if trains else _on_processor():
+                with nullcontext() if trains else on_processor():
                     made = initial(self._init, self._seed, keep, compiled=trains)
             params = sum(leaf.trained for leaf in leaves)  # they come first
             refuse_shared([leaf.path for leaf in leaves[:params]], made[:params], [not trains] * params)
@@ -230,7 +231,7 @@ class Beginning:
 
         if not of_init:
             return {}
-        with _on_processor():
+        with on_processor():
             made: list[Any] = initial(
                 self._init, self._seed, lambda model: [keep(model)[number] for number in of_init], compiled=False
             )
@@ -263,7 +264,7 @@ class Beginning:
         return apart.values(model[0] if self._has_state else model)
 
 
-def _on_processor() -> Any:
+def on_processor() -> Any:
     """A context in which arrays are computed on a processor, if JAX may use it beside an accelerator."""
     import jax
 
@@ -282,8 +283,14 @@ class FrozenPart:
         agreement: what the pod sends when it joins. It has their digests once they are read.
     """
 
-    def __init__(self, beginning: Beginning, agreement: Agreement, *, deterministic: bool = False) -> None:
-        self._beginning, self._deterministic = beginning, deterministic
+    def __init__(
+        self, beginning: Beginning, agreement: Agreement, placement: Callable[[], Placement] | None = None
+    ) -> None:
+        """
+        Args:
+            placement: returns where they lie; None: each device has all.
+        """
+        self._beginning, self._placement = beginning, placement
         self.agreement = agreement
         self.arrays: Sequence[Any] = ()
         self.known = beginning.tree.frozen is None
@@ -296,7 +303,7 @@ class FrozenPart:
         """
         from .._compute import Base, Placement
 
-        placement = Placement(deterministic=self._deterministic)
+        placement = Placement() if self._placement is None else self._placement()
         base = Base.placed(self._beginning.frozen(reference), placement, digests=True)
         self.arrays, self.known = base.arrays, True
         self.agreement = replace(self.agreement, frozen=base.digests, frozen_from=reference)

@@ -15,7 +15,7 @@ from jax.profiler import StepTraceAnnotation
 from backstay_rpc.control_pb2 import COMPILING, TRAINING, GradientInfo
 
 from .. import _instrument
-from .._compute import ComputedContribution, Encoder, Placement, Start
+from .._compute import ComputedContribution, Encoder, Start
 from .._data import BatchKey, CheckedBatches, Prefetcher
 from .._process import one_compiles
 from .._result import History
@@ -62,7 +62,7 @@ class Contributions:
         self.arrangement = Arrangement(plan.partition)
         self._overlaps = script.overlaps(environment.config)
         self._encoder = encoder
-        self.on_host = Placement().on_host
+        self.on_host = script.placement.on_host or script.placement.divided
         self._made: Computation | None = None
         self._next = NextContribution()
         self._zero = ZeroLeaves(plan.partition.tree)
@@ -71,7 +71,7 @@ class Contributions:
         self._same = SameLeaves(plan.partition.tree, script.steps) if watches else None
         self._unchanged: list[int] | None = None  # until the next contribution has reported them
         self._checked = CheckedBatches(script.batches)
-        self._batches = Prefetcher(Placement().placing(self._checked))
+        self._batches = Prefetcher(script.placement.placing(self._checked))
         self._prepared: tuple[BatchKey, Any] | None = None  # the batch that the computation needs next
         self._last: Summary | None = None  # of the newest contribution
         self.history = History()

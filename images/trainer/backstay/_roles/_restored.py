@@ -81,7 +81,7 @@ def _frozen(script: Script, plan: ScriptPlan, checkpoint: Checkpoint) -> FrozenP
     """
     beginning, record = script.beginning, checkpoint.frozen
     reference = beginning.reference("", record)
-    part = FrozenPart(beginning, plan.agreement, deterministic=script.deterministic)
+    part = FrozenPart(beginning, plan.agreement, lambda: script.placement)
     part.read(reference)
     if record is not None:
         here = beginning.record(part.agreement.frozen, reference)

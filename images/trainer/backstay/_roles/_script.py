@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from backstay_spec.runtime import RuntimeConfig
 
     from .._checkpoint import StartFrom
-    from .._compute import Computation, ComputedContribution, Layout
+    from .._compute import Computation, ComputedContribution, Layout, MeshAxes, ModelSharding, Placement
     from .._transport import Agreement
     from .._update import Objective, Partition, Rule, ShardWire, Trace, Wire
     from ._observers import OnUpdate, StopWhen
@@ -122,6 +122,8 @@ class Script:
     outer: str = ""
     average: float | None = None
     frozen: Any = None
+    mesh: MeshAxes | None = None
+    sharding: ModelSharding | None = None
 
     def __post_init__(self) -> None:
         for name in ("init", "loss", "batches"):
@@ -229,14 +231,30 @@ class Script:
             batch_of: returns the batch of a key.
             dispatched: as in `GradientComputation`.
         """
-        from .._compute import GradientComputation, GradientFn, LocalComputation, LocalProgram, Placement
+        from .._compute import GradientComputation, GradientFn, LocalComputation, LocalProgram
 
-        placement = Placement(deterministic=self.deterministic)
+        placement = self.placement
         if self.local is not None:
-            program = LocalProgram(objective, self.local, placement, layout.pack)
+            program = LocalProgram(objective, self.local, placement, layout)
             return LocalComputation(program, layout, batch_of, self.steps, dispatched)
-        gradient_of = GradientFn(objective, placement, layout.pack)
+        gradient_of = GradientFn(objective, placement, layout)
         return GradientComputation(gradient_of, objective.tree, layout, batch_of, dispatched)
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Where the model and batches lie on the devices of this process.
+
+        Raises:
+            ConfigurationError: `mesh` or `sharding` is invalid, or does not fit the devices.
+        """
+        return self.placement_on(None)
+
+    def placement_on(self, devices: Sequence[Any] | None) -> Placement:
+        """The same as `placement`, on these devices. None: all local devices."""
+        from .._compute import placement_of
+
+        tree = self.beginning.tree
+        return placement_of(tree, self.mesh, self.sharding, devices, deterministic=self.deterministic)
 
     @property
     def batches_of_update(self) -> int:

@@ -91,8 +91,9 @@ class Worker:
         self._contributions = Contributions(
             environment, script, plan, self._protocol, self._observer, self._heart, self._encoder
         )
-        self._buffers = ParamBuffers(self._contributions.arrangement, jax.local_devices()[0])
-        self._frozen = FrozenPart(script.beginning, plan.agreement, deterministic=script.deterministic)
+        device = None if script.placement.divided else jax.local_devices()[0]
+        self._buffers = ParamBuffers(self._contributions.arrangement, device)
+        self._frozen = FrozenPart(script.beginning, plan.agreement, lambda: script.placement)
         self._received: Selection | None = None  # `Start.received` of the next contribution
         self._spent: Sequence[Any] = ()  # parameters on an accelerator that nothing uses any more
         self._moved = False  # a joined server was lost
@@ -408,6 +409,11 @@ class Worker:
 
     def _model(self, leaves: Sequence[Any]) -> tuple[Any, Any]:
         """Parameters and model state."""
+        placement = self._script.placement
+        if placement.divided:
+            model = self._plan.partition.tree.unflatten(placement.leaves(leaves))
+            params, state = model if self._script.has_state else (model, None)
+            return self._frozen.whole(params), state
         # Arrays that came through pinned memory are bound to one device; a script may use them on all.
         own = [leaf if isinstance(leaf, np.ndarray) or not leaf.committed else on_host(leaf) for leaf in leaves]
         model = self._plan.partition.tree.unflatten(jax.device_put(own, may_alias=True))

@@ -25,7 +25,7 @@ from .._compute import AHEAD, Base, LocalProgram, LocalTraining, Placement, exam
 from .._coordination import CoordinatorState, EpochEnded, advance, begin_alone
 from .._data import IMPURE, BatchKey, CheckedBatches, Prefetcher
 from .._result import History, Result
-from .._roles import Script, epochs_of, evaluated
+from .._roles import Script, epochs_of, evaluated, on_processor
 from .._update import (
     NON_FINITE_LOSS,
     UPDATES,
@@ -133,17 +133,17 @@ def train_alone(
         InterruptedAt: a signal arrived during training.
         JobFailed: ``NonFiniteGradients``.
     """
-    if storage is None:
-        state, model = (
-            CoordinatorState(term=1, version=0, world=1, samples=epochs_of(script)),
-            script.beginning.trained(),
-        )
-    else:
-        state, model = storage.state.copy(), storage.model(script)
+    placement = script.placement_on(devices)
+    # No device may have room for a model that is divided over all.
+    with on_processor() if placement.divided else nullcontext():
+        if storage is None:
+            state = CoordinatorState(term=1, version=0, world=1, samples=epochs_of(script))
+            model = script.beginning.trained()
+        else:
+            state, model = storage.state.copy(), storage.model(script)
     begin_alone(state, script.batches_of_update)
     tree, leaves = script.beginning.tree, jax.tree_util.tree_leaves(model)
     del model  # its memory is free when `leaves` are
-    placement = Placement(devices, deterministic=script.deterministic)
     frozen = _frozen(script, placement, state.start_from, storage)
     wire = None if script.wire is None else script.wire.resolved(local=script.local is not None)
     rounding = None if wire is None or wire.exact else Rounding(tree, wire)
@@ -290,10 +290,15 @@ def _first(
         leaves: the model's leaves. They are copied and removed one after the other, so that no second model exists.
     """
     count = len(tree.parameters.leaves)
+    model, places = placement.model(tree), placement.state_of(script.updates, tree)
     for at, spec in enumerate(tree.leaves):
-        leaves[at] = jnp.array(leaves[at], spec.dtype, copy=True)
+        if placement.divided:
+            leaves[at] = jax.device_put(np.asarray(leaves[at], spec.dtype), model[at], may_alias=False)
+        else:
+            leaves[at] = jnp.array(leaves[at], spec.dtype, copy=True)
     params = tree.parameters.unflatten(leaves[:count])
-    held = called("init", script.updates, lambda: jax.jit(script.updates.init)(params))
+    begin = jax.jit(script.updates.init, out_shardings=places if placement.divided else None)
+    held = called("init", script.updates, lambda: begin(params))
     # A compiled function may return an array that it got, such as a parameter.
     seen = {id(leaf) for leaf in leaves}
 
@@ -306,8 +311,15 @@ def _first(
     number = jnp.uint32(0 if storage is None else storage.state.version)
     carry = {"params": leaves[:count], "state": leaves[count:], "optimizer": held, "step": number}
     carry["residual"] = [] if rounding is None else rounding.no_residual(leaves[:count])
-    placed: dict[str, Any] = jax.device_put(carry, placement.everywhere)
-    return placed
+    return {name: jax.device_put(carry[name], place) for name, place in _places(tree, script, placement).items()}
+
+
+def _places(tree: TreeSpec, script: Script, placement: Placement) -> dict[str, Any]:
+    """The shardings of the carry."""
+    count, model, everywhere = len(tree.parameters.leaves), placement.model(tree), placement.everywhere
+    held = placement.state_of(script.updates, tree)
+    params, state = (model[:count], model[count:]) if placement.divided else (model, model)
+    return {"params": params, "state": state, "optimizer": held, "step": everywhere, "residual": everywhere}
 
 
 _Step = Callable[[Any, BatchKey, Callable[[BatchKey], Any]], tuple[Any, Mapping[str, Any], int]]
@@ -326,11 +338,13 @@ def _gradients(script: Script, objective: Objective, placement: Placement, round
         return update(carry, (made.leaves, made.loss, made.metrics, made.finite), words, 0)
 
     options = placement.options
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=placement.everywhere, compiler_options=options)
+    places = (_places(tree, script, placement), placement.everywhere)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=places, compiler_options=options)
 
     def whole(carry: Any, key: BatchKey, batch_of: Callable[[BatchKey], Any]) -> tuple[Any, Mapping[str, Any], int]:
         batch = batch_of(key)
-        return *jitted(carry, batch, _words(script, key, rounding), objective.frozen), examples_of(batch)
+        with placement.tracing():
+            return *jitted(carry, batch, _words(script, key, rounding), objective.frozen), examples_of(batch)
 
     return whole
 
@@ -342,12 +356,12 @@ def _local_steps(script: Script, objective: Objective, placement: Placement, rou
     training = LocalTraining(LocalProgram(objective, script.local, placement), script.steps)
     options = placement.options
     turns = Turns(script.updates, tree, script.local.fragments)
-    received = jax.jit(lambda carry: _received(carry, rounding), out_shardings=placement.everywhere)
+    received = jax.jit(lambda carry: _received(carry, rounding), out_shardings=placement.model(tree))
     update = jax.jit(
         _update_of(script, tree, placement, rounding, turns),
         donate_argnums=0,
         static_argnums=3,
-        out_shardings=placement.everywhere,
+        out_shardings=(_places(tree, script, placement), placement.everywhere),
         compiler_options=options,
     )
 

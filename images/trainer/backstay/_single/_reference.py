@@ -20,7 +20,17 @@ import optax
 
 from backstay_spec.whole import whole
 
-from .._compute import Gradient, GradientFn, LocalProgram, LocalTraining, Placement, initial
+from .._compute import (
+    Gradient,
+    GradientFn,
+    LocalProgram,
+    LocalTraining,
+    MeshAxes,
+    ModelSharding,
+    Placement,
+    initial,
+    placement_of,
+)
 from .._data import BatchKey, draw
 from .._result import Result
 from .._roles import evaluation_of
@@ -88,6 +98,8 @@ def train_local(
     wire: Wire | None = None,
     local: LocalSteps | None = None,
     frozen: Any = None,
+    mesh: MeshAxes | None = None,
+    sharding: ModelSharding | None = None,
 ) -> Result:
     """Train in this process.
 
@@ -109,7 +121,7 @@ def train_local(
         wire: parameters and gradients are rounded as they would be between workers and servers; None: they are not.
             The parameters that are updated, and the result, keep full precision.
         local: each rank makes local steps.
-        frozen: see `train`.
+        frozen, mesh, sharding: see `train`.
 
     Raises:
         ConfigurationError: an argument, or a function's result, is invalid.
@@ -120,11 +132,11 @@ def train_local(
     model = initial(init, seed)
     tree = describe(model, has_state=has_state, frozen=frozen)
     params, model_state = model if has_state else (model, None)
-    placement = Placement(devices, deterministic=deterministic)
+    placement = placement_of(tree, mesh, sharding, devices, deterministic=deterministic)
     base: list[Any] = []
     if tree.frozen is not None:
         made = initial(init, seed, compiled=False)
-        base = placement.kept(tree.frozen.values(made[0] if has_state else made))
+        base = placement.frozen(tree.frozen.values(made[0] if has_state else made))
         params = tree.frozen.trained(params)
     model = jax.tree_util.tree_map(_copied, (params, model_state) if has_state else params, tree.shapes())
     params, model_state = model if has_state else (model, None)

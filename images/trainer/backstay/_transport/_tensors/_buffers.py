@@ -88,6 +88,11 @@ class Arrangement:
         self._unpack_jit = jax.jit(self._unpack)
         self._settle_jit = jax.jit(self._settle, donate_argnums=1, keep_unused=True)
 
+    @property
+    def places(self) -> list[int | None]:
+        """For each array that `pack` returns, the leaf that it is; None: an area."""
+        return [*sorted(self.direct), *[None] * len(self.areas)]
+
     def pack(self, leaves: Sequence[Any]) -> list[Any]:
         """The arrays to send, out of all leaves of a tree. To be traced, in the jitted function that computes them.
 
@@ -121,13 +126,14 @@ class Arrangement:
         """The blocks of every shard, out of a gradient on the device.
 
         Args:
-            packed_leaves: the result of `pack` for the gradient, on one device.
+            packed_leaves: the result of `pack` for the gradient, on one device, or divided over several.
 
         Returns:
-            ``[s][b]``, which keep `packed_leaves` alive. On the CPU 1-D views of the memory of `packed_leaves`, of
-            which reading one waits until it is computed.
+            ``[s][b]``, which keep `packed_leaves` alive. On the CPU, 1-D views of the memory of `packed_leaves`, of
+            which reading one waits until it is computed. An array on several devices is first copied to the host.
         """
-        there = [] if all(map(_on_host, packed_leaves)) else [DeviceArray(array) for array in packed_leaves]
+        apart = any(len(array.devices()) > 1 for array in packed_leaves)  # the host puts them together
+        there = [] if apart or all(map(_on_host, packed_leaves)) else [DeviceArray(array) for array in packed_leaves]
         place = {leaf: index for index, leaf in enumerate(sorted(self.direct))}
         result: list[Sequence[np.ndarray | DeviceBlock]] = []
         for s, layout in enumerate(self.partition.shards):

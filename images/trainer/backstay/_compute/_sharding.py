@@ -1,0 +1,248 @@
+"""Divides the arrays of a model over several devices, as the arguments `mesh` and `sharding` of `train` say.
+
+`train` takes the names and sizes of the axes instead of a `jax.sharding.Mesh`, because parameter servers import the
+same script and have other devices.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from .._update import LeafSpec, TreeSpec
+from ..errors import ConfigurationError
+
+__all__ = ["MeshAxes", "ModelSharding", "Shardings", "mesh_of", "shardings_of"]
+
+_LOG = logging.getLogger(__name__)
+
+MeshAxes = Mapping[str, int] | Callable[[Sequence[Any]], Mesh]
+"""The sizes of the axes by name, or a function of the devices that returns the mesh. See `train`."""
+
+ModelSharding = Literal["replicate", "fsdp"] | Callable[[Mesh, Any], Any]
+"""The placement of the parameters. See `train`."""
+
+BATCH: Final = "batch"
+_SMALL: Final = 1 << 12
+"""Below so many elements, fsdp leaves an array whole: to gather it would cost more than the memory is worth."""
+
+_spec: Any = PartitionSpec  # which JAX leaves untyped
+
+
+@dataclass(frozen=True)
+class Shardings:
+    """Where each array of a model lies.
+
+    Attributes:
+        mesh: all devices of a process.
+        leaves: the sharding of each leaf of the tree.
+        frozen: the sharding of each frozen leaf.
+        batch: the axes of the mesh that divide the leading axis of a batch.
+    """
+
+    mesh: Mesh
+    leaves: tuple[NamedSharding, ...]
+    frozen: tuple[NamedSharding, ...]
+    batch: tuple[str, ...]
+
+    @property
+    def divided(self) -> bool:
+        """Whether a leaf is not whole on each device."""
+        return not all(sharding.is_fully_replicated for sharding in (*self.leaves, *self.frozen))
+
+
+def mesh_of(axes: MeshAxes | None, devices: Sequence[Any]) -> Mesh:
+    """The mesh of all `devices`.
+
+    Args:
+        axes: see `train`. None: one axis, ``batch``.
+        devices: the devices of the process.
+
+    Raises:
+        ConfigurationError: `axes` is not of such a type, or does not fit the devices.
+    """
+    if axes is None:
+        return Mesh(np.asarray(devices), (BATCH,))
+    if isinstance(axes, Mesh):
+        raise ConfigurationError(
+            "mesh is a jax.sharding.Mesh: must be the sizes of its axes, such as {'batch': 2, 'model': 4}, or a "
+            "function of the devices that returns the mesh. Parameter servers import this script too, and have other "
+            "devices"
+        )
+    made = axes(devices) if callable(axes) else _mesh_of_sizes(axes, devices)
+    if not isinstance(made, Mesh):
+        raise ConfigurationError(f"mesh returned {type(made).__name__}: must return a jax.sharding.Mesh")
+    if sorted(device.id for device in made.devices.flat) != sorted(device.id for device in devices):
+        raise ConfigurationError(
+            f"mesh returned a mesh of {made.devices.size} devices: must be of the {len(devices)} devices of this "
+            "process, each once"
+        )
+    if explicit := [
+        name for name, kind in zip(made.axis_names, made.axis_types, strict=True) if "Auto" not in str(kind)
+    ]:
+        raise ConfigurationError(
+            f"mesh returned a mesh whose axis {explicit[0]!r} is not of the type Auto. Pass "
+            "axis_types=(jax.sharding.AxisType.Auto,) * N, because XLA divides the computation"
+        )
+    return made
+
+
+def _mesh_of_sizes(axes: Any, devices: Sequence[Any]) -> Mesh:
+    if not isinstance(axes, Mapping) or not axes or not all(isinstance(name, str) and name for name in axes):
+        raise ConfigurationError(
+            f"mesh is {axes!r}: must be the sizes of its axes, such as {{'batch': 2, 'model': 4}}, or a function of "
+            "the devices that returns the mesh"
+        )
+    sizes = {name: int(size) if isinstance(size, np.integer) else size for name, size in axes.items()}
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < -1 or size == 0:
+            raise ConfigurationError(
+                f"mesh: the axis {name!r} has the size {size!r}: must be 1 or more, or -1 for the rest"
+            )
+    open_axes = [name for name, size in sizes.items() if size == -1]
+    if len(open_axes) > 1:
+        raise ConfigurationError(f"mesh: the axes {open_axes} have the size -1: at most one axis takes the rest")
+    product = math.prod(size for size in sizes.values() if size > 0)
+    if open_axes and len(devices) % product == 0:
+        sizes[open_axes[0]] = len(devices) // product
+    if math.prod(sizes.values()) != len(devices):
+        shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ConfigurationError(
+            f"mesh has the axes {shown}, and this process has {len(devices)} devices ({devices[0].platform}): the "
+            f"product of the sizes must be {len(devices)}"
+        )
+    return Mesh(np.asarray(devices).reshape(tuple(sizes.values())), tuple(sizes))
+
+
+def shardings_of(sharding: ModelSharding | None, mesh: Mesh, tree: TreeSpec) -> Shardings:
+    """The sharding of each array of a model.
+
+    Args:
+        sharding: see `train`. None: ``"replicate"``.
+        mesh: see `mesh_of`.
+        tree: the model.
+
+    Raises:
+        ConfigurationError: `sharding` is invalid, or returns something else than it should.
+    """
+    everywhere = NamedSharding(mesh, _spec())
+    specs = _specs_of_all(tree)
+    if sharding is None or sharding == "replicate":
+        found = [_spec()] * len(specs)
+    elif sharding == "fsdp":
+        found = [_divided(leaf, mesh) for leaf in specs]
+        _warn(
+            "fsdp",
+            [leaf for leaf, spec in zip(specs, found, strict=True) if leaf.size >= _SMALL and spec == _spec()],
+            mesh,
+        )
+    elif callable(sharding):
+        found = _returned(sharding, mesh, tree, specs)
+    else:
+        raise ConfigurationError(
+            f"sharding is {sharding!r}: must be 'replicate', 'fsdp', or a function of the mesh and of the shapes of "
+            "the parameters that returns a PartitionSpec for each"
+        )
+    shardings = [NamedSharding(mesh, spec) for spec in found]
+    places = (False,) * len(specs) if tree.frozen is None else tree.frozen.places
+    trained = [each for each, frozen in zip(shardings, places, strict=True) if not frozen]
+    frozen = [each for each, apart in zip(shardings, places, strict=True) if apart]
+    states = [everywhere] * (len(tree.leaves) - len(trained))
+    axes = mesh.axis_names if sharding == "fsdp" else mesh.axis_names[:1]
+    return Shardings(mesh, (*trained, *states), tuple(frozen), tuple(map(str, axes)))
+
+
+def _specs_of_all(tree: TreeSpec) -> list[LeafSpec]:
+    """All parameters, trained and frozen, in the order of the script's own tree."""
+    trained = iter(tree.parameters.leaves)
+    if tree.frozen is None:
+        return list(trained)
+    frozen = iter(tree.frozen.leaves)
+    return [next(frozen) if apart else next(trained) for apart in tree.frozen.places]
+
+
+def _divided(leaf: LeafSpec, mesh: Mesh) -> Any:
+    """The largest dimension that all devices divide, over all axes of the mesh."""
+    fitting = [(size, -axis) for axis, size in enumerate(leaf.shape) if size and size % mesh.size == 0]
+    if leaf.size < _SMALL or not fitting:
+        return _spec()
+    axis = -max(fitting)[1]
+    return _spec(*[None] * axis, tuple(mesh.axis_names))
+
+
+def _returned(sharding: Callable[[Mesh, Any], Any], mesh: Mesh, tree: TreeSpec, specs: Sequence[LeafSpec]) -> list[Any]:
+    """The specs that the script's function returns, one for each parameter."""
+    shape: Any = jax.ShapeDtypeStruct  # which JAX leaves untyped
+    treedef = tree.parameters.treedef if tree.frozen is None else tree.frozen.treedef
+    shapes = jax.tree_util.tree_unflatten(treedef, [shape(leaf.shape, leaf.dtype) for leaf in specs])
+    made = sharding(mesh, shapes)
+
+    def ends(value: Any) -> bool:
+        return value is None or isinstance(value, PartitionSpec)
+
+    def broadcast(spec: Any, part: Any) -> list[Any]:
+        if not ends(spec):
+            raise ConfigurationError(
+                f"sharding returned {type(spec).__name__} for a parameter: must be a jax.sharding.PartitionSpec, or "
+                "None for one that each device has whole"
+            )
+        return [spec] * len(jax.tree_util.tree_leaves(part))
+
+    try:
+        parts = jax.tree_util.tree_map(broadcast, made, shapes, is_leaf=ends)
+    except ValueError as error:
+        raise ConfigurationError(
+            "sharding returned another tree than that of the parameters: must have a PartitionSpec or None for each "
+            f"parameter, or for a part of the tree ({error})"
+        ) from error
+    flat = [spec for part in jax.tree_util.tree_leaves(parts, is_leaf=lambda x: isinstance(x, list)) for spec in part]
+    uneven: list[LeafSpec] = []
+    found = [_checked(leaf, spec, mesh, uneven) for leaf, spec in zip(specs, flat, strict=True)]
+    _warn("sharding", uneven, mesh)
+    return found
+
+
+def _checked(leaf: LeafSpec, spec: Any, mesh: Mesh, uneven: list[LeafSpec]) -> Any:
+    """The spec, without the axes of the mesh that do not divide a dimension: those leaves are added to `uneven`."""
+    if spec is None:
+        return _spec()
+    if len(spec) > len(leaf.shape):
+        raise ConfigurationError(
+            f"sharding returned {spec} for {leaf}: must have at most {len(leaf.shape)} entries, one for each dimension"
+        )
+    seen: set[str] = set()
+    entries: list[Any] = []
+    for size, entry in zip(leaf.shape, spec, strict=False):
+        names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        for name in names:
+            if name not in mesh.axis_names or name in seen:
+                why = "appears twice among axes of the mesh" if name in seen else "is not an axis of the mesh"
+                raise ConfigurationError(
+                    f"sharding returned {spec} for {leaf}: {name!r} {why}, which has the axes "
+                    f"{', '.join(map(repr, mesh.axis_names))}"
+                )
+            seen.add(name)
+        if size % math.prod(mesh.shape[name] for name in names):
+            uneven.append(leaf)
+            names = ()
+        entries.append(names or None)
+    return _spec(*entries)
+
+
+def _warn(what: str, leaves: Sequence[LeafSpec], mesh: Mesh) -> None:
+    if leaves:
+        shown = ", ".join(map(str, leaves[:3])) + (f" and {len(leaves) - 3} more" if len(leaves) > 3 else "")
+        _LOG.warning(
+            "%s: each device has all of %s, because the sizes of the mesh (%s) divide no dimension that they should. "
+            "Pad the arrays, or stack layers, to a multiple",
+            what,
+            shown,
+            ", ".join(f"{name}={size}" for name, size in mesh.shape.items()),
+        )

@@ -1,0 +1,120 @@
+"""Trains a model that is divided over four devices, as KIND and MORE say, and writes its parameters to OUT."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec
+
+import backstay
+
+jax.config.update("jax_enable_x64", True)
+KIND = os.environ.get("KIND", "")
+WIDTH = 256  # large enough that fsdp divides a matrix
+
+
+def init(key):
+    keys = jax.random.split(key, 4)
+    params = {
+        "in": jax.random.normal(keys[0], (32, WIDTH)) / 6,
+        "stages": jax.random.normal(keys[1], (2, WIDTH, WIDTH)) / 16,
+        "out": jax.random.normal(keys[2], (WIDTH, 3)) / 16,
+        "odd": jax.random.normal(keys[3], (67, 71)),  # no mesh divides it
+        "bias": jnp.zeros(3),
+    }
+    return params, {"mean": jnp.zeros(WIDTH)}
+
+
+def stage(kernel, hidden):
+    return hidden + jnp.tanh(hidden @ kernel)
+
+
+def plain(kernels, hidden):
+    return stage(kernels[1], stage(kernels[0], hidden))
+
+
+def piped(kernels, hidden):
+    """Two stages on two devices; the second one works on a part of the batch while the first one works on the next."""
+
+    def run(kernel, parts):
+        index = jax.lax.axis_index("stage")
+        held, done = jnp.zeros_like(parts[0]), []
+        for turn in range(len(parts) + 1):
+            given = jnp.where(index == 0, parts[min(turn, len(parts) - 1)], held)
+            made = stage(kernel[0], given)
+            held = jax.lax.ppermute(made, "stage", [(0, 1)])
+            if turn:
+                done.append(jnp.where(index == 1, made, 0))
+        return jax.lax.psum(jnp.stack(done), "stage")
+
+    whole, spec = PartitionSpec(), PartitionSpec("stage")
+    mapped = jax.shard_map(run, in_specs=(spec, whole), out_specs=whole, check_vma=False)
+    return mapped(kernels, hidden.reshape(4, -1, WIDTH)).reshape(hidden.shape)
+
+
+def loss(params, state, batch):
+    x, y = batch
+    hidden = jnp.tanh(x @ params["in"])
+    hidden = (piped if KIND == "pipeline" else plain)(params["stages"], hidden)
+    error = jnp.mean((hidden @ params["out"] + params["bias"] - y) ** 2)
+    mean = 0.9 * state["mean"] + 0.1 * hidden.mean(axis=0)
+    return error + 1e-4 * jnp.sum(params["odd"] ** 2), {"mean": mean}
+
+
+def batches(key):
+    x = key.rng.normal(size=(8, 32))
+    return x, np.sin(x[:, :3])
+
+
+def evaluate(params, state):
+    del state
+    return {"squares": sum(float(jnp.sum(leaf**2)) for leaf in jax.tree.leaves(params))}
+
+
+def tensor(mesh, shapes):
+    assert mesh.axis_names == ("batch", "model")
+    assert shapes["in"].shape == (32, WIDTH)
+    columns, rows = PartitionSpec(None, "model"), PartitionSpec("model")
+    return {"in": columns, "stages": None, "out": rows, "odd": rows, "bias": None}
+
+
+LAYOUTS = {
+    "": {},
+    "whole": {"mesh": {"batch": 4}, "sharding": "replicate"},
+    "fsdp": {"sharding": "fsdp"},
+    "tensor": {"mesh": {"batch": 2, "model": -1}, "sharding": tensor},
+    "pipeline": {
+        "mesh": lambda devices: jax.sharding.Mesh(np.asarray(devices).reshape(1, 2, 2), ("batch", "stage", "rest")),
+        "sharding": lambda _, shapes: {name: PartitionSpec("stage") if name == "stages" else None for name in shapes},
+    },
+}
+MORE = {
+    "": {"optimizer": optax.adamw(1e-2), "clip_norm": 0.5},
+    "local": {"local": backstay.LocalSteps(2, optax.adam(1e-2), inner_state="keep")},
+    "frozen": {"optimizer": optax.sgd(1e-1, momentum=0.9), "frozen": lambda name: name == "stages"},
+    "factored": {"optimizer": optax.adafactor(1e-2, min_dim_size_to_factor=32)},
+}
+
+
+def settings(kind, more):
+    fixed = {"init": init, "loss": loss, "batches": batches, "evaluate": evaluate, "has_state": True, "steps": 4}
+    return fixed | LAYOUTS[kind] | MORE[more]
+
+
+def store(result, place):
+    np.savez(place, **{name: np.asarray(leaf) for name, leaf in result.params.items()}, mean=result.state["mean"])
+
+
+if __name__ == "__main__":
+    more = os.environ.get("MORE", "")
+    found = backstay.train(**settings(KIND, more))
+    if KIND in ("fsdp", "tensor"):
+        assert {leaf.sharding.is_fully_replicated for leaf in found.params.values()} == {True, False}
+        for name, leaf in found.params.items():
+            parts = {"fsdp": {"in": 4, "stages": 4}, "tensor": {"in": 2, "out": 2}}[KIND].get(name, 1)
+            assert leaf.addressable_data(0).size * parts == leaf.size, name
+    store(found, os.environ["OUT"])

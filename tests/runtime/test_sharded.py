@@ -1,0 +1,134 @@
+"""A model that is divided over the devices of a worker trains as one that is whole (T4)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from backstay import testing
+
+SCRIPT = Path(__file__).with_name("sharded.py")
+DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+
+
+def alone(folder: Path, kind: str, more: str, devices: dict[str, str]) -> tuple[dict[str, np.ndarray], str]:
+    out = folder / f"{kind}-{more}.npz"
+    environment = os.environ | devices | {"KIND": kind, "MORE": more, "OUT": str(out)}
+    done = subprocess.run([sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return dict(np.load(out)), done.stderr
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory):
+    """The parameters of one process with one device."""
+    made: dict[str, dict[str, np.ndarray]] = {}
+
+    def of(more: str) -> dict[str, np.ndarray]:
+        if more not in made:
+            made[more] = alone(tmp_path_factory.mktemp("plain"), "", more, {"JAX_PLATFORMS": "cpu"})[0]
+        return made[more]
+
+    return of
+
+
+def same(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        np.testing.assert_allclose(got[name], value, rtol=1e-6, atol=1e-9, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("whole", ""),
+        ("fsdp", ""),
+        ("tensor", ""),
+        ("pipeline", ""),
+        ("fsdp", "local"),
+        ("tensor", "frozen"),
+        ("fsdp", "factored"),
+    ],
+)
+def test_t4_one_process_with_a_divided_model(kind: str, more: str, plain, tmp_path: Path) -> None:
+    got, log = alone(tmp_path, kind, more, DEVICES)
+    same(got, plain(more))
+    warned = "each device has all of odd float64[67,71], because the sizes of the mesh" in log
+    assert warned == (kind in ("fsdp", "tensor"))
+
+
+@pytest.mark.parametrize(("kind", "more"), [("fsdp", ""), ("tensor", "local"), ("fsdp", "frozen"), ("pipeline", "")])
+def test_t4_a_job_with_a_divided_model(kind: str, more: str, plain, tmp_path: Path) -> None:
+    """The servers do not use the mesh."""
+    out = tmp_path / "out.npz"
+    env = DEVICES | {"KIND": kind, "MORE": more, "OUT": str(out)}
+    job = testing.run(SCRIPT, servers=2, env=env)
+    assert job.succeeded
+    got = dict(np.load(out))
+    same(got, plain(more))
+    squares = sum(float((value**2).sum()) for name, value in got.items() if name != "mean")
+    assert job.result.metrics["squares"] == pytest.approx(squares)
+
+
+REFUSALS = """
+import jax, jax.numpy as jnp, numpy as np, optax, backstay
+from jax.sharding import Mesh, PartitionSpec as P
+from sharded import settings
+
+def refused(**changed):
+    try:
+        backstay.train(**settings("", "") | changed)
+    except backstay.errors.ConfigurationError as error:
+        print(str(error).replace(chr(10), " "))
+    else:
+        print("accepted")
+
+one = {"in": P("batch"), "stages": None, "out": None, "odd": None, "bias": None}
+explicit = (jax.sharding.AxisType.Explicit,)
+refused(mesh={"batch": 3})
+refused(mesh={"batch": -1, "model": -1})
+refused(mesh={"batch": 0})
+refused(mesh=4)
+refused(mesh=Mesh(np.asarray(jax.devices()), ("batch",)))
+refused(mesh=lambda devices: devices)
+refused(mesh=lambda devices: Mesh(np.asarray(devices[:2]), ("batch",)))
+refused(mesh=lambda devices: Mesh(np.asarray(devices), ("batch",), axis_types=explicit))
+refused(sharding="FSDP")
+refused(sharding=lambda mesh, shapes: one | {"out": P("model")})
+refused(sharding=lambda mesh, shapes: one | {"bias": P(None, "batch")})
+refused(sharding=lambda mesh, shapes: one | {"stages": P("batch", "batch")})
+refused(sharding=lambda mesh, shapes: one | {"bias": "batch"})
+refused(sharding=lambda mesh, shapes: {"in": P("batch")})
+"""
+
+
+def test_a_mesh_or_a_sharding_that_does_not_fit_is_refused() -> None:
+    environment = os.environ | DEVICES | {"PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), *sys.path])}
+    command = [sys.executable, "-c", REFUSALS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    wanted = [
+        "mesh has the axes batch=3, and this process has 4 devices (cpu): the product of the sizes must be 4",
+        "at most one axis takes the rest",
+        "the axis 'batch' has the size 0: must be 1 or more, or -1 for the rest",
+        "mesh is 4: must be the sizes of its axes",
+        "mesh is a jax.sharding.Mesh: must be the sizes of its axes",
+        "mesh returned list: must return a jax.sharding.Mesh",
+        "mesh returned a mesh of 2 devices: must be of the 4 devices of this process, each once",
+        "whose axis 'batch' is not of the type Auto",
+        "sharding is 'FSDP': must be 'replicate', 'fsdp', or a function",
+        "for out float64[256,3]: 'model' is not an axis of the mesh, which has the axes 'batch'",
+        "for bias float64[3]: must have at most 1 entries",
+        "for stages float64[2,256,256]: 'batch' appears twice",
+        "sharding returned str for a parameter: must be a jax.sharding.PartitionSpec, or None",
+        "sharding returned another tree than that of the parameters",
+    ]
+    said = done.stdout.splitlines()
+    assert len(said) == len(wanted), done.stdout
+    for text, part in zip(said, wanted, strict=True):
+        assert part in text, (part, text)
