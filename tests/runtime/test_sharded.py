@@ -58,7 +58,7 @@ def same(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
 def test_t4_one_process_with_a_divided_model(kind: str, more: str, plain, tmp_path: Path) -> None:
     got, log = alone(tmp_path, kind, more, DEVICES)
     same(got, plain(more))
-    warned = "each device has all of odd float64[67,71], because the sizes of the mesh" in log
+    warned = "does not divide all of odd float64[67,71], because the sizes of the mesh" in log
     assert warned == (kind in ("fsdp", "tensor"))
 
 
@@ -69,10 +69,7 @@ def test_t4_a_job_with_a_divided_model(kind: str, more: str, plain, tmp_path: Pa
     env = DEVICES | {"KIND": kind, "MORE": more, "OUT": str(out)}
     job = testing.run(SCRIPT, servers=2, env=env)
     assert job.succeeded
-    got = dict(np.load(out))
-    same(got, plain(more))
-    squares = sum(float((value**2).sum()) for name, value in got.items() if name != "mean")
-    assert job.result.metrics["squares"] == pytest.approx(squares)
+    same(dict(np.load(out)), plain(more))
 
 
 REFUSALS = """

@@ -110,11 +110,6 @@ class Computation(Protocol):
         """How many batches one contribution takes, at least 1."""
         ...
 
-    @property
-    def on_host(self) -> bool:
-        """Whether it takes parameters in host memory, where they lie, rather than on a device."""
-        ...
-
     def compile(self, batch: Any) -> float | None:
         """Compile for batches like this one before there are parameters.
 
@@ -197,10 +192,6 @@ class GradientComputation:
         """
         self._gradient_of, self._tree, self._layout, self._batch_of = gradient_of, tree, layout, batch_of
         self._dispatched = dispatched
-
-    @property
-    def on_host(self) -> bool:
-        return self._gradient_of.on_host
 
     def compile(self, batch: Any) -> float | None:
         return self._gradient_of.compile(batch)

@@ -34,11 +34,11 @@ class Pack(Protocol):
         ...
 
 
-def packed_places(placement: Placement, tree: TreeSpec, pack: Pack | None) -> Any:
-    """The sharding of each array that `pack` returns, or of each leaf without it; or the one sharding of all."""
+def packed_places(placement: Placement, tree: TreeSpec, pack: Pack | None) -> list[Any]:
+    """The sharding of each array that `pack` returns, or of each leaf without it."""
     model = placement.model(tree)
-    if pack is None or not isinstance(model, list):
-        return model
+    if pack is None:
+        return list(model)
     return [placement.everywhere if leaf is None else model[leaf] for leaf in pack.places]
 
 
@@ -147,11 +147,6 @@ class GradientFn:
         with self.placement.tracing():
             compiled = self._function.lower(*arguments).compile()
         return flops_of(compiled, len(self.placement.devices))
-
-    @property
-    def on_host(self) -> bool:
-        """See `Placement.on_host`."""
-        return self.placement.on_host
 
     def _compute(self, leaves: list[Any], batch: Any, at: Any, frozen: list[Any]) -> Any:
         outcome = self._objective(leaves, batch, at, frozen)

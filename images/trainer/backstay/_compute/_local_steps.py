@@ -67,8 +67,7 @@ class LocalProgram:
         # The new state of the inner optimizer takes the memory of the previous state.
         donated = 2 if self.keeps else ()
         self.finish: Callable[..., Any] = jit(self._finish, donate_argnums=donated, out_shardings=ends)
-        each = partial(jax.tree_util.tree_map, jnp.copy)
-        self.copy: Callable[[Any], Any] = jit(each, out_shardings=model)
+        self.copy: Callable[[Any], Any] = jit(partial(jax.tree_util.tree_map, jnp.copy), out_shardings=model)
         self.add: Callable[[Any, Any], Any] = jit(partial(jax.tree_util.tree_map, jnp.add), out_shardings=everywhere)
         self.receive: Callable[..., Any] = jit(self._receive, static_argnums=(3, 4), out_shardings=(model, model))
 
@@ -333,10 +332,6 @@ class LocalComputation:
         self._dispatched = dispatched
         self._training = LocalTraining(program, updates)
         self.batches = program.local.batches
-
-    @property
-    def on_host(self) -> bool:
-        return self._program.placement.on_host
 
     def compile(self, batch: Any) -> float | None:
         flops = self._program.compile(batch)

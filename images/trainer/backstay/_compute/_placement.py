@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .._update import TreeSpec
+from .._update import TreeSpec, on_host
 from ._sharding import BATCH, MeshAxes, ModelSharding, Shardings, mesh_of, shardings_of
 
 __all__ = ["Placement", "placement_of"]
@@ -27,7 +27,7 @@ class Placement:
     Attributes:
         devices: the devices of this process.
         everywhere: the sharding of arrays that every device has whole.
-        divided: whether no device has the whole model.
+        divided: whether an array of the model is divided over them.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class Placement:
         use: Any = getattr(jax, "set_mesh", None)
         return nullcontext() if self._shardings is None or use is None else use(self._mesh)
 
-    def model(self, tree: TreeSpec) -> Any:
-        """The sharding of each leaf of the tree, or the one of all of them."""
-        return list(self._shardings.leaves) if self._shardings is not None and self.divided else self.everywhere
+    def model(self, tree: TreeSpec) -> list[NamedSharding]:
+        """The sharding of each leaf of the tree."""
+        return [self.everywhere] * len(tree.leaves) if self._shardings is None else list(self._shardings.leaves)
 
     def state_of(self, optimizer: Any, tree: TreeSpec) -> Any:
         """Finds the shardings of an optimizer's state. An array with its parameter's shape lies as the parameter does.
@@ -108,30 +108,35 @@ class Placement:
         """Leaves of the model where compiled functions take them."""
         if self.on_host:  # a jitted function takes a thousand arrays of the host ten times as fast as `device_put` does
             return list(leaves)
-        if self.divided:
-            assert self._shardings is not None
-            placed: list[Any] = jax.device_put(list(leaves), list(self._shardings.leaves), may_alias=True)
-            return placed
-        return self.kept(leaves)
-
-    def kept(self, leaves: Sequence[Any]) -> list[Any]:
-        """Leaves that every call of a compiled function takes, in memory of the devices."""
-        placed: list[Any] = jax.device_put(list(leaves), self.everywhere, may_alias=True)
-        return placed
+        return self._put(leaves, () if self._shardings is None else self._shardings.leaves)
 
     def frozen(self, values: Sequence[Any]) -> list[Any]:
-        """The values of the frozen leaves, in memory of the devices."""
-        if self._shardings is None:
-            return self.kept(values)
-        placed: list[Any] = jax.device_put(list(values), list(self._shardings.frozen), may_alias=True)
+        """The values of the frozen leaves, which every call of a compiled function takes, in memory of the devices."""
+        return self._put(values, () if self._shardings is None else self._shardings.frozen)
+
+    def for_script(self, leaves: Sequence[Any]) -> list[Any]:
+        """Leaves of the model, or those of its parameters, as arrays of JAX for functions of the script."""
+        if self.divided:
+            return self.leaves(leaves)
+        # Arrays that came through pinned memory are bound to one device; a script may use them on all.
+        free = [leaf if isinstance(leaf, np.ndarray) or not leaf.committed else on_host(leaf) for leaf in leaves]
+        placed: list[Any] = jax.device_put(free, may_alias=True)
+        return placed
+
+    def _put(self, leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
+        """
+        Args:
+            shardings: one for each leaf, or for more leaves than these; empty: each device gets all of them.
+        """
+        places = list(shardings[: len(leaves)]) if shardings else self.everywhere
+        placed: list[Any] = jax.device_put(list(leaves), places, may_alias=True)
         return placed
 
     def shapes(self, tree: TreeSpec) -> list[Any]:
         """The shapes, dtypes and places of the results of `leaves`, for the leaves of a tree."""
-        model = None if self.on_host else self.model(tree)
+        places = [None] * len(tree.leaves) if self.on_host else self.model(tree)
         shape: Any = jax.ShapeDtypeStruct  # which JAX leaves untyped
-        each = model if isinstance(model, list) else [model] * len(tree.leaves)
-        return [shape(leaf.shape, leaf.dtype, sharding=place) for leaf, place in zip(tree.leaves, each, strict=True)]
+        return [shape(leaf.shape, leaf.dtype, sharding=place) for leaf, place in zip(tree.leaves, places, strict=True)]
 
     def first(self, values: Any) -> Any:
         """A pytree of arrays as they are on the first device, if every device has them whole. Others stay divided."""
@@ -162,6 +167,11 @@ class Placement:
     def on_host(self) -> bool:
         """Whether it is one device that shares the host's memory: arrays of the host are as good there."""
         return len(self.devices) == 1 and self.on("cpu")
+
+    @property
+    def takes_host_memory(self) -> bool:
+        """Whether `leaves` takes arrays of the host as well as those of a device."""
+        return self.on_host or self.divided
 
     @property
     def options(self) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .._update import LeafSpec, TreeSpec
+from .._update import LeafSpec, TreeSpec, some_of
 from ..errors import ConfigurationError
 
 __all__ = ["MeshAxes", "ModelSharding", "Shardings", "mesh_of", "shardings_of"]
@@ -132,40 +132,30 @@ def shardings_of(sharding: ModelSharding | None, mesh: Mesh, tree: TreeSpec) -> 
     Raises:
         ConfigurationError: `sharding` is invalid, or returns something else than it should.
     """
-    everywhere = NamedSharding(mesh, _spec())
-    specs = _specs_of_all(tree)
+    params = tree.parameters
+    whole = tree.whole(params.unflatten(params.leaves), () if tree.frozen is None else tree.frozen.leaves)
+    leaves: list[LeafSpec] = jax.tree_util.tree_leaves(whole)
     if sharding is None or sharding == "replicate":
-        found = [_spec()] * len(specs)
+        specs = [_spec()] * len(leaves)
     elif sharding == "fsdp":
-        found = [_divided(leaf, mesh) for leaf in specs]
-        _warn(
-            "fsdp",
-            [leaf for leaf, spec in zip(specs, found, strict=True) if leaf.size >= _SMALL and spec == _spec()],
-            mesh,
-        )
+        specs = [_divided(leaf, mesh) for leaf in leaves]
+        large = [leaf for leaf, spec in zip(leaves, specs, strict=True) if leaf.size >= _SMALL and spec == _spec()]
+        _warn("fsdp", large, mesh)
     elif callable(sharding):
-        found = _returned(sharding, mesh, tree, specs)
+        specs = _returned(sharding, mesh, whole)
     else:
         raise ConfigurationError(
             f"sharding is {sharding!r}: must be 'replicate', 'fsdp', or a function of the mesh and of the shapes of "
             "the parameters that returns a PartitionSpec for each"
         )
-    shardings = [NamedSharding(mesh, spec) for spec in found]
-    places = (False,) * len(specs) if tree.frozen is None else tree.frozen.places
-    trained = [each for each, frozen in zip(shardings, places, strict=True) if not frozen]
-    frozen = [each for each, apart in zip(shardings, places, strict=True) if apart]
-    states = [everywhere] * (len(tree.leaves) - len(trained))
+    places = jax.tree_util.tree_unflatten(
+        jax.tree_util.tree_structure(whole), [NamedSharding(mesh, spec) for spec in specs]
+    )
+    frozen = () if tree.frozen is None else tree.frozen.values(places)
+    trained = jax.tree_util.tree_leaves(places if tree.frozen is None else tree.frozen.trained(places))
+    states = [NamedSharding(mesh, _spec())] * (len(tree.leaves) - len(trained))
     axes = mesh.axis_names if sharding == "fsdp" else mesh.axis_names[:1]
     return Shardings(mesh, (*trained, *states), tuple(frozen), tuple(map(str, axes)))
-
-
-def _specs_of_all(tree: TreeSpec) -> list[LeafSpec]:
-    """All parameters, trained and frozen, in the order of the script's own tree."""
-    trained = iter(tree.parameters.leaves)
-    if tree.frozen is None:
-        return list(trained)
-    frozen = iter(tree.frozen.leaves)
-    return [next(frozen) if apart else next(trained) for apart in tree.frozen.places]
 
 
 def _divided(leaf: LeafSpec, mesh: Mesh) -> Any:
@@ -177,42 +167,43 @@ def _divided(leaf: LeafSpec, mesh: Mesh) -> Any:
     return _spec(*[None] * axis, tuple(mesh.axis_names))
 
 
-def _returned(sharding: Callable[[Mesh, Any], Any], mesh: Mesh, tree: TreeSpec, specs: Sequence[LeafSpec]) -> list[Any]:
-    """The specs that the script's function returns, one for each parameter."""
+def _returned(sharding: Callable[[Mesh, Any], Any], mesh: Mesh, whole: Any) -> list[Any]:
+    """The specs that the script's function returns, one for each parameter.
+
+    Args:
+        whole: all parameters, with a `LeafSpec` at each.
+    """
     shape: Any = jax.ShapeDtypeStruct  # which JAX leaves untyped
-    treedef = tree.parameters.treedef if tree.frozen is None else tree.frozen.treedef
-    shapes = jax.tree_util.tree_unflatten(treedef, [shape(leaf.shape, leaf.dtype) for leaf in specs])
-    made = sharding(mesh, shapes)
+    made = sharding(mesh, jax.tree_util.tree_map(lambda leaf: shape(leaf.shape, leaf.dtype), whole))
 
     def ends(value: Any) -> bool:
         return value is None or isinstance(value, PartitionSpec)
 
-    def broadcast(spec: Any, part: Any) -> list[Any]:
+    def spread(spec: Any, part: Any) -> Any:
         if not ends(spec):
             raise ConfigurationError(
                 f"sharding returned {type(spec).__name__} for a parameter: must be a jax.sharding.PartitionSpec, or "
                 "None for one that each device has whole"
             )
-        return [spec] * len(jax.tree_util.tree_leaves(part))
+        return jax.tree_util.tree_map(lambda _: _spec() if spec is None else spec, part)
 
     try:
-        parts = jax.tree_util.tree_map(broadcast, made, shapes, is_leaf=ends)
+        specs = jax.tree_util.tree_leaves(jax.tree_util.tree_map(spread, made, whole, is_leaf=ends))
     except ValueError as error:
         raise ConfigurationError(
             "sharding returned another tree than that of the parameters: must have a PartitionSpec or None for each "
             f"parameter, or for a part of the tree ({error})"
         ) from error
-    flat = [spec for part in jax.tree_util.tree_leaves(parts, is_leaf=lambda x: isinstance(x, list)) for spec in part]
     uneven: list[LeafSpec] = []
-    found = [_checked(leaf, spec, mesh, uneven) for leaf, spec in zip(specs, flat, strict=True)]
+    found = [
+        _checked(leaf, spec, mesh, uneven) for leaf, spec in zip(jax.tree_util.tree_leaves(whole), specs, strict=True)
+    ]
     _warn("sharding", uneven, mesh)
     return found
 
 
 def _checked(leaf: LeafSpec, spec: Any, mesh: Mesh, uneven: list[LeafSpec]) -> Any:
-    """The spec, without the axes of the mesh that do not divide a dimension: those leaves are added to `uneven`."""
-    if spec is None:
-        return _spec()
+    """The spec, without the axes of the mesh that do not divide a dimension. Their leaves are added to `uneven`."""
     if len(spec) > len(leaf.shape):
         raise ConfigurationError(
             f"sharding returned {spec} for {leaf}: must have at most {len(leaf.shape)} entries, one for each dimension"
@@ -238,11 +229,10 @@ def _checked(leaf: LeafSpec, spec: Any, mesh: Mesh, uneven: list[LeafSpec]) -> A
 
 def _warn(what: str, leaves: Sequence[LeafSpec], mesh: Mesh) -> None:
     if leaves:
-        shown = ", ".join(map(str, leaves[:3])) + (f" and {len(leaves) - 3} more" if len(leaves) > 3 else "")
         _LOG.warning(
-            "%s: each device has all of %s, because the sizes of the mesh (%s) divide no dimension that they should. "
-            "Pad the arrays, or stack layers, to a multiple",
+            "%s does not divide all of %s, because the sizes of the mesh (%s) do not divide their dimensions. Pad the "
+            "arrays, or stack layers, to a multiple",
             what,
-            shown,
+            some_of(list(map(str, leaves)), 3),
             ", ".join(f"{name}={size}" for name, size in mesh.shape.items()),
         )

@@ -62,7 +62,7 @@ class Contributions:
         self.arrangement = Arrangement(plan.partition)
         self._overlaps = script.overlaps(environment.config)
         self._encoder = encoder
-        self.on_host = script.placement.on_host or script.placement.divided
+        self.on_host = script.placement.takes_host_memory
         self._made: Computation | None = None
         self._next = NextContribution()
         self._zero = ZeroLeaves(plan.partition.tree)

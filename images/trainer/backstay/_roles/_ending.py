@@ -26,7 +26,7 @@ from .. import _instrument
 from .._process import ALREADY_COMPLETE, STOPPED_EARLY
 from .._transport import ControlClient, Heartbeats, JobState
 from ..errors import JobFailed, PeerLost, Refused, WaitedTooLong
-from ._script import Script, evaluation_of
+from ._script import Script
 
 if TYPE_CHECKING:
     from .._coordination import Report
@@ -386,7 +386,7 @@ class WorkerEnd:
             if self._evaluation is None or self._evaluation[0] != at:
                 begin_evaluation(self._control, step)
                 with _instrument.span("evaluate", step):
-                    found = evaluation_of(self._script.evaluate, params, state, has_state=self._script.has_state)
+                    found = self._script.evaluation(params, state)
                 self._evaluation = at, found
             metrics = self._evaluation[1]
         except EvaluationGivenUp as given_up:

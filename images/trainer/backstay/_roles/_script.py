@@ -247,14 +247,15 @@ class Script:
         Raises:
             ConfigurationError: `mesh` or `sharding` is invalid, or does not fit the devices.
         """
-        return self.placement_on(None)
-
-    def placement_on(self, devices: Sequence[Any] | None) -> Placement:
-        """The same as `placement`, on these devices. None: all local devices."""
         from .._compute import placement_of
 
-        tree = self.beginning.tree
-        return placement_of(tree, self.mesh, self.sharding, devices, deterministic=self.deterministic)
+        return placement_of(self.beginning.tree, self.mesh, self.sharding, deterministic=self.deterministic)
+
+    def evaluation(self, params: Any, state: Any) -> dict[str, float]:
+        """The result of `evaluate` in a process that trains. Raises as `evaluation_of`."""
+        assert self.evaluate is not None
+        with self.placement.tracing():
+            return evaluation_of(self.evaluate, params, state, has_state=self.has_state)
 
     @property
     def batches_of_update(self) -> int:
@@ -401,7 +402,7 @@ def evaluated(script: Script, params: Any, state: Any) -> dict[str, float]:
     if script.evaluate is None:
         return {}
     try:
-        return evaluation_of(script.evaluate, params, state, has_state=script.has_state)
+        return script.evaluation(params, state)
     except Exception:  # noqa: BLE001  # an error of the script
         _LOG.exception("evaluate raised: this evaluation has no metrics")
         return {}

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
 
 from backstay_rpc.control_pb2 import (
     COMPILING,
@@ -37,7 +36,7 @@ from .._transport import (
     connect,
     record_exchange,
 )
-from .._update import ALL, ALL_AVERAGED, ALL_EXACT, Selection, on_host
+from .._update import ALL, ALL_AVERAGED, ALL_EXACT, Selection
 from ..errors import BackstayError, PeerLost, Refused, WaitedTooLong
 from ._beginning import FrozenPart
 from ._contributions import Contributions
@@ -409,14 +408,7 @@ class Worker:
 
     def _model(self, leaves: Sequence[Any]) -> tuple[Any, Any]:
         """Parameters and model state."""
-        placement = self._script.placement
-        if placement.divided:
-            model = self._plan.partition.tree.unflatten(placement.leaves(leaves))
-            params, state = model if self._script.has_state else (model, None)
-            return self._frozen.whole(params), state
-        # Arrays that came through pinned memory are bound to one device; a script may use them on all.
-        own = [leaf if isinstance(leaf, np.ndarray) or not leaf.committed else on_host(leaf) for leaf in leaves]
-        model = self._plan.partition.tree.unflatten(jax.device_put(own, may_alias=True))
+        model = self._plan.partition.tree.unflatten(self._script.placement.for_script(leaves))
         params, state = model if self._script.has_state else (model, None)
         return self._frozen.whole(params), state
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._compute import AHEAD, Base, LocalProgram, LocalTraining, Placement, examples_of
+from .._compute import AHEAD, Base, LocalProgram, LocalTraining, examples_of
 from .._coordination import CoordinatorState, EpochEnded, advance, begin_alone
 from .._data import IMPURE, BatchKey, CheckedBatches, Prefetcher
 from .._result import History, Result
@@ -108,7 +108,6 @@ def train_alone(
     script: Script,
     *,
     max_non_finite: int = 3,
-    devices: Any = None,
     model_every: int = 0,
     on_update: Callable[[StepReport], bool] | None = None,
     storage: AloneStorage | None = None,
@@ -119,7 +118,6 @@ def train_alone(
     Args:
         script: the arguments of `train`.
         max_non_finite: training fails after this many updates in a row with a gradient that is not finite.
-        devices: the devices to use; default: all local devices.
         model_every: number of updates between two reports with a `StepReport.model`, for which the host waits; 0: no
             report has one.
         on_update: called for each update, in order; later than the update was dispatched. Training ends when it returns
@@ -133,9 +131,8 @@ def train_alone(
         InterruptedAt: a signal arrived during training.
         JobFailed: ``NonFiniteGradients``.
     """
-    placement = script.placement_on(devices)
     # No device may have room for a model that is divided over all.
-    with on_processor() if placement.divided else nullcontext():
+    with on_processor() if script.placement.divided else nullcontext():
         if storage is None:
             state = CoordinatorState(term=1, version=0, world=1, samples=epochs_of(script))
             model = script.beginning.trained()
@@ -144,12 +141,13 @@ def train_alone(
     begin_alone(state, script.batches_of_update)
     tree, leaves = script.beginning.tree, jax.tree_util.tree_leaves(model)
     del model  # its memory is free when `leaves` are
-    frozen = _frozen(script, placement, state.start_from, storage)
+    frozen = _frozen(script, state.start_from, storage)
     wire = None if script.wire is None else script.wire.resolved(local=script.local is not None)
     rounding = None if wire is None or wire.exact else Rounding(tree, wire)
-    carry = _first(leaves, tree, script, placement, rounding, storage)
-    step = (_gradients if script.local is None else _local_steps)(script, script.objective(frozen), placement, rounding)
-    fetching = _fetching(script, placement)
+    places = _places(script, tree)
+    carry = _first(leaves, tree, script, places, rounding, storage)
+    step = (_gradients if script.local is None else _local_steps)(script, script.objective(frozen), places, rounding)
+    fetching = _fetching(script)
     judge, lead = _Judge(tree, max_non_finite, state.non_finite_run), Lead()
     waiting: deque[StepReport] = deque()
     history = History()
@@ -218,7 +216,7 @@ def train_alone(
     )
 
 
-def _frozen(script: Script, placement: Placement, start_from: str, storage: AloneStorage | None) -> Sequence[Any]:
+def _frozen(script: Script, start_from: str, storage: AloneStorage | None) -> Sequence[Any]:
     """The values of the frozen leaves, on the devices.
 
     Raises:
@@ -228,20 +226,20 @@ def _frozen(script: Script, placement: Placement, start_from: str, storage: Alon
     if beginning.tree.frozen is None:
         return ()
     reference = beginning.reference(start_from, None if storage is None else storage.frozen)
-    base = Base.placed(beginning.frozen(reference), placement, digests=storage is not None)
+    base = Base.placed(beginning.frozen(reference), script.placement, digests=storage is not None)
     if storage is not None:
         storage.agree(beginning.record(base.digests, reference))
     return base.arrays
 
 
 @contextmanager
-def _fetching(script: Script, placement: Placement) -> Iterator[Callable[[BatchKey], Any]]:
+def _fetching(script: Script) -> Iterator[Callable[[BatchKey], Any]]:
     """A function of a key that gives its batch, on the devices.
 
     The host is ahead of the devices, so one thread prepares batches beside the computation without a second one.
     """
     checked = CheckedBatches(script.batches)
-    batches = placement.placing(checked)
+    batches = script.placement.placing(checked)
     warned = False
 
     def warn(batch: Any) -> Any:
@@ -280,7 +278,7 @@ def _first(
     leaves: list[Any],
     tree: TreeSpec,
     script: Script,
-    placement: Placement,
+    places: Mapping[str, Any],
     rounding: Rounding | None,
     storage: AloneStorage | None,
 ) -> dict[str, Any]:
@@ -288,16 +286,17 @@ def _first(
 
     Args:
         leaves: the model's leaves. They are copied and removed one after the other, so that no second model exists.
+        places: see `_places`.
     """
     count = len(tree.parameters.leaves)
-    model, places = placement.model(tree), placement.state_of(script.updates, tree)
-    for at, spec in enumerate(tree.leaves):
-        if placement.divided:
-            leaves[at] = jax.device_put(np.asarray(leaves[at], spec.dtype), model[at], may_alias=False)
+    divided = script.placement.divided
+    for at, (spec, place) in enumerate(zip(tree.leaves, (*places["params"], *places["state"]), strict=True)):
+        if divided:  # not by way of one device, which may have no room for the leaf
+            leaves[at] = jax.device_put(np.asarray(leaves[at], spec.dtype), place, may_alias=False)
         else:
             leaves[at] = jnp.array(leaves[at], spec.dtype, copy=True)
     params = tree.parameters.unflatten(leaves[:count])
-    begin = jax.jit(script.updates.init, out_shardings=places if placement.divided else None)
+    begin = jax.jit(script.updates.init, out_shardings=places["optimizer"] if divided else None)
     held = called("init", script.updates, lambda: begin(params))
     # A compiled function may return an array that it got, such as a parameter.
     seen = {id(leaf) for leaf in leaves}
@@ -311,25 +310,31 @@ def _first(
     number = jnp.uint32(0 if storage is None else storage.state.version)
     carry = {"params": leaves[:count], "state": leaves[count:], "optimizer": held, "step": number}
     carry["residual"] = [] if rounding is None else rounding.no_residual(leaves[:count])
-    return {name: jax.device_put(carry[name], place) for name, place in _places(tree, script, placement).items()}
+    return {name: jax.device_put(carry[name], place) for name, place in places.items()}
 
 
-def _places(tree: TreeSpec, script: Script, placement: Placement) -> dict[str, Any]:
-    """The shardings of the carry."""
-    count, model, everywhere = len(tree.parameters.leaves), placement.model(tree), placement.everywhere
+def _places(script: Script, tree: TreeSpec) -> dict[str, Any]:
+    """The shardings of what `_first` returns."""
+    placement, count = script.placement, len(tree.parameters.leaves)
+    model, everywhere = placement.model(tree), placement.everywhere
     held = placement.state_of(script.updates, tree)
-    params, state = (model[:count], model[count:]) if placement.divided else (model, model)
-    return {"params": params, "state": state, "optimizer": held, "step": everywhere, "residual": everywhere}
+    return {
+        "params": model[:count],
+        "state": model[count:],
+        "optimizer": held,
+        "step": everywhere,
+        "residual": everywhere,
+    }
 
 
 _Step = Callable[[Any, BatchKey, Callable[[BatchKey], Any]], tuple[Any, Mapping[str, Any], int]]
 """Makes one update as ``(carry, key, batch_of) -> (carry, outcome, examples)``, where `carry` is donated."""
 
 
-def _gradients(script: Script, objective: Objective, placement: Placement, rounding: Rounding | None) -> _Step:
+def _gradients(script: Script, objective: Objective, places: Mapping[str, Any], rounding: Rounding | None) -> _Step:
     """Each update has one gradient; one function, compiled for each shape of batch."""
-    tree = objective.tree
-    update = _update_of(script, tree, placement, rounding, Turns(script.updates, tree, 1))
+    tree, placement = objective.tree, script.placement
+    update = _update_of(script, tree, rounding, Turns(script.updates, tree, 1))
 
     def step(carry: Any, batch: Any, words: Any, frozen: Any) -> Any:
         number = carry["step"]
@@ -337,9 +342,8 @@ def _gradients(script: Script, objective: Objective, placement: Placement, round
         made = objective(_received(carry, rounding), batch, at, frozen)
         return update(carry, (made.leaves, made.loss, made.metrics, made.finite), words, 0)
 
-    options = placement.options
-    places = (_places(tree, script, placement), placement.everywhere)
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=places, compiler_options=options)
+    shardings = (dict(places), placement.everywhere)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=shardings, compiler_options=placement.options)
 
     def whole(carry: Any, key: BatchKey, batch_of: Callable[[BatchKey], Any]) -> tuple[Any, Mapping[str, Any], int]:
         batch = batch_of(key)
@@ -349,20 +353,19 @@ def _gradients(script: Script, objective: Objective, placement: Placement, round
     return whole
 
 
-def _local_steps(script: Script, objective: Objective, placement: Placement, rounding: Rounding | None) -> _Step:
+def _local_steps(script: Script, objective: Objective, places: Mapping[str, Any], rounding: Rounding | None) -> _Step:
     """Each update has local steps, as one worker makes them."""
     assert script.local is not None
-    tree = objective.tree
+    tree, placement = objective.tree, script.placement
     training = LocalTraining(LocalProgram(objective, script.local, placement), script.steps)
-    options = placement.options
     turns = Turns(script.updates, tree, script.local.fragments)
     received = jax.jit(lambda carry: _received(carry, rounding), out_shardings=placement.model(tree))
     update = jax.jit(
-        _update_of(script, tree, placement, rounding, turns),
+        _update_of(script, tree, rounding, turns),
         donate_argnums=0,
         static_argnums=3,
-        out_shardings=(_places(tree, script, placement), placement.everywhere),
-        compiler_options=options,
+        out_shardings=(dict(places), placement.everywhere),
+        compiler_options=placement.options,
     )
 
     def whole(carry: Any, key: BatchKey, batch_of: Callable[[BatchKey], Any]) -> tuple[Any, Mapping[str, Any], int]:
@@ -382,9 +385,7 @@ def _words(script: Script, key: BatchKey, rounding: Rounding | None) -> Any:
     return _NO_WORDS if rounding is None else seed_of(script.seed, key.step, key.rank)
 
 
-def _update_of(
-    script: Script, tree: TreeSpec, placement: Placement, rounding: Rounding | None, turns: Turns
-) -> Callable[..., Any]:
+def _update_of(script: Script, tree: TreeSpec, rounding: Rounding | None, turns: Turns) -> Callable[..., Any]:
     """``(carry, (leaves, loss, metrics, finite), words, fragment) -> (carry, outcome)``; to be traced. `words` seed the
     rounding. `turns`: an update changes one fragment."""
     optimizer, count = script.updates, len(tree.parameters.leaves)
@@ -412,7 +413,7 @@ def _update_of(
             return {"params": changed, "state": state, "optimizer": held, "residual": residual}
 
         before = {name: carry[name] for name in ("params", "state", "optimizer", "residual")}
-        kept = _where(finite, after, before, branch=placement.on("cpu"))
+        kept = _where(finite, after, before, branch=script.placement.on("cpu"))
         # Read in the first steps only; afterwards it costs nothing.
         nonzero = jax.lax.cond(number < UPDATES, _any_nonzero, lambda each: jnp.ones(len(each), bool), computed)
         outcome = {"loss": loss, "metrics": metrics, "finite": finite, "nonzero": nonzero}
