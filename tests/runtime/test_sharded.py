@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 
 from backstay import testing
+from backstay._faults import ENV_FAULTS
+from backstay.testing import KILLED, Forker, Job
 
 SCRIPT = Path(__file__).with_name("sharded.py")
 DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
@@ -72,6 +75,30 @@ def test_t4_a_job_with_a_divided_model(kind: str, more: str, plain, tmp_path: Pa
     same(dict(np.load(out)), plain(more))
 
 
+class DividedJob(Job):
+    """A job whose pods write their results into its folder."""
+
+    def variables(self, name: str) -> dict[str, str]:
+        return DEVICES | {"BACKSTAY_JOB": "divided", "KIND": "fsdp", "OUT": str(self.folder / f"{name}.npz")}
+
+
+def test_t7_a_worker_that_comes_after_training_divides_the_checkpoint(parent: Forker, plain, tmp_path: Path) -> None:
+    """No device may have room for the whole model. sharded.py checks where the parameters are."""
+    folder = str(tmp_path / "checkpoints")
+    job = DividedJob([sys.executable, str(SCRIPT)], tmp_path, parent, shards=1, workers=1, checkpoint={"uri": folder})
+    try:
+        job.environment = {ENV_FAULTS: "kill worker/0 @0 done"}
+        server, dies = job.server(0, 1), job.worker(0, 1)
+        assert [dies.wait(), server.wait()] == [KILLED, 0]
+        words = server.final_message()
+        said = {name: words[name] for name in ("step", "checkpoint")}
+        comes = job.worker(0, 2, BACKSTAY_TRAINED=json.dumps(said))
+        assert comes.wait() == 0, job.logs()
+        same(dict(np.load(tmp_path / f"{comes.name}.npz")), plain(""))
+    finally:
+        job.end()
+
+
 REFUSALS = """
 import jax, jax.numpy as jnp, numpy as np, optax, backstay
 from jax.sharding import Mesh, PartitionSpec as P
@@ -104,11 +131,36 @@ refused(sharding=lambda mesh, shapes: {"in": P("batch")})
 """
 
 
-def test_a_mesh_or_a_sharding_that_does_not_fit_is_refused() -> None:
+STATES = """
+import jax, optax
+from backstay._compute import placement_of
+from backstay._update import describe
+from sharded import init
+
+tree = describe(jax.eval_shape(init, jax.random.key(0)), has_state=True)
+placement = placement_of(tree, None, "fsdp")
+factored = optax.adafactor(1e-2, min_dim_size_to_factor=32)
+for optimizer in (optax.adam(1e-2), optax.MultiSteps(optax.sgd(1e-2, momentum=0.9), 2), factored):
+    shapes = jax.tree.leaves(jax.eval_shape(optimizer.init, tree.parameters.shapes()))
+    places = jax.tree.leaves(placement.state_of(optimizer, tree))
+    print(sum(not place.is_fully_replicated for place in places), len(places) == len(shapes))
+"""
+
+
+def on_four_devices(program: str) -> list[str]:
     environment = os.environ | DEVICES | {"PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), *sys.path])}
-    command = [sys.executable, "-c", REFUSALS]
+    command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_state_of_an_optimizer_lies_as_the_parameters_do() -> None:
+    """Adam has two moments of two divided arrays, MultiSteps a sum and a trace of them; factors have other shapes."""
+    assert on_four_devices(STATES) == ["4 True", "4 True", "0 True"]
+
+
+def test_a_mesh_or_a_sharding_that_does_not_fit_is_refused() -> None:
     wanted = [
         "mesh has the axes batch=3, and this process has 4 devices (cpu): the product of the sizes must be 4",
         "at most one axis takes the rest",
@@ -125,7 +177,7 @@ def test_a_mesh_or_a_sharding_that_does_not_fit_is_refused() -> None:
         "sharding returned str for a parameter: must be a jax.sharding.PartitionSpec, or None",
         "sharding returned another tree than that of the parameters",
     ]
-    said = done.stdout.splitlines()
-    assert len(said) == len(wanted), done.stdout
+    said = on_four_devices(REFUSALS)
+    assert len(said) == len(wanted), said
     for text, part in zip(said, wanted, strict=True):
         assert part in text, (part, text)

@@ -142,7 +142,7 @@ def train(
         mesh: the axes of the mesh of all devices of a worker, by name, such as ``{"batch": 2, "model": 4}``; one of the
             sizes may be -1, which is the rest. Or a function that gets the devices and returns a `jax.sharding.Mesh`
             of them. Batches are divided along the first axis. Without this argument, the one axis is ``batch``. Within
-            `loss`, `jax.shard_map` finds the mesh by itself.
+            `loss` and `evaluate`, `jax.shard_map` finds the mesh by itself.
         sharding: where the parameters lie. ``"replicate"``, the default: each device has all of them. ``"fsdp"``: each
             device has a part of each large array, and gathers an array while it computes with it; batches are divided
             over all devices. Or a function of the mesh and of a pytree like the parameters, with a

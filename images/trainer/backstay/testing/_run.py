@@ -102,8 +102,8 @@ def run(
         silent: seconds without a heartbeat after which a pod counts as lost. Shorter than in a cluster, a pod that is
             only slow may count as lost.
         env: more variables of each pod.
-        folder: an existing folder for logs and checkpoints. None: a folder that is deleted at the end. A job in the
-            folder of a previous one continues from the newest checkpoint.
+        folder: a folder for logs and checkpoints, which is made if it does not exist. None: a folder that is deleted at
+            the end. A job in the folder of a previous one continues from the newest checkpoint.
         seconds: the limit for the whole job.
         check: raise an error if the job fails.
         settings: more fields of the pods' configuration, such as ``max_staleness=4`` or ``wire={"gradients": "Int8"}``.
@@ -131,6 +131,7 @@ def run(
         raise ConfigurationError("evaluator needs checkpoint_every: it evaluates checkpoints")
     with tempfile.TemporaryDirectory(prefix="backstay-testing-") as made:
         here = Path(made if folder is None else folder).resolve()
+        here.mkdir(parents=True, exist_ok=True)
         config = {
             "standbys": standbys,
             "evaluator": evaluator,
