@@ -140,7 +140,9 @@ from sharded import init
 tree = describe(jax.eval_shape(init, jax.random.key(0)), has_state=True)
 placement = placement_of(tree, None, "fsdp")
 factored = optax.adafactor(1e-2, min_dim_size_to_factor=32)
-for optimizer in (optax.adam(1e-2), optax.MultiSteps(optax.sgd(1e-2, momentum=0.9), 2), factored):
+parts = optax.partition({"a": optax.adam(1e-2), "b": optax.sgd(1e-2)}, lambda p: {n: "ab"[n == "bias"] for n in p})
+sums = optax.MultiSteps(optax.sgd(1e-2, momentum=0.9), 2)
+for optimizer in (optax.adam(1e-2), sums, factored, parts, optax.lbfgs(1e-2, 10, linesearch=None)):
     shapes = jax.tree.leaves(jax.eval_shape(optimizer.init, tree.parameters.shapes()))
     places = jax.tree.leaves(placement.state_of(optimizer, tree))
     print(sum(not place.is_fully_replicated for place in places), len(places) == len(shapes))
@@ -156,8 +158,11 @@ def on_four_devices(program: str) -> list[str]:
 
 
 def test_the_state_of_an_optimizer_lies_as_the_parameters_do() -> None:
-    """Adam has two moments of two divided arrays, MultiSteps a sum and a trace of them; factors have other shapes."""
-    assert on_four_devices(STATES) == ["4 True", "4 True", "0 True"]
+    """Adam has two moments of two divided arrays, MultiSteps a sum and a trace of them; factors have other shapes.
+
+    L-BFGS keeps the last parameters, the last updates, and ten differences of each as one array.
+    """
+    assert on_four_devices(STATES) == ["4 True", "4 True", "0 True", "4 True", "8 True"]
 
 
 def test_a_mesh_or_a_sharding_that_does_not_fit_is_refused() -> None:

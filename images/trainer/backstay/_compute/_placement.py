@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._update import TreeSpec, on_host
@@ -65,7 +64,10 @@ class Placement:
         return [self.everywhere] * len(tree.leaves) if self._shardings is None else list(self._shardings.leaves)
 
     def state_of(self, optimizer: Any, tree: TreeSpec) -> Any:
-        """Finds the shardings of an optimizer's state. An array with its parameter's shape lies as the parameter does.
+        """Finds the shardings of an optimizer's state, by names and shapes.
+
+        An array whose path ends with that of a parameter lies as the parameter does, if its shape ends with the
+        parameter's too. So this works for every optimizer that keeps trees like that of the parameters.
 
         Returns:
             A tree like the state, or the one sharding of all of it.
@@ -74,23 +76,23 @@ class Placement:
             return self.everywhere
         params = tree.parameters
         shapes = params.shapes()
-        held = jax.eval_shape(optimizer.init, shapes)
-        places = params.unflatten(self._shardings.leaves[: len(params.leaves)])
-
-        def place(leaf: Any, param: Any, sharding: Any) -> Any:
-            return sharding if np.shape(leaf) == param.shape else self.everywhere
-
-        try:
-            mapped = optax.tree_map_params(
-                optimizer, place, held, shapes, places, transform_non_params=lambda leaf: self.everywhere
+        of_path = {
+            tuple(path): (leaf.shape, sharding)
+            for (path, leaf), sharding in zip(
+                jax.tree_util.tree_flatten_with_path(shapes)[0], self._shardings.leaves, strict=False
             )
-        except Exception:  # noqa: BLE001  # an optimizer that optax cannot look into
-            _LOG.warning(
-                "each device has the whole state of the optimizer, because optax.tree_map_params cannot find the "
-                "parameters in it"
-            )
-            return self.everywhere
-        return mapped
+        }
+
+        def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+            ends = (path[start:] for start in range(len(path) + 1))
+            shape, sharding = next((of_path[end] for end in ends if end in of_path), (None, self.everywhere))
+            before = leaf.ndim - len(shape or ())
+            if shape is None or before < 0 or leaf.shape[before:] != shape:
+                return self.everywhere
+            spec: Any = PartitionSpec  # which JAX leaves untyped
+            return NamedSharding(self._mesh, spec(*[None] * before, *sharding.spec))
+
+        return jax.tree_util.tree_map_with_path(place, jax.eval_shape(optimizer.init, shapes))
 
     def batch(self, batch: Any) -> Any:
         """Places `batch` on the devices, where arrays are cut if the number of devices divides their leading axis. Safe
