@@ -27,6 +27,7 @@ from backstay.errors import (
     ConfigurationError,
     JobFailed,
     OptimizerError,
+    TreeError,
 )
 
 JOB = "tested"  # the name that `backstay.testing` gives to every job
@@ -457,3 +458,38 @@ def test_one_process_warns_of_an_optimizer_that_no_server_computes_and_refuses_t
     with pytest.raises(OptimizerError):
         backstay.train(**arguments(optimizer=strange, average=None, checkpoint=tmp_path / "folder"))
     assert not (tmp_path / "folder").exists()
+
+
+def complex_model():
+    return arguments(
+        init=lambda key: {"w": jnp.ones(2, jnp.complex128), "empty": jnp.zeros((0, 3))},
+        loss=lambda params, batch: jnp.sum(jnp.abs(params["w"]) ** 2) + params["empty"].sum(),
+        has_state=False,
+        has_rng=False,
+        evaluate=None,
+        average=None,
+    )
+
+
+def trains_complex_model():
+    jax.config.update("jax_enable_x64", True)
+    backstay.train(**complex_model())
+
+
+def test_an_array_that_no_checkpoint_can_hold_is_refused_before_training(tmp_path, capsys) -> None:
+    """A job stored nothing, and waited at its end until it failed."""
+    message = "leaf w is complex128, which a checkpoint cannot hold: must be complex64, or two arrays of float64"
+    assert backstay.train(**complex_model()).params["w"].dtype == jnp.complex128
+    assert f"a job cannot train this model: {message}" in capsys.readouterr().err
+    with pytest.raises(TreeError, match=message):
+        backstay.train(**complex_model(), checkpoint=tmp_path / "folder")
+    with pytest.raises(JobFailed, match=message):
+        testing.run(trains_complex_model)
+
+
+def test_t7_an_array_without_elements_continues(tmp_path) -> None:
+    changed = {"init": lambda key: {"w": jnp.ones(2), "empty": jnp.zeros((0, 3))}}
+    first = backstay.train(**complex_model() | changed, checkpoint=tmp_path)
+    again = backstay.train(**complex_model() | changed, checkpoint=tmp_path)
+    assert again.params["empty"].shape == (0, 3)
+    np.testing.assert_array_equal(again.params["w"], first.params["w"])

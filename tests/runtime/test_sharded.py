@@ -75,6 +75,12 @@ def test_t4_a_job_with_a_divided_model(kind: str, more: str, plain, tmp_path: Pa
     same(dict(np.load(out)), plain(more))
 
 
+def test_an_evaluator_whose_devices_fit_has_the_mesh(plain, tmp_path: Path) -> None:
+    env = DEVICES | {"KIND": "pipeline", "OUT": str(tmp_path / "out.npz")}
+    job = testing.run(SCRIPT, env=env, evaluator=True, checkpoint_every=4)
+    assert job.result.metrics == pytest.approx({"error": float(plain("")["error"])})
+
+
 class DividedJob(Job):
     """A job whose pods write their results into its folder."""
 
@@ -128,6 +134,10 @@ refused(sharding=lambda mesh, shapes: one | {"bias": P(None, "batch")})
 refused(sharding=lambda mesh, shapes: one | {"stages": P("batch", "batch")})
 refused(sharding=lambda mesh, shapes: one | {"bias": "batch"})
 refused(sharding=lambda mesh, shapes: {"in": P("batch")})
+refused(sharding=lambda mesh, shapes: one | {"out": P(P.UNCONSTRAINED)})
+refused(sharding=lambda mesh, shapes: one | {"out": P(1)})
+refused(sharding=lambda mesh, shapes: one | {"out": P(None, unreduced={"batch"})})
+refused(sharding=np.ones(2))
 """
 
 
@@ -181,6 +191,10 @@ def test_a_mesh_or_a_sharding_that_does_not_fit_is_refused() -> None:
         "for stages float64[2,256,256]: 'batch' appears twice",
         "sharding returned str for a parameter: must be a jax.sharding.PartitionSpec, or None",
         "sharding returned another tree than that of the parameters",
+        "for out float64[256,3]: UNCONSTRAINED must be the name of an axis of the mesh, or None",
+        "for out float64[256,3]: 1 must be the name of an axis of the mesh, or None",
+        "must not have reduced or unreduced axes",
+        "sharding is array([1., 1.]): must be 'replicate', 'fsdp', or a function",
     ]
     said = on_four_devices(REFUSALS)
     assert len(said) == len(wanted), said

@@ -141,14 +141,15 @@ def train(
             the optimizer still gets their places, and `clip_norm` does not count them. ``False``: none are frozen.
         mesh: the axes of the mesh of all devices of a worker, by name, such as ``{"batch": 2, "model": 4}``; one of the
             sizes may be -1, which is the rest. Or a function that gets the devices and returns a `jax.sharding.Mesh`
-            of them. Batches are divided along the first axis. Without this argument, the one axis is ``batch``. Within
-            `loss` and `evaluate`, `jax.shard_map` finds the mesh by itself.
+            of them. Batches are divided along the first axis. Without this argument, the one axis is ``batch``.
+            With `mesh` or `sharding`, `jax.shard_map` finds the mesh within `loss` and `evaluate`.
         sharding: where the parameters lie. ``"replicate"``, the default: each device has all of them. ``"fsdp"``: each
             device has a part of each large array, and gathers an array while it computes with it; batches are divided
             over all devices. Or a function of the mesh and of a pytree like the parameters, with a
             `jax.ShapeDtypeStruct` for each. It returns such a tree with a `jax.sharding.PartitionSpec` for each
             parameter or for a part of the tree; None means whole. The state of an optimizer lies as its parameters do.
-            Servers and evaluators do not use it.
+            Servers do not use it. An evaluator uses both if the mesh fits its devices; otherwise `evaluate` gets whole
+            arrays there, and no mesh.
 
     Returns:
         The last parameters and model state. `train` returns only in a single process and in workers: parameter servers

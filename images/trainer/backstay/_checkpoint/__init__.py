@@ -14,6 +14,7 @@ Readers read only files that a manifest names.
 
 from __future__ import annotations
 
+from ._dtypes import check_storable
 from ._files import Folder, PosixFolder, open_folder, same_place
 from ._formats import BaseNeeded, Exported, MadeByInit, StartFrom, export, fix, read_start
 from ._history import (
@@ -94,6 +95,7 @@ __all__ = [
     "StartFrom",
     "StoreTo",
     "check_fits",
+    "check_storable",
     "describe_structure",
     "export",
     "file_of",

@@ -7,7 +7,10 @@ from typing import Final
 import ml_dtypes
 import numpy as np
 
-__all__ = ["BY_NAME", "STORED"]
+from .._update import TreeSpec
+from ..errors import TreeError
+
+__all__ = ["BY_NAME", "STORED", "check_storable"]
 
 # https://huggingface.co/docs/safetensors: the names of dtypes in a file's header.
 STORED: Final[dict[str, np.dtype[np.generic]]] = {
@@ -31,3 +34,15 @@ STORED: Final[dict[str, np.dtype[np.generic]]] = {
 
 BY_NAME: Final = {dtype.name: dtype for dtype in STORED.values()}
 """dtypes by NumPy's name, which manifests use."""
+
+
+def check_storable(tree: TreeSpec) -> None:
+    """Check that a checkpoint can hold the arrays of a model. A job sends its result in the same format.
+
+    Raises:
+        TreeError: an array has another dtype than those of `BY_NAME`.
+    """
+    for leaf in tree.leaves:
+        if leaf.dtype.name not in BY_NAME:
+            wanted = "complex64, or two arrays of float64" if leaf.dtype.kind == "c" else ", ".join(sorted(BY_NAME))
+            raise TreeError(f"leaf {leaf.name} is {leaf.dtype.name}, which a checkpoint cannot hold: must be {wanted}")

@@ -117,13 +117,18 @@ class Placement:
         return self._put(values, () if self._shardings is None else self._shardings.frozen)
 
     def for_script(self, leaves: Sequence[Any]) -> list[Any]:
-        """Leaves of the model, or those of its parameters, as arrays of JAX for functions of the script."""
+        """The leaves of the model as arrays of JAX, for functions of the script."""
         if self.divided:
             return self.leaves(leaves)
         # Arrays that came through pinned memory are bound to one device; a script may use them on all.
         free = [leaf if isinstance(leaf, np.ndarray) or not leaf.committed else on_host(leaf) for leaf in leaves]
         placed: list[Any] = jax.device_put(free, may_alias=True)
         return placed
+
+    def divide(self, params: Any) -> Any:
+        """The tree of the parameters that train, divided over the devices; unchanged if the model is not divided."""
+        leaves, structure = jax.tree_util.tree_flatten(params)
+        return jax.tree_util.tree_unflatten(structure, self.leaves(leaves)) if self.divided else params
 
     def _put(self, leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
         """
@@ -187,10 +192,11 @@ class Placement:
         if shape and shape[0] > 1 and not self._warned:
             self._warned = True
             _LOG.warning(
-                "an array of a batch has %d rows, which the %d devices of this process do not divide. Each device "
-                "computes all rows: use a multiple of %d",
+                "an array of a batch has %d rows, which the %d devices of %s do not divide. Each device computes all "
+                "rows: use a multiple of %d",
                 shape[0],
                 self._parts,
+                "this process" if self._parts == len(self.devices) else f"the axis {self._mesh.axis_names[0]!r}",
                 self._parts,
             )
         return self.everywhere

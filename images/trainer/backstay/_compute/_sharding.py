@@ -135,9 +135,10 @@ def shardings_of(sharding: ModelSharding | None, mesh: Mesh, tree: TreeSpec) -> 
     params = tree.parameters
     whole = tree.whole(params.unflatten(params.leaves), () if tree.frozen is None else tree.frozen.leaves)
     leaves: list[LeafSpec] = jax.tree_util.tree_leaves(whole)
-    if sharding is None or sharding == "replicate":
+    name = sharding if isinstance(sharding, str) else None
+    if sharding is None or name == "replicate":
         specs = [_spec()] * len(leaves)
-    elif sharding == "fsdp":
+    elif name == "fsdp":
         specs = [_divided(leaf, mesh) for leaf in leaves]
         large = [leaf for leaf, spec in zip(leaves, specs, strict=True) if leaf.size >= _SMALL and spec == _spec()]
         _warn("fsdp", large, mesh)
@@ -154,7 +155,7 @@ def shardings_of(sharding: ModelSharding | None, mesh: Mesh, tree: TreeSpec) -> 
     frozen = () if tree.frozen is None else tree.frozen.values(places)
     trained = jax.tree_util.tree_leaves(places if tree.frozen is None else tree.frozen.trained(places))
     states = [NamedSharding(mesh, _spec())] * (len(tree.leaves) - len(trained))
-    axes = mesh.axis_names if sharding == "fsdp" else mesh.axis_names[:1]
+    axes = mesh.axis_names if name == "fsdp" else mesh.axis_names[:1]
     return Shardings(mesh, (*trained, *states), tuple(frozen), tuple(map(str, axes)))
 
 
@@ -179,12 +180,13 @@ def _returned(sharding: Callable[[Mesh, Any], Any], mesh: Mesh, whole: Any) -> l
     def ends(value: Any) -> bool:
         return value is None or isinstance(value, PartitionSpec)
 
+    if others := [value for value in jax.tree_util.tree_leaves(made, is_leaf=ends) if not ends(value)]:
+        raise ConfigurationError(
+            f"sharding returned {type(others[0]).__name__} for a parameter: must be a jax.sharding.PartitionSpec, or "
+            "None for one that each device has whole"
+        )
+
     def spread(spec: Any, part: Any) -> Any:
-        if not ends(spec):
-            raise ConfigurationError(
-                f"sharding returned {type(spec).__name__} for a parameter: must be a jax.sharding.PartitionSpec, or "
-                "None for one that each device has whole"
-            )
         return jax.tree_util.tree_map(lambda _: _spec() if spec is None else spec, part)
 
     try:
@@ -210,9 +212,15 @@ def _checked(leaf: LeafSpec, spec: Any, mesh: Mesh, uneven: list[LeafSpec]) -> A
         )
     seen: set[str] = set()
     entries: list[Any] = []
+    if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
+        raise ConfigurationError(f"sharding returned {spec} for {leaf}: must not have reduced or unreduced axes")
     for size, entry in zip(leaf.shape, spec, strict=False):
-        names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
         for name in names:
+            if not isinstance(name, str):
+                raise ConfigurationError(
+                    f"sharding returned {spec} for {leaf}: {name!r} must be the name of an axis of the mesh, or None"
+                )
             if name not in mesh.axis_names or name in seen:
                 why = "appears twice among axes of the mesh" if name in seen else "is not an axis of the mesh"
                 raise ConfigurationError(
@@ -221,7 +229,8 @@ def _checked(leaf: LeafSpec, spec: Any, mesh: Mesh, uneven: list[LeafSpec]) -> A
                 )
             seen.add(name)
         if size % math.prod(mesh.shape[name] for name in names):
-            uneven.append(leaf)
+            if leaf not in uneven:
+                uneven.append(leaf)
             names = ()
         entries.append(names or None)
     return _spec(*entries)

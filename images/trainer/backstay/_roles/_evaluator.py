@@ -13,6 +13,7 @@ from backstay_rpc.control_pb2 import TRAINING, WAITING
 
 from .. import _instrument
 from .._checkpoint import load
+from .._compute import Placement
 from .._process import ALREADY_COMPLETE, Environment, Stop
 from .._transport import ControlClient, Heartbeats, JobState
 from ..errors import CheckpointError, ConfigurationError, PeerLost, Refused
@@ -58,7 +59,12 @@ class Evaluator:
         self._control = ControlClient(
             environment.servers, environment.credentials, environment.peer, environment.timeouts
         )
-        self._frozen = FrozenPart(script.beginning, plan.agreement)
+        try:
+            self._placement = script.placement
+        except ConfigurationError as error:  # it may fit the devices of workers, which report it if not
+            _LOG.info("evaluate gets whole arrays and no mesh: %s", error)
+            self._placement = Placement()
+        self._frozen = FrozenPart(script.beginning, plan.agreement, lambda: self._placement)
         self._lost = False
         self._found: tuple[int, dict[str, float], str, str] | None = None
         self._heart = Heartbeats(self._control, self._silent)
@@ -125,8 +131,9 @@ class Evaluator:
             with self._announced(step, name), _instrument.span("evaluate", step):
                 found = load(uri, like=self._plan.partition.tree.shapes())
                 trained = found.params if found.average is None else found.average
-                params = self._frozen.whole(trained)
-                metrics = evaluation_of(self._evaluate, params, found.state, has_state=self._script.has_state)
+                params = self._frozen.whole(self._placement.divide(trained))
+                with self._placement.tracing():
+                    metrics = evaluation_of(self._evaluate, params, found.state, has_state=self._script.has_state)
         except EvaluationGivenUp as given_up:
             _LOG.error("step %d is not evaluated: %s", step, given_up)
             error = str(given_up)

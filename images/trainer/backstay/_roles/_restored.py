@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -48,12 +48,11 @@ def restored(
     uri = f"{environment.checkpoint_uri.rstrip('/')}/{trained.checkpoint.rpartition('/')[2]}"
     tree = plan.partition.tree
     checkpoint = patiently(lambda: load(uri, like=tree.shapes()))
-
-    def placed(part: Any) -> Any:
-        leaves, structure = jax.tree_util.tree_flatten(part)
-        return jax.tree_util.tree_unflatten(structure, script.placement.for_script(leaves))
-
-    params, average, state = placed(checkpoint.params), placed(checkpoint.average), jax.device_put(checkpoint.state)
+    placement = script.placement
+    params, average = placement.divide(checkpoint.params), placement.divide(checkpoint.average)
+    if not placement.divided:
+        params, average = jax.device_put((params, average))
+    state = jax.device_put(checkpoint.state)
     if tree.frozen is not None:
         frozen = _frozen(script, plan, checkpoint)
         params, average = frozen.whole(params), None if average is None else frozen.whole(average)

@@ -16,7 +16,7 @@ from .._coordination import Samples
 from .._data import Batches, BatchKey
 from .._update import LocalSteps, local_settings
 from .._version import __version__
-from ..errors import ConfigurationError, OptimizerError
+from ..errors import ConfigurationError, OptimizerError, TreeError
 from ._beginning import Beginning
 
 if TYPE_CHECKING:
@@ -182,9 +182,10 @@ class Script:
 
         Raises:
             ConfigurationError: the script requests other codecs than the job.
-            TreeError: `init` returned something that cannot be trained.
+            TreeError: `init` returned something that cannot be trained, or that a checkpoint cannot hold.
             OptimizerError: the optimizer cannot be computed by this number of shards.
         """
+        from .._checkpoint import check_storable
         from .._update import Wire, analyse, coded_leaves, fragments_of, partition
 
         wire = (wire or Wire()).resolved(local=self.local is not None)
@@ -196,6 +197,7 @@ class Script:
         tree = self.beginning.tree
         traced = self._traced if self.updates is self.optimizer else None
         rule = analyse(self.updates, tree, traced)
+        check_storable(tree)
         arguments = {
             "steps": str(self.steps),
             "seed": str(self.seed),
@@ -419,7 +421,8 @@ def check_alone(script: Script, *, stores: bool) -> ScriptPlan | None:
 
     Raises:
         OptimizerError: the process stores checkpoints, and a server cannot compute the optimizer at all.
-        TreeError: `init` returned something that cannot be trained.
+        TreeError: `init` returned something that cannot be trained, or the process stores checkpoints and they cannot
+            hold an array.
     """
     leaves = len(script.beginning.tree.leaves)
     if not stores and leaves > CHECKED_LEAVES:
@@ -432,10 +435,11 @@ def check_alone(script: Script, *, stores: bool) -> ScriptPlan | None:
         return None
     try:
         plan = script.plan(1, script.wire)
-    except OptimizerError as error:
+    except (OptimizerError, TreeError) as error:
         if stores:
             raise
-        _LOG.warning("a job cannot compute this optimizer: %s", error)
+        what = "compute this optimizer" if isinstance(error, OptimizerError) else "train this model"
+        _LOG.warning("a job cannot %s: %s", what, error)
         return None
     warn_of_several(plan)
     return plan

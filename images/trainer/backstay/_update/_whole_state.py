@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._array_specs import array_specs
+from ._array_specs import ArraySpec, array_specs
 from ._rules import Rule, key_impl
 from ._snapshot import Entry
 
@@ -43,7 +43,7 @@ def entries_of(rule: Rule, model: Sequence[Any], optimizer_state: Any) -> tuple[
 def model_from(rule: Rule, read: _Read) -> Any:
     """The model that `read` returns, with the structure of what `init` returns; see `ShardEngine.restore`."""
     specs = array_specs(rule)[: len(rule.tree.leaves)]
-    return rule.tree.unflatten([read(spec.key, 0, spec.size).reshape(spec.shape) for spec in specs])
+    return rule.tree.unflatten([_stored(spec, read) for spec in specs])
 
 
 def optimizer_state_from(rule: Rule, initial: Any, read: _Read) -> Any:
@@ -59,8 +59,7 @@ def optimizer_state_from(rule: Rule, initial: Any, read: _Read) -> Any:
         if index in rule.constants:
             restored.append(leaf)
             continue
-        stored = read(spec.key, 0, spec.size) if spec.size else np.empty(0, spec.dtype)
-        value = jnp.asarray(stored.reshape(spec.shape))
+        value = jnp.asarray(_stored(spec, read))
         if state.is_key:
             restored.append(jax.random.wrap_key_data(value, impl=key_impl(state)))
         elif state.weak_type:
@@ -73,3 +72,9 @@ def optimizer_state_from(rule: Rule, initial: Any, read: _Read) -> Any:
 
 def _data(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+
+def _stored(spec: ArraySpec, read: _Read) -> np.ndarray:
+    """The array that `read` returns. Empty ones are not stored."""
+    flat = read(spec.key, 0, spec.size) if spec.size else np.empty(0, spec.dtype)
+    return flat.reshape(spec.shape)
