@@ -38,7 +38,7 @@ def packed_places(placement: Placement, tree: TreeSpec, pack: Pack | None) -> li
     """The sharding of each array that `pack` returns, or of each leaf without it."""
     model = placement.model(tree)
     if pack is None:
-        return list(model)
+        return model
     return [placement.everywhere if leaf is None else model[leaf] for leaf in pack.places]
 
 

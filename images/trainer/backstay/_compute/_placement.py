@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from .._update import TreeSpec, on_host
-from ._sharding import BATCH, MeshAxes, ModelSharding, Shardings, mesh_of, shardings_of
+from ._sharding import BATCH, MeshAxes, ModelSharding, Shardings, mesh_of, partition_spec, shardings_of
 
 __all__ = ["Placement", "placement_of"]
 
@@ -45,10 +45,9 @@ class Placement:
         self._deterministic = deterministic
         self.devices = list(devices) if devices is not None else jax.local_devices()
         mesh = Mesh(np.asarray(self.devices), (BATCH,)) if shardings is None else shardings.mesh
-        spec: Any = PartitionSpec  # which JAX leaves untyped
-        self.everywhere = NamedSharding(mesh, spec())
+        self.everywhere = NamedSharding(mesh, partition_spec())
         axes = (BATCH,) if shardings is None else shardings.batch
-        self._split = NamedSharding(mesh, spec(axes))
+        self._split = NamedSharding(mesh, partition_spec(axes))
         self._parts = math.prod(mesh.shape[axis] for axis in axes)
         self._mesh, self._shardings = mesh, shardings
         self.divided = shardings is not None and shardings.divided
@@ -89,8 +88,7 @@ class Placement:
             before = leaf.ndim - len(shape or ())
             if shape is None or before < 0 or leaf.shape[before:] != shape:
                 return self.everywhere
-            spec: Any = PartitionSpec  # which JAX leaves untyped
-            return NamedSharding(self._mesh, spec(*[None] * before, *sharding.spec))
+            return NamedSharding(self._mesh, partition_spec(*[None] * before, *sharding.spec))
 
         return jax.tree_util.tree_map_with_path(place, jax.eval_shape(optimizer.init, shapes))
 
@@ -116,19 +114,24 @@ class Placement:
         """The values of the frozen leaves, which every call of a compiled function takes, in memory of the devices."""
         return self._put(values, () if self._shardings is None else self._shardings.frozen)
 
-    def for_script(self, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves of the model as arrays of JAX, for functions of the script."""
-        if self.divided:
-            return self.leaves(leaves)
-        # Arrays that came through pinned memory are bound to one device; a script may use them on all.
-        free = [leaf if isinstance(leaf, np.ndarray) or not leaf.committed else on_host(leaf) for leaf in leaves]
-        placed: list[Any] = jax.device_put(free, may_alias=True)
-        return placed
+    def for_script(self, model: Any) -> Any:
+        """The model, or the parameters that train, as arrays of JAX for functions of the script.
 
-    def divide(self, params: Any) -> Any:
-        """The tree of the parameters that train, divided over the devices; unchanged if the model is not divided."""
-        leaves, structure = jax.tree_util.tree_flatten(params)
-        return jax.tree_util.tree_unflatten(structure, self.leaves(leaves)) if self.divided else params
+        Args:
+            model: a pytree with the leaves of the model in their order, or only with those of the parameters.
+        """
+        if self.divided:
+            return self.divide(model)
+        # Arrays that came through pinned memory are bound to one device; a script may use them on all.
+        free = jax.tree_util.tree_map(
+            lambda leaf: leaf if isinstance(leaf, np.ndarray) or not leaf.committed else on_host(leaf), model
+        )
+        return jax.device_put(free, may_alias=True)
+
+    def divide(self, model: Any) -> Any:
+        """The same tree, divided over the devices; unchanged if the model is not divided. `model`: see `for_script`."""
+        leaves, structure = jax.tree_util.tree_flatten(model)
+        return jax.tree_util.tree_unflatten(structure, self.leaves(leaves)) if self.divided else model
 
     def _put(self, leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
         """

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .._update import LeafSpec, TreeSpec, some_of
 from ..errors import ConfigurationError
 
-__all__ = ["MeshAxes", "ModelSharding", "Shardings", "mesh_of", "shardings_of"]
+__all__ = ["MeshAxes", "ModelSharding", "Shardings", "mesh_of", "partition_spec", "shardings_of"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ BATCH: Final = "batch"
 _SMALL: Final = 1 << 12
 """Below so many elements, fsdp leaves an array whole: to gather it would cost more than the memory is worth."""
 
-_spec: Any = PartitionSpec  # which JAX leaves untyped
+partition_spec: Any = PartitionSpec  # which JAX leaves untyped
 
 
 @dataclass(frozen=True)
@@ -137,10 +137,12 @@ def shardings_of(sharding: ModelSharding | None, mesh: Mesh, tree: TreeSpec) -> 
     leaves: list[LeafSpec] = jax.tree_util.tree_leaves(whole)
     name = sharding if isinstance(sharding, str) else None
     if sharding is None or name == "replicate":
-        specs = [_spec()] * len(leaves)
+        specs = [partition_spec()] * len(leaves)
     elif name == "fsdp":
         specs = [_divided(leaf, mesh) for leaf in leaves]
-        large = [leaf for leaf, spec in zip(leaves, specs, strict=True) if leaf.size >= _SMALL and spec == _spec()]
+        large = [
+            leaf for leaf, spec in zip(leaves, specs, strict=True) if leaf.size >= _SMALL and spec == partition_spec()
+        ]
         _warn("fsdp", large, mesh)
     elif callable(sharding):
         specs = _returned(sharding, mesh, whole)
@@ -154,7 +156,7 @@ def shardings_of(sharding: ModelSharding | None, mesh: Mesh, tree: TreeSpec) -> 
     )
     frozen = () if tree.frozen is None else tree.frozen.values(places)
     trained = jax.tree_util.tree_leaves(places if tree.frozen is None else tree.frozen.trained(places))
-    states = [NamedSharding(mesh, _spec())] * (len(tree.leaves) - len(trained))
+    states = [NamedSharding(mesh, partition_spec())] * (len(tree.leaves) - len(trained))
     axes = mesh.axis_names if name == "fsdp" else mesh.axis_names[:1]
     return Shardings(mesh, (*trained, *states), tuple(frozen), tuple(map(str, axes)))
 
@@ -163,9 +165,9 @@ def _divided(leaf: LeafSpec, mesh: Mesh) -> Any:
     """The largest dimension that all devices divide, over all axes of the mesh."""
     fitting = [(size, -axis) for axis, size in enumerate(leaf.shape) if size and size % mesh.size == 0]
     if leaf.size < _SMALL or not fitting:
-        return _spec()
+        return partition_spec()
     axis = -max(fitting)[1]
-    return _spec(*[None] * axis, tuple(mesh.axis_names))
+    return partition_spec(*[None] * axis, tuple(mesh.axis_names))
 
 
 def _returned(sharding: Callable[[Mesh, Any], Any], mesh: Mesh, whole: Any) -> list[Any]:
@@ -187,7 +189,7 @@ def _returned(sharding: Callable[[Mesh, Any], Any], mesh: Mesh, whole: Any) -> l
         )
 
     def spread(spec: Any, part: Any) -> Any:
-        return jax.tree_util.tree_map(lambda _: _spec() if spec is None else spec, part)
+        return jax.tree_util.tree_map(lambda _: partition_spec() if spec is None else spec, part)
 
     try:
         specs = jax.tree_util.tree_leaves(jax.tree_util.tree_map(spread, made, whole, is_leaf=ends))
@@ -233,7 +235,7 @@ def _checked(leaf: LeafSpec, spec: Any, mesh: Mesh, uneven: list[LeafSpec]) -> A
                 uneven.append(leaf)
             names = ()
         entries.append(names or None)
-    return _spec(*entries)
+    return partition_spec(*entries)
 
 
 def _warn(what: str, leaves: Sequence[LeafSpec], mesh: Mesh) -> None:

@@ -19,7 +19,7 @@ from .._transport import ControlClient, Heartbeats, JobState
 from ..errors import CheckpointError, ConfigurationError, PeerLost, Refused
 from ._beginning import FrozenPart
 from ._ending import EvaluationGivenUp, begin_evaluation, raise_end, report_evaluation
-from ._script import Script, ScriptPlan, evaluation_of
+from ._script import Script, ScriptPlan
 
 __all__ = ["Evaluator"]
 
@@ -52,7 +52,6 @@ class Evaluator:
             raise ConfigurationError("the job has an evaluator, but train was called without evaluate")
         if environment.checkpoint_uri is None:
             raise ConfigurationError("the job has an evaluator, but no checkpoint: set spec.checkpoint")
-        self._evaluate = script.evaluate
         self._env, self._script, self._plan, self._stop = environment, script, plan, stop
         self._evaluated = evaluated
         self.ready = False
@@ -132,8 +131,7 @@ class Evaluator:
                 found = load(uri, like=self._plan.partition.tree.shapes())
                 trained = found.params if found.average is None else found.average
                 params = self._frozen.whole(self._placement.divide(trained))
-                with self._placement.tracing():
-                    metrics = evaluation_of(self._evaluate, params, found.state, has_state=self._script.has_state)
+                metrics = self._script.evaluation(params, found.state, self._placement)
         except EvaluationGivenUp as given_up:
             _LOG.error("step %d is not evaluated: %s", step, given_up)
             error = str(given_up)

@@ -6,8 +6,6 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import jax
-
 from .._checkpoint import load, patiently
 from .._process import TRAINED, write_termination
 from .._result import Result
@@ -48,11 +46,8 @@ def restored(
     uri = f"{environment.checkpoint_uri.rstrip('/')}/{trained.checkpoint.rpartition('/')[2]}"
     tree = plan.partition.tree
     checkpoint = patiently(lambda: load(uri, like=tree.shapes()))
-    placement = script.placement
-    params, average = placement.divide(checkpoint.params), placement.divide(checkpoint.average)
-    if not placement.divided:
-        params, average = jax.device_put((params, average))
-    state = jax.device_put(checkpoint.state)
+    params, state = script.placement.for_script((checkpoint.params, checkpoint.state))
+    average = script.placement.for_script(checkpoint.average)
     if tree.frozen is not None:
         frozen = _frozen(script, plan, checkpoint)
         params, average = frozen.whole(params), None if average is None else frozen.whole(average)

@@ -253,10 +253,15 @@ class Script:
 
         return placement_of(self.beginning.tree, self.mesh, self.sharding, deterministic=self.deterministic)
 
-    def evaluation(self, params: Any, state: Any) -> dict[str, float]:
-        """The result of `evaluate` in a process that trains. Raises as `evaluation_of`."""
+    def evaluation(self, params: Any, state: Any, placement: Placement | None = None) -> dict[str, float]:
+        """The result of `evaluate`. Raises as `evaluation_of`.
+
+        Args:
+            params, state: the model.
+            placement: where its arrays lie; None: as in a process that trains.
+        """
         assert self.evaluate is not None
-        with self.placement.tracing():
+        with (placement or self.placement).tracing():
             return evaluation_of(self.evaluate, params, state, has_state=self.has_state)
 
     @property

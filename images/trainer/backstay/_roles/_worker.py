@@ -408,7 +408,7 @@ class Worker:
 
     def _model(self, leaves: Sequence[Any]) -> tuple[Any, Any]:
         """Parameters and model state."""
-        model = self._plan.partition.tree.unflatten(self._script.placement.for_script(leaves))
+        model = self._script.placement.for_script(self._plan.partition.tree.unflatten(leaves))
         params, state = model if self._script.has_state else (model, None)
         return self._frozen.whole(params), state
 

@@ -278,7 +278,7 @@ def _first(
     leaves: list[Any],
     tree: TreeSpec,
     script: Script,
-    places: Mapping[str, Any],
+    places: dict[str, Any],
     rounding: Rounding | None,
     storage: AloneStorage | None,
 ) -> dict[str, Any]:
@@ -331,7 +331,7 @@ _Step = Callable[[Any, BatchKey, Callable[[BatchKey], Any]], tuple[Any, Mapping[
 """Makes one update as ``(carry, key, batch_of) -> (carry, outcome, examples)``, where `carry` is donated."""
 
 
-def _gradients(script: Script, objective: Objective, places: Mapping[str, Any], rounding: Rounding | None) -> _Step:
+def _gradients(script: Script, objective: Objective, places: dict[str, Any], rounding: Rounding | None) -> _Step:
     """Each update has one gradient; one function, compiled for each shape of batch."""
     tree, placement = objective.tree, script.placement
     update = _update_of(script, tree, rounding, Turns(script.updates, tree, 1))
@@ -342,7 +342,7 @@ def _gradients(script: Script, objective: Objective, places: Mapping[str, Any], 
         made = objective(_received(carry, rounding), batch, at, frozen)
         return update(carry, (made.leaves, made.loss, made.metrics, made.finite), words, 0)
 
-    shardings = (dict(places), placement.everywhere)
+    shardings = (places, placement.everywhere)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=shardings, compiler_options=placement.options)
 
     def whole(carry: Any, key: BatchKey, batch_of: Callable[[BatchKey], Any]) -> tuple[Any, Mapping[str, Any], int]:
@@ -353,7 +353,7 @@ def _gradients(script: Script, objective: Objective, places: Mapping[str, Any], 
     return whole
 
 
-def _local_steps(script: Script, objective: Objective, places: Mapping[str, Any], rounding: Rounding | None) -> _Step:
+def _local_steps(script: Script, objective: Objective, places: dict[str, Any], rounding: Rounding | None) -> _Step:
     """Each update has local steps, as one worker makes them."""
     assert script.local is not None
     tree, placement = objective.tree, script.placement
@@ -364,7 +364,7 @@ def _local_steps(script: Script, objective: Objective, places: Mapping[str, Any]
         _update_of(script, tree, rounding, turns),
         donate_argnums=0,
         static_argnums=3,
-        out_shardings=(dict(places), placement.everywhere),
+        out_shardings=(places, placement.everywhere),
         compiler_options=placement.options,
     )
 
