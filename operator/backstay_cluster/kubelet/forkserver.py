@@ -164,7 +164,7 @@ class ForkServer:
                 channel.close()
                 return program
             except Exception as error:  # noqa: BLE001  # a new Python reports the error of a broken script best
-                note = f"{argv}: executed, not forked: {error}"
+                note = f"{argv} starts slowly, because it is executed, not forked: {error}"
                 channel.sendall(json.dumps({"note": note[:2000]}).encode())
             _execute(argv, environ)
         except OSError as error:

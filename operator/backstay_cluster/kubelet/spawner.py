@@ -157,6 +157,7 @@ class Spawner:
         self.parent = parent
         self.pids: dict[str, int] = {}  # container id -> pid of its main process
         self.ids: dict[int, str] = {}
+        self.noted: set[str] = set()
         self.forkserver: Forkserver | None = None
         self.requests: dict[str, Request] = {}
 
@@ -357,7 +358,9 @@ class Spawner:
                 request.channel.sendall(b"go")
             return
         if "note" in message:
-            print(message["note"], file=sys.stderr, flush=True)
+            if message["note"] not in self.noted:  # a job has many pods with one command
+                self.noted.add(message["note"])
+                print(message["note"], file=sys.stderr, flush=True)
             return
         del self.requests[request.container]
         if "errno" in message:

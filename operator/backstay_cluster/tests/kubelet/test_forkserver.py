@@ -206,6 +206,15 @@ async def test_scripts_do_the_same(bench, capfd):
     assert capfd.readouterr().err.count(NOTE) == len(["syntax error", "null byte"])
 
 
+async def test_one_reason_is_reported_once(bench, capfd):
+    """A job may have hundreds of pods with one command."""
+    bench.write("wrong.py", "1 +")
+    async with bench.runtime(preload=True) as runtime:
+        codes = [(await bench.run(runtime, ["python", "wrong.py"]))[0] for _ in range(3)]
+    assert codes == [1, 1, 1]
+    assert capfd.readouterr().err.count(NOTE) == 1
+
+
 async def test_command_lines_mean_the_same(bench, capfd):
     for name in ("script.py", "sub/script.py", "a name.py", "module.py", "package/__main__.py", "package/part.py"):
         bench.write(
