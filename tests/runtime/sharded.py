@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 import backstay
 
 jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_num_cpu_devices", int(os.environ.get("DEVICES", "1")))
 KIND = os.environ.get("KIND", "")
 WIDTH = 256  # large enough that fsdp divides a matrix
 

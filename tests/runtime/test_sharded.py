@@ -16,7 +16,7 @@ from backstay._faults import ENV_FAULTS
 from backstay.testing import KILLED, Forker, Job
 
 SCRIPT = Path(__file__).with_name("sharded.py")
-DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+DEVICES = {"DEVICES": "4", "JAX_PLATFORMS": "cpu"}
 
 
 def alone(folder: Path, kind: str, more: str, devices: dict[str, str]) -> tuple[dict[str, np.ndarray], str]:
