@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec
 import backstay
 
 jax.config.update("jax_enable_x64", True)
-jax.config.update("jax_num_cpu_devices", int(os.environ.get("DEVICES", "1")))
+OF_ROLE = f"DEVICES_OF_{os.environ.get('BACKSTAY_ROLE', '').upper()}"
+jax.config.update("jax_num_cpu_devices", int(os.environ.get(OF_ROLE, os.environ.get("DEVICES", "1"))))
 KIND = os.environ.get("KIND", "")
 WIDTH = 256  # large enough that fsdp divides a matrix
 
@@ -89,6 +90,7 @@ LAYOUTS = {
     "whole": {"mesh": {"batch": 4}, "sharding": "replicate"},
     "fsdp": {"sharding": "fsdp"},
     "tensor": {"mesh": {"batch": 2, "model": -1}, "sharding": tensor},
+    "made": {"mesh": lambda devices: jax.sharding.Mesh(np.reshape(devices, (2, 2)), ("batch", "model"))},
     "pipeline": {
         "mesh": lambda devices: jax.sharding.Mesh(np.asarray(devices).reshape(1, 2, 2), ("batch", "stage", "rest")),
         "sharding": lambda _, shapes: {name: PartitionSpec("stage") if name == "stages" else None for name in shapes},

@@ -81,6 +81,17 @@ def test_an_evaluator_whose_devices_fit_has_the_mesh(plain, tmp_path: Path) -> N
     assert job.result.metrics == pytest.approx({"error": float(plain("")["error"])})
 
 
+def test_an_evaluator_whose_devices_do_not_fit_gets_whole_arrays(plain, tmp_path: Path) -> None:
+    """A function that makes the mesh raises an error of NumPy there."""
+    env = DEVICES | {"DEVICES_OF_EVALUATOR": "1", "KIND": "made", "OUT": str(tmp_path / "out.npz")}
+    job = testing.run(SCRIPT, env=env, evaluator=True, checkpoint_every=4)
+    assert job.result.metrics == pytest.approx({"error": float(plain("")["error"])})
+    (log,) = (log for name, log in job.logs.items() if name.startswith("evaluator"))
+    assert (
+        "evaluate gets whole arrays and no mesh: mesh raised ValueError for the devices of this process (1 cpu)" in log
+    )
+
+
 class DividedJob(Job):
     """A job whose pods write their results into its folder."""
 
@@ -122,6 +133,11 @@ one = {"in": P("batch"), "stages": None, "out": None, "odd": None, "bias": None}
 explicit = (jax.sharding.AxisType.Explicit,)
 refused(mesh={"batch": 3})
 refused(mesh={"batch": -1, "model": -1})
+refused(mesh=lambda devices: Mesh(np.asarray(devices).reshape(3, 2), ("a", "b")))
+refused(mesh=lambda: None)
+refused(sharding=lambda mesh: None)
+with jax.set_mesh(jax.make_mesh((4,), ("x",), axis_types=explicit)):
+    refused(sharding="fsdp")
 refused(mesh={"batch": 0})
 refused(mesh=4)
 refused(mesh=Mesh(np.asarray(jax.devices()), ("batch",)))
@@ -179,11 +195,15 @@ def test_a_mesh_or_a_sharding_that_does_not_fit_is_refused() -> None:
     wanted = [
         "mesh has the axes batch=3, and this process has 4 devices (cpu): the product of the sizes must be 4",
         "at most one axis takes the rest",
+        "mesh raised ValueError for the devices of this process (4 cpu): cannot reshape array of size 4 into shape",
+        "mesh raised TypeError for the devices of this process (4 cpu): ",
+        "sharding raised TypeError for a mesh of batch=4: ",
+        "a mesh whose axis 'x' is of the type Explicit: call it outside, and pass mesh= to train",
         "the axis 'batch' has the size 0: must be 1 or more, or -1 for the rest",
         "mesh is 4: must be the sizes of its axes",
         "mesh is a jax.sharding.Mesh: must be the sizes of its axes",
         "mesh returned list: must return a jax.sharding.Mesh",
-        "mesh returned a mesh of 2 devices: must be of the 4 devices of this process, each once",
+        "mesh returned a mesh of 2 devices: must be of the devices of this process (4 cpu), each once",
         "whose axis 'batch' is not of the type Auto",
         "sharding is 'FSDP': must be 'replicate', 'fsdp', or a function",
         "for out float64[256,3]: 'model' is not an axis of the mesh, which has the axes 'batch'",

@@ -169,6 +169,7 @@ def train(
     try:
         environment = Environment.read(os.environ)
         _refuse_without_jit()
+        _refuse_within_mesh()
         if environment is not None:
             _once()
         mode = MODES["Sync" if environment is None else environment.config.mode]
@@ -225,6 +226,23 @@ def _refuse_without_jit() -> None:
             "jit is disabled, by JAX_DISABLE_JIT or jax.disable_jit(), and train compiles loss ahead of time: enable "
             "it. To debug without it, call loss(params, batch) by itself; jax.debug.print and jax.debug.breakpoint "
             "work in train"
+        )
+
+
+def _refuse_within_mesh() -> None:
+    """
+    Raises:
+        ConfigurationError: `train` is called within `jax.set_mesh` of a mesh whose axes have the type ``Explicit``.
+    """
+    jax = sys.modules.get("jax")
+    if jax is None:
+        return
+    axes = jax.sharding.get_abstract_mesh()
+    explicit = [name for name, kind in zip(axes.axis_names, axes.axis_types, strict=True) if "Explicit" in str(kind)]
+    if explicit:
+        raise ConfigurationError(
+            f"train is called within jax.set_mesh of a mesh whose axis {explicit[0]!r} is of the type Explicit: call "
+            "it outside, and pass mesh= to train"
         )
 
 

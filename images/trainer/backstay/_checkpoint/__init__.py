@@ -14,7 +14,7 @@ Readers read only files that a manifest names.
 
 from __future__ import annotations
 
-from ._dtypes import check_storable
+from ._dtypes import BY_NAME, check_storable
 from ._files import Folder, PosixFolder, open_folder, same_place
 from ._formats import BaseNeeded, Exported, MadeByInit, StartFrom, export, fix, read_start
 from ._history import (
@@ -58,6 +58,7 @@ from ._store_to import StoreTo
 from ._structure import describe_structure, rebuild
 
 __all__ = [
+    "BY_NAME",
     "MANIFEST_SUFFIX",
     "AgreedFrozen",
     "BaseNeeded",

@@ -76,14 +76,12 @@ def mesh_of(axes: MeshAxes | None, devices: Sequence[Any]) -> Mesh:
             "function of the devices that returns the mesh. Parameter servers import this script too, and have other "
             "devices"
         )
-    made = axes(devices) if callable(axes) else _mesh_of_sizes(axes, devices)
+    have = f"the devices of this process ({len(devices)} {devices[0].platform})"
+    made = _returned_by("mesh", have, axes, devices) if callable(axes) else _mesh_of_sizes(axes, devices)
     if not isinstance(made, Mesh):
         raise ConfigurationError(f"mesh returned {type(made).__name__}: must return a jax.sharding.Mesh")
     if sorted(device.id for device in made.devices.flat) != sorted(device.id for device in devices):
-        raise ConfigurationError(
-            f"mesh returned a mesh of {made.devices.size} devices: must be of the {len(devices)} devices of this "
-            "process, each once"
-        )
+        raise ConfigurationError(f"mesh returned a mesh of {made.devices.size} devices: must be of {have}, each once")
     if explicit := [
         name for name, kind in zip(made.axis_names, made.axis_types, strict=True) if "Auto" not in str(kind)
     ]:
@@ -92,6 +90,15 @@ def mesh_of(axes: MeshAxes | None, devices: Sequence[Any]) -> Mesh:
             "axis_types=(jax.sharding.AxisType.Auto,) * N, because XLA divides the computation"
         )
     return made
+
+
+def _returned_by(argument: str, given: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a function of the script. `given` describes its argument."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        first = "".join(str(error).strip().splitlines()[:1])
+        raise ConfigurationError(f"{argument} raised {type(error).__name__} for {given}: {first}") from error
 
 
 def _mesh_of_sizes(axes: Any, devices: Sequence[Any]) -> Mesh:
@@ -177,7 +184,8 @@ def _returned(sharding: Callable[[Mesh, Any], Any], mesh: Mesh, whole: Any) -> l
         whole: all parameters, with a `LeafSpec` at each.
     """
     shape: Any = jax.ShapeDtypeStruct  # which JAX leaves untyped
-    made = sharding(mesh, jax.tree_util.tree_map(lambda leaf: shape(leaf.shape, leaf.dtype), whole))
+    shapes = jax.tree_util.tree_map(lambda leaf: shape(leaf.shape, leaf.dtype), whole)
+    made = _returned_by("sharding", f"a mesh of {_sizes(mesh)}", sharding, mesh, shapes)
 
     def ends(value: Any) -> bool:
         return value is None or isinstance(value, PartitionSpec)
@@ -245,5 +253,9 @@ def _warn(what: str, leaves: Sequence[LeafSpec], mesh: Mesh) -> None:
             "arrays, or stack layers, to a multiple",
             what,
             some_of(list(map(str, leaves)), 3),
-            ", ".join(f"{name}={size}" for name, size in mesh.shape.items()),
+            _sizes(mesh),
         )
+
+
+def _sizes(mesh: Mesh) -> str:
+    return ", ".join(f"{name}={size}" for name, size in mesh.shape.items())

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import safetensors
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from .._checkpoint import describe_structure, rebuild
+from .._checkpoint import BY_NAME, describe_structure, rebuild
 from .._result import History, Result
 from ..errors import CheckpointError
 
@@ -25,6 +27,7 @@ _TREES = ("params", "state", "average")
 def write_result(file: Path, result: Result) -> None:
     """Write a result; a reader finds it whole or not at all."""
     arrays: dict[str, NDArray[Any]] = {}
+    others: dict[str, tuple[str, tuple[int, ...]]] = {}  # dtype and shape of the arrays that safetensors cannot hold
     fields = {name: value for name, value in vars(result).items() if name not in _TREES}
     fields["history"] = asdict(result.history)
     for name in _TREES:
@@ -32,7 +35,13 @@ def write_result(file: Path, result: Result) -> None:
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         fields[name] = describe_structure(tree)
         fields[f"{name}_paths"] = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
-        arrays |= {f"{name}/{number}": np.asarray(leaf, order="C") for number, (_, leaf) in enumerate(leaves)}
+        for number, (_, leaf) in enumerate(leaves):
+            key, array = f"{name}/{number}", np.asarray(leaf, order="C")
+            if array.dtype.name not in BY_NAME:
+                others[key] = array.dtype.name, array.shape
+                array = np.frombuffer(array.tobytes(), np.uint8)
+            arrays[key] = array
+    fields["others"] = others
     part = file.with_suffix(".part")
     text = json.dumps(fields, default=dict)
     part.write_bytes(safetensors.numpy.save(arrays, metadata={"result": text}))
@@ -45,13 +54,22 @@ def read_result(file: Path) -> Result | None:
         return None
     with safetensors.safe_open(file, framework="numpy") as opened:
         fields = json.loads(opened.metadata()["result"])
-        trees = {name: _tree(opened, name, fields.pop(name), fields.pop(f"{name}_paths")) for name in _TREES}
+        others = fields.pop("others")
+
+        def read(key: str) -> Any:
+            array = opened.get_tensor(key)
+            if key not in others:
+                return array
+            dtype, shape = others[key]
+            return np.frombuffer(array.tobytes(), jnp.dtype(dtype)).reshape(shape)
+
+        trees = {name: _tree(read, name, fields.pop(name), fields.pop(f"{name}_paths")) for name in _TREES}
     fields["history"] = History(**fields["history"])
     return replace(Result(params=None, step=0), **fields, **trees)
 
 
-def _tree(opened: Any, name: str, structure: dict[str, Any], paths: list[str]) -> Any:
-    leaves = [opened.get_tensor(f"{name}/{number}") for number in range(len(paths))]
+def _tree(read: Callable[[str], Any], name: str, structure: dict[str, Any], paths: list[str]) -> Any:
+    leaves = [read(f"{name}/{number}") for number in range(len(paths))]
     try:
         return rebuild(structure, leaves)
     except CheckpointError:  # it has nodes that only the script can make
