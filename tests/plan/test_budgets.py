@@ -206,8 +206,7 @@ def storm(cluster, slot, status, seconds: int, per_second: int = 10) -> list[flo
     return created
 
 
-@pytest.mark.parametrize("standbys", [0, 1])
-@pytest.mark.parametrize("slot", ["ps-0", "worker-0"])
+@pytest.mark.parametrize(("slot", "standbys"), [("ps-0", 0), ("ps-0", 1), ("worker-0", 0)])
 @pytest.mark.parametrize("killer", list(KILLERS))
 def test_no_cause_of_death_makes_pods_without_limit(make_cluster, killer: str, slot: str, standbys: int) -> None:
     """O4: from the third death in a row on, a slot gets at most one pod a second, and the waits grow."""
