@@ -68,6 +68,16 @@ def test_pods_have_the_environment_of_their_test(monkeypatch: pytest.MonkeyPatch
     assert "REMOVED" not in forker.environ
 
 
+def test_pods_are_forked_though_a_library_has_set_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """scikit-learn sets one when it is imported. Pods that start with another value than JAX are executed."""
+    before = forker_for(SCRIPT)
+    monkeypatch.setenv("KMP_INIT_AT_FORK", "FALSE")
+    after = forker_for(SCRIPT)
+    assert after is not before
+    assert after.forks(after.environ)
+    assert not after.forks(before.environ)
+
+
 def test_an_exception_of_the_script_fails_the_job_with_its_traceback() -> None:
     with pytest.raises(JobFailed, match="the data ends here") as caught:
         testing.run(SCRIPT, ["--fail"])

@@ -95,11 +95,17 @@ class Forker:
         self.imports = frozenset(() if script is None else imports_of(script))
         modules = replace(modules, modules=(*modules.modules, *sorted(self.imports), "backstay.testing._program"))
         self.use(environ)
+        self._imported_with = self.environ
         self._runtime = ProcessRuntime(preload=modules, base_env=environ)
 
     def use(self, environ: Mapping[str, str]) -> None:
         """Give the processes that start from now on this environment."""
         self.environ = {**environ, **_modules(environ).started_with}
+
+    def forks(self, environ: Mapping[str, str]) -> bool:
+        """Whether processes with this environment are forked, as far as the names of variables show it."""
+        given = {**environ, **_modules(environ).started_with}
+        return not Sensitive((), PREFIXES).differ(self._imported_with, given)
 
     def command(self, program: Path, script: Path) -> list[str]:
         """The command line that starts `program` for a script.

@@ -235,10 +235,14 @@ def _path() -> str:
 
 
 def forker_for(script: Path) -> Forker:
-    """The process that forks the pods of a script; they get the environment that this process has now."""
-    if _forkers and not _forkers[0].imports >= set(imports_of(script)):
-        _forkers.pop().close()
+    """The process that forks the pods of a script; they get the environment that this process has now.
+
+    A library that was imported meanwhile may have set a variable that JAX reads, as scikit-learn does. Then another
+    process that has imported JAX costs less than pods that import JAX themselves.
+    """
     environ = {"JAX_PLATFORMS": "cpu", **os.environ, "JAX_COMPILATION_CACHE_DIR": _compilations()}
+    if _forkers and not (_forkers[0].imports >= set(imports_of(script)) and _forkers[0].forks(environ)):
+        _forkers.pop().close()
     if not _forkers:
         # fsspec reads the names of all variables: a process in which one of these differs is not forked. pytest changes
         # this one in each test.
