@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import aiohttp
 
@@ -39,23 +39,31 @@ async def until_gone(
         await asyncio.sleep(0.2)
 
 
-async def until_stopped(api: JobApi, namespace: str, name: str) -> None:
+async def until_stopped(
+    api: JobApi, namespace: str, name: str, is_reported: Callable[[], Awaitable[bool]] | None = None
+) -> None:
     """Wait until the pods of a suspended job have ended, whose servers store a checkpoint.
 
+    Args:
+        is_reported: whether the operator has reported the end, which it does after the pods have ended; None: the
+            report is not awaited.
+
     Raises:
-        PodsRemain: some still run after 60 s.
+        PodsRemain: some still run after 60 s, or the operator has not reported the end.
     """
     try:
         async with asyncio.timeout(STORING_SECONDS) as limit:
             while True:
                 pods = await api.pods_of(namespace, name)
-                if not any(pod.get("status", {}).get("phase") in {"Pending", "Running"} for pod in pods):
+                running = any(pod.get("status", {}).get("phase") in {"Pending", "Running"} for pod in pods)
+                if not running and (is_reported is None or await is_reported()):
                     return
                 await asyncio.sleep(_POLL_SECONDS)
     except TimeoutError:
         if not limit.expired():  # one call took too long
             raise
-        raise PodsRemain(f"pods of {name} still run after {STORING_SECONDS:.0f} s") from None
+        late = "pods of {} still run after {:.0f} s, or the operator has not reported their end"
+        raise PodsRemain(late.format(name, STORING_SECONDS)) from None
 
 
 async def _has_pods(cluster: FoundCluster, namespace: str, name: str) -> bool:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
-from backstay_client.embedded.preload import TRAINER, imports_of, preload
+from backstay_client.code.sources import of_script
+from backstay_client.embedded.preload import PREFIXES, TRAINER, imports_of, preload
+from backstay_cluster.kubelet.forkable import Program, Sensitive, unsafe_reason
 from backstay_cluster.kubelet.node import python_environment
 from backstay_cluster.kubelet.preload import Preload
 from backstay_cluster.kubelet.runtime import ProcessRuntime
@@ -140,6 +143,20 @@ async def test_the_trainer_works_in_a_forked_process(tmp_path, capfd):
     assert [words[0] for words in outputs] == ["1,1,False"] * 2
     assert outputs[0][1] != outputs[1][1], "both drew the same random number"
     assert [words[2:] for words in outputs] == [["-", "answered", "UNIMPLEMENTED"]] * 2
+
+
+@pytest.mark.parametrize(("line", "forked"), [("", True), ("import os; os.environ['XLA_FLAGS'] = ''\n", False)])
+def test_a_submitted_script_is_forked(tmp_path, line, forked):
+    """Unless it changes the environment. The program that starts it adds a finder to the import system."""
+    (tmp_path / "train.py").write_text("import inside\n")
+    (tmp_path / "inside.py").write_text(line)
+    folder = tmp_path / "volume"
+    folder.mkdir()
+    for name, content in of_script(tmp_path / "train.py").files.items():
+        (folder / name).write_bytes(content)
+    program = Program(sys.executable, (), str(folder), file=str(folder / "backstay_entry.py"))
+    reason = unsafe_reason(program, Sensitive((), PREFIXES), json.loads(preload())["finders"])
+    assert (reason is None) == forked, reason
 
 
 def test_every_module_of_the_list_exists():

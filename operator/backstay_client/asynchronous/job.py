@@ -286,14 +286,14 @@ class AsyncJobHandle:
         """Delete all pods; the servers store a checkpoint first. `resume` starts them again.
 
         Args:
-            wait: whether to wait until the pods have ended, for at most 60 s.
+            wait: whether to wait until the pods have ended and the status has their checkpoint, for at most 60 s.
 
         Raises:
             PodsRemain: some pods still run.
         """
         await self._patch({"spec": {"runPolicy": {"suspend": True}}})
         if wait:
-            await until_stopped((await self._cluster()).api, self.namespace, self.name)
+            await until_stopped((await self._cluster()).api, self.namespace, self.name, self._is_stopped)
 
     async def resume(self) -> None:
         """Start a suspended job again, from its newest checkpoint."""
@@ -350,6 +350,11 @@ class AsyncJobHandle:
                 f"the TrainingJob {self.name} in namespace {self.namespace} was deleted, and another one of this name "
                 f"was created: client.job({self.name!r}) follows that one"
             )
+
+    async def _is_stopped(self) -> bool:
+        """Whether the job is suspended or has ended, in its status."""
+        status = await self.status()
+        return status.phase == "Suspended" or status.ended
 
     async def _look(self) -> JobView:
         cluster = await self._cluster()

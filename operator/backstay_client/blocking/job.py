@@ -183,7 +183,7 @@ class JobHandle:
         """Delete all pods; the servers store a checkpoint first. `resume` starts them again.
 
         Args:
-            wait: whether to wait until the pods have ended, for at most 60 s.
+            wait: whether to wait until the pods have ended and the status has their checkpoint, for at most 60 s.
 
         Raises:
             PodsRemain: some pods still run.

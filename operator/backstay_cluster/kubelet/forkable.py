@@ -9,8 +9,10 @@ beside the script that replaces one of the modules. It also holds for a script t
 from __future__ import annotations
 
 import ast
+import hashlib
 import os
 import pkgutil
+import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -101,19 +103,25 @@ def program_of(argv: Sequence[str], environ: Mapping[str, str], python: str) -> 
 
 
 def shadowed(folder: str, modules: Collection[str]) -> str | None:
-    """A name in `folder` that an import would find before one of the `modules`, which are top-level names."""
+    """A name in `folder` that an import would find before one of the `modules`, which are top-level names.
+
+    A program of `Preload.finders` finds `package--module.py` as a module of a package.
+    """
     try:
         names = os.listdir(folder)  # noqa: PTH208
     except OSError:
         return None
     importable = (name for name in names if "." not in name or name.endswith((".py", ".pyc", ".so")))
-    return next((name for name in importable if name.partition(".")[0] in modules), None)
+    return next((name for name in importable if re.split(r"\.|--", name, maxsplit=1)[0] in modules), None)
 
 
-def unsafe_reason(program: Program, sensitive: Callable[[str], bool]) -> str | None:
+def unsafe_reason(
+    program: Program, sensitive: Callable[[str], bool], finders: Collection[str] = frozenset()
+) -> str | None:
     """A place in the program's own files that could run differently after early imports; None: no such place was found.
 
-    The script is read, and every file in its folder that it imports, directly or indirectly.
+    The script is read, and every file in its folder that it imports, directly or indirectly. If the script is one of
+    the `finders`, which are digests, every Python file beside it is read instead.
     """
     module = program.module.partition(".")[0]
     todo = _local(module, program.path0) if module else [Path(program.file)]
@@ -129,6 +137,9 @@ def unsafe_reason(program: Program, sensitive: Callable[[str], bool]) -> str | N
             size += len(text)
             if len(seen) > SCANNED_FILES or size > SCANNED_BYTES:
                 return f"more than {SCANNED_FILES} files or {SCANNED_BYTES} bytes to read"
+            if hashlib.sha256(text).hexdigest() in finders:
+                todo += file.parent.glob("*.py")
+                continue
             tree = ast.parse(text)
         except (OSError, SyntaxError, ValueError) as error:
             return f"{file}: {error}"

@@ -74,6 +74,7 @@ class ForkServer:
         self._tops: frozenset[str] = frozenset()
         self._sensitive = Sensitive((), ())
         self._after_fork: tuple[str, ...] = ()
+        self._finders: frozenset[str] = frozenset()
 
     def load(self, preload: Preload) -> None:
         """Import the modules.
@@ -101,6 +102,7 @@ class ForkServer:
         os.environ.clear()
         os.environ.update(before)
         self._after_fork = preload.after_fork
+        self._finders = frozenset(preload.finders)
         self._sensitive = Sensitive(read, preload.prefixes)
         self._tops = frozenset(name.partition(".")[0] for name in sys.modules) - {"__main__"}
         self._files = _module_files()
@@ -186,7 +188,7 @@ class ForkServer:
             raise UnfitError("it is not a script or a module of this Python")
         if name := shadowed(program.path0, self._tops):
             raise UnfitError(f"{program.path0} has {name}, which is also a module that was imported")
-        if reason := unsafe_reason(program, self._sensitive):
+        if reason := unsafe_reason(program, self._sensitive, self._finders):
             raise UnfitError(f"it may act on later imports at {reason}")
         return program
 

@@ -23,6 +23,8 @@ class Preload:
             random number generator.
         copying: modules that copy the whole environment at their import, and use only what `prefixes` has. That they
             read a name does not count.
+        finders: SHA-256 digests, as hexadecimal text, of programs that import modules from the Python files beside
+            them, and change the import system only for that. A file `package--module.py` is a module of a package.
     """
 
     modules: tuple[str, ...]
@@ -31,6 +33,7 @@ class Preload:
     prefixes: tuple[str, ...] = ()
     after_fork: tuple[str, ...] = ()
     copying: tuple[str, ...] = ()
+    finders: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """The JSON text that `of_json` reads."""
@@ -50,4 +53,5 @@ class Preload:
             prefixes=tuple(map(str, value.get("prefixes", ()))),
             after_fork=tuple(map(str, value.get("after_fork", ()))),
             copying=tuple(map(str, value.get("copying", ()))),
+            finders=tuple(map(str, value.get("finders", ()))),
         )

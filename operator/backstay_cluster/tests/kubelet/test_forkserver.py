@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import re
 import resource
@@ -13,6 +14,7 @@ import textwrap
 import zipfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -307,6 +309,45 @@ async def test_what_early_imports_could_change_is_executed(bench, files, argv, e
         archive.writestr("__main__.py", "print('from the archive')")
     executed, forked = await both(bench, argv, **env)
     assert forked == executed
+
+
+FINDS = """
+import importlib.util, pathlib, sys
+HERE = pathlib.Path(__file__).parent
+class Finder:
+    def find_spec(name, path=None, target=None):
+        for key, inner in ((name, None), (name + "--__init__", [])):
+            file = HERE / (key.replace(".", "--") + ".py")
+            if file.is_file():
+                return importlib.util.spec_from_file_location(name, file, submodule_search_locations=inner)
+sys.meta_path.insert(0, Finder)
+import early, package.part
+print("early" in early.__spec__.name, early.FLAG, package.part.FOUND)
+"""
+PACKAGE = {"finds.py": FINDS, "package--__init__.py": "", "package--part.py": "FOUND = 1\n"}
+
+
+@pytest.mark.parametrize(
+    ("more", "known", "forked"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"package--part.py": "import os; os.environ['EARLY_FLAG'] = 's'; FOUND = 2\n"}, True, False),
+        ({"package--__init__.py": "import beside\n", "beside.py": WRITES}, True, False),
+        ({"early--__init__.py": "FLAG = 'mine'\n"}, True, False),
+        ({"early.py": "FLAG = 'mine'\n"}, True, False),
+    ],
+)
+async def test_a_known_program_that_finds_modules_beside_it_is_forked(bench, capfd, more, known, forked):
+    """These modules must not change the environment or hide a preloaded module, like those that a script imports."""
+    for name, text in {**PACKAGE, **more}.items():
+        (bench.folder / name).write_text(text)
+    if known:
+        bench.preload = replace(bench.preload, finders=(hashlib.sha256(FINDS.encode()).hexdigest(),))
+    (slow,), (quick,) = await both(bench, ["python", "finds.py"])
+    assert slow == quick
+    assert slow[0] == 0
+    assert (NOTE not in capfd.readouterr().err) == forked
 
 
 async def test_an_installed_module_that_changes_is_imported_again(bench):
