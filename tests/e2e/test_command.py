@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,12 +26,11 @@ pytestmark = pytest.mark.e2e
 SCRIPT = Path(__file__).parent / "scripts" / "tiny.py"
 _STARTED: list[subprocess.Popen[str]] = []
 SAYS_NAN = """
-import runpy, sys, jax.numpy as jnp
-sys.path.insert(0, {folder!r})
+import sys, jax.numpy as jnp
 import backstay, tiny
 def evaluate(params):
     raise ValueError("no \\x1b[2J evaluation")
-settings = {{**tiny.SETTINGS, "evaluate": evaluate}}
+settings = {**tiny.SETTINGS, "evaluate": evaluate}
 if "nan" in sys.argv:
     settings["loss"] = lambda params, batch: jnp.sum(params["w"]) * jnp.nan
 backstay.train(**settings)
@@ -98,6 +98,13 @@ def until_said(stream: IO[str] | None, pattern: str) -> str:
     return said
 
 
+def script_of(text: str, script: Path) -> Path:
+    """Writes a script that imports tiny.py, and puts that beside it: pods of one that changes `sys.path` are slow."""
+    script.write_text(text)
+    shutil.copy(SCRIPT, script.parent)
+    return script
+
+
 def status_of(folder: Path, command: str) -> dict[str, Any]:
     """The object that a command, called in another folder, prints about a run."""
     words = [sys.executable, "-m", "backstay_cli.main", command, str(folder), "--output", "json"]
@@ -109,8 +116,7 @@ def status_of(folder: Path, command: str) -> dict[str, Any]:
 
 def test_json_output_is_one_object_and_text_output_reports_the_failed_evaluation(folder: Path, tmp_path: Path) -> None:
     """Exit status 0; what a pod printed reaches the terminal without the characters that it would obey."""
-    script = tmp_path / "tïny trainer.py"
-    script.write_text(SAYS_NAN.format(folder=str(SCRIPT.parent)))
+    script = script_of(SAYS_NAN, tmp_path / "tïny trainer.py")
     written = tmp_path / "trace.json"
     options = ["--workers", "1", "--output", "json", "--trace", str(written)]
     out, err = start(folder, script, *options).communicate(timeout=LONG)
@@ -135,8 +141,7 @@ def test_json_output_is_one_object_and_text_output_reports_the_failed_evaluation
 
 def test_a_loss_that_is_nan_is_a_failed_job_and_no_traceback(folder: Path, tmp_path: Path) -> None:
     """Exit status 1, the reason with step and rank, and nothing left."""
-    script = tmp_path / "nan.py"
-    script.write_text(SAYS_NAN.format(folder=str(SCRIPT.parent)))
+    script = script_of(SAYS_NAN, tmp_path / "nan.py")
     process = start(folder, script, "--servers", "2", "--workers", "1", arguments=["nan"])
     out, err = process.communicate(timeout=LONG)
     assert process.returncode == 1, err
@@ -223,7 +228,6 @@ def test_a_job_that_is_suspended_elsewhere_ends_the_command(folder: Path, tmp_pa
 
 SHOWS_ITSELF = """
 import os, sys
-sys.path.insert(0, {folder!r})
 import backstay, tiny
 if __name__ == "__main__":
     print("MYENV", os.environ.get("MYENV"), "ADDED", os.environ.get("ADDED"), sys.argv[1:])
@@ -237,8 +241,7 @@ if __name__ == "__main__":
 
 def test_a_script_has_its_environment_and_after_ctrl_c_the_same_command_continues(folder: Path, tmp_path: Path) -> None:
     """The output has the script's output, the stored step, and that the next run continues there."""
-    script = tmp_path / "shows.py"
-    script.write_text(SHOWS_ITSELF.format(folder=str(SCRIPT.parent)))
+    script = script_of(SHOWS_ITSELF, tmp_path / "shows.py")
     options = ["--checkpoint", str(tmp_path / "ck"), "--every-seconds", "0", "--env", "ADDED=1"]
     # A proxy that is not there: the pods' own connections must not go through it.
     proxies = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
