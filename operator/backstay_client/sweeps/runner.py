@@ -185,17 +185,17 @@ class SweepRunner:
             return
         running.values = curve.values(self._store.plan.objective) or running.values
         if not status.ended:
-            if self._report(running, status.report.goal_steps) and self._prunes:
+            if self._report(running, status.report.goal_steps, prunes=self._prunes):
                 self._end(running)
                 self._store.prune(trial)
                 await job.delete(wait=False)
             return
-        self._report(running, status.report.goal_steps)
+        self._report(running, status.report.goal_steps, prunes=False)
         self._end(running)
         self._conclude(running, status, curve)
 
-    def _report(self, running: _Trial, goal: int | None) -> bool:
-        """Report the new values, and return whether others were better at one of these steps.
+    def _report(self, running: _Trial, goal: int | None, *, prunes: bool) -> bool:
+        """Report the new values; if it `prunes`, return whether others were better at one of these steps.
 
         Values are compared step by step, so all trials report the same steps: multiples of a power of two.
         """
@@ -206,7 +206,7 @@ class SweepRunner:
             if step > running.reported and (step % every == 0 or step == goal):
                 running.trial.report(value, step)
                 running.reported = step
-                if running.trial.should_prune():
+                if prunes and running.trial.should_prune():  # which reads all trials from the file
                     return True
         return False
 

@@ -15,7 +15,6 @@ from backstay_spec.types import TrainingJob
 
 from ._assumptions import Assumptions
 from ._fit import fitted
-from ._run import simulate, summary
 
 
 def _assumptions(raw: Any) -> Assumptions:
@@ -47,6 +46,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         fit = fitted(json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data), assumed)
         assumed, found["fit"] = fit.assumed, fit.to_json()
     job = TrainingJob.model_validate(request["job"])
+    from ._run import simulate, summary  # they import JAX, which takes a second
+
     first, timeline = int(request.get("seed", 0)), request.get("timeline")
     runs = []
     for seed in range(first, first + int(request.get("seeds", 1))):
