@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from between import LONG
 
 from backstay import testing
 from backstay._faults import ENV_FAULTS
@@ -19,22 +20,24 @@ SCRIPT = Path(__file__).with_name("sharded.py")
 DEVICES = {"DEVICES": "4", "JAX_PLATFORMS": "cpu"}
 
 
-def alone(folder: Path, kind: str, more: str, devices: dict[str, str]) -> tuple[dict[str, np.ndarray], str]:
-    out = folder / f"{kind}-{more}.npz"
-    environment = os.environ | devices | {"KIND": kind, "MORE": more, "OUT": str(out)}
-    done = subprocess.run([sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return dict(np.load(out)), done.stderr
+def alone(
+    parent: Forker, folder: Path, kind: str, more: str, devices: dict[str, str]
+) -> tuple[dict[str, np.ndarray], str]:
+    out, log = folder / f"{kind}-{more}.npz", folder / f"{kind}-{more}.log"
+    environment = {**parent.environ, **devices, "KIND": kind, "MORE": more, "OUT": str(out)}
+    done = parent.start([sys.executable, str(SCRIPT)], environment, log)
+    assert done.wait(LONG) == 0, log.read_text()
+    return dict(np.load(out)), log.read_text()
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory):
+def plain(parent: Forker, tmp_path_factory: pytest.TempPathFactory):
     """The parameters of one process with one device."""
     made: dict[str, dict[str, np.ndarray]] = {}
 
     def of(more: str) -> dict[str, np.ndarray]:
         if more not in made:
-            made[more] = alone(tmp_path_factory.mktemp("plain"), "", more, {"JAX_PLATFORMS": "cpu"})[0]
+            made[more] = alone(parent, tmp_path_factory.mktemp("plain"), "", more, {"JAX_PLATFORMS": "cpu"})[0]
         return made[more]
 
     return of
@@ -58,8 +61,8 @@ def same(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
         ("fsdp", "factored"),
     ],
 )
-def test_t4_one_process_with_a_divided_model(kind: str, more: str, plain, tmp_path: Path) -> None:
-    got, log = alone(tmp_path, kind, more, DEVICES)
+def test_t4_one_process_with_a_divided_model(kind: str, more: str, parent: Forker, plain, tmp_path: Path) -> None:
+    got, log = alone(parent, tmp_path, kind, more, DEVICES)
     same(got, plain(more))
     warned = "does not divide all of odd float64[67,71], because the sizes of the mesh" in log
     assert warned == (kind in ("fsdp", "tensor"))

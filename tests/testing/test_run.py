@@ -68,6 +68,18 @@ def test_pods_have_the_environment_of_their_test(monkeypatch: pytest.MonkeyPatch
     assert "REMOVED" not in forker.environ
 
 
+def test_scripts_that_import_other_modules_share_one_process_that_imports_jax(tmp_path: Path) -> None:
+    """A process starts for a package that the last one has not imported, and the next ones have it."""
+    (tmp_path / "names.py").write_text("from jax.sharding import PartitionSpec\nimport numpy.linalg\n")
+    (tmp_path / "package.py").write_text("import yaml\n")
+    first = forker_for(SCRIPT)
+    assert forker_for(tmp_path / "names.py") is first
+    second = forker_for(tmp_path / "package.py")
+    assert second is not first
+    assert second.imports >= first.imports | {"yaml"}
+    assert forker_for(SCRIPT) is second
+
+
 def test_pods_are_forked_though_a_library_has_set_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     """scikit-learn sets one when it is imported. Pods that start with another value than JAX are executed."""
     before = forker_for(SCRIPT)

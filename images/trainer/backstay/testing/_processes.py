@@ -14,12 +14,12 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from backstay_client.embedded.preload import PREFIXES, imports_of, preload
+from backstay_client.embedded.preload import PREFIXES, TRAINER, imports_of, preload
 from backstay_cluster.kubelet.forkable import Program, Sensitive, unsafe_reason
 from backstay_cluster.kubelet.preload import Preload
 from backstay_cluster.kubelet.runtime import Process, ProcessRuntime
@@ -77,22 +77,23 @@ class Forker:
     """Starts processes; `close` ends those that still run.
 
     Attributes:
-        imports: the modules of the script that are imported once.
+        imports: the modules of scripts that are imported once.
         environ: the environment of each process, before its own variables.
     """
 
-    def __init__(self, environ: Mapping[str, str], script: Path | None = None) -> None:
+    def __init__(self, environ: Mapping[str, str], script: Path | None = None, more: Iterable[str] = ()) -> None:
         """
         Args:
             script: modules that it imports are imported once, too.
             environ: what JAX and the other modules are imported with. A process in which one of their variables
                 differs is executed, and imports them itself.
+            more: further modules that are imported once, such as those of an earlier script.
         """
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="forked", daemon=True)
         self._thread.start()
         modules = _modules(environ)
-        self.imports = frozenset(() if script is None else imports_of(script))
+        self.imports = frozenset((*more, *(() if script is None else imports_of(script))))
         modules = replace(modules, modules=(*modules.modules, *sorted(self.imports), "backstay.testing._program"))
         self.use(environ)
         self._imported_with = self.environ
@@ -106,6 +107,14 @@ class Forker:
         """Whether processes with this environment are forked, as far as the names of variables show it."""
         given = {**environ, **_modules(environ).started_with}
         return not Sensitive((), PREFIXES).differ(self._imported_with, given)
+
+    def has_imported(self, script: Path) -> bool:
+        """Whether it has the modules that the script imports, except further ones of packages that it always has.
+
+        A process imports such a submodule itself in less time than another parent needs to import JAX.
+        """
+        always = {name.partition(".")[0] for name in TRAINER}
+        return all(name in self.imports or name.partition(".")[0] in always for name in imports_of(script))
 
     def command(self, program: Path, script: Path) -> list[str]:
         """The command line that starts `program` for a script.

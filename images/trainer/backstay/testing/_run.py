@@ -17,7 +17,6 @@ from typing import Any, Final, Literal
 
 from pydantic import ValidationError
 
-from backstay_client.embedded.preload import imports_of
 from backstay_spec import contract
 from backstay_spec.runtime import RuntimeConfig
 from backstay_spec.whole import whole
@@ -241,13 +240,15 @@ def forker_for(script: Path) -> Forker:
     process that has imported JAX costs less than pods that import JAX themselves.
     """
     environ = {"JAX_PLATFORMS": "cpu", **os.environ, "JAX_COMPILATION_CACHE_DIR": _compilations()}
-    if _forkers and not (_forkers[0].imports >= set(imports_of(script)) and _forkers[0].forks(environ)):
+    imported: frozenset[str] = frozenset()
+    if _forkers and not (_forkers[0].has_imported(script) and _forkers[0].forks(environ)):
+        imported = _forkers[0].imports
         _forkers.pop().close()
     if not _forkers:
         # fsspec reads the names of all variables: a process in which one of these differs is not forked. pytest changes
         # this one in each test.
         steady = {name: value for name, value in environ.items() if name != "PYTEST_CURRENT_TEST"}
-        _forkers.append(Forker(steady, script))
+        _forkers.append(Forker(steady, script, imported))
     _forkers[0].use(environ)
     return _forkers[0]
 
