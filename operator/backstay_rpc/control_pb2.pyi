@@ -54,16 +54,32 @@ class PingReply(_message.Message):
     def __init__(self) -> None: ...
 
 class Peer(_message.Message):
-    __slots__ = ("role", "index", "incarnation", "pod")
+    __slots__ = ("role", "index", "incarnation", "pod", "member")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     POD_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
     role: str
     index: int
     incarnation: int
     pod: str
-    def __init__(self, role: _Optional[str] = ..., index: _Optional[int] = ..., incarnation: _Optional[int] = ..., pod: _Optional[str] = ...) -> None: ...
+    member: int
+    def __init__(self, role: _Optional[str] = ..., index: _Optional[int] = ..., incarnation: _Optional[int] = ..., pod: _Optional[str] = ..., member: _Optional[int] = ...) -> None: ...
+
+class MeetRequest(_message.Message):
+    __slots__ = ("peer", "address")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    peer: Peer
+    address: str
+    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., address: _Optional[str] = ...) -> None: ...
+
+class MeetReply(_message.Message):
+    __slots__ = ("address",)
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    def __init__(self, address: _Optional[str] = ...) -> None: ...
 
 class Leaf(_message.Message):
     __slots__ = ("path", "shape", "dtype")
@@ -833,7 +849,7 @@ class Hello(_message.Message):
     def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., shard: _Optional[int] = ..., expected_incarnation: _Optional[int] = ..., term: _Optional[int] = ..., partition_digest: _Optional[bytes] = ...) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("push_begin", "chunk", "end", "pull", "params_begin", "refused", "abandon", "received", "replica", "to_coordinator", "to_shard")
+    __slots__ = ("push_begin", "chunk", "end", "pull", "params_begin", "refused", "abandon", "received", "replica", "to_coordinator", "to_shard", "member")
     PUSH_BEGIN_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
@@ -845,6 +861,7 @@ class Frame(_message.Message):
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     TO_COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     TO_SHARD_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
     push_begin: PushBegin
     chunk: Chunk
     end: End
@@ -856,7 +873,26 @@ class Frame(_message.Message):
     replica: Replica
     to_coordinator: ShardMessage
     to_shard: CoordinatorMessage
-    def __init__(self, push_begin: _Optional[_Union[PushBegin, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., params_begin: _Optional[_Union[ParamsBegin, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ..., received: _Optional[_Union[Received, _Mapping]] = ..., replica: _Optional[_Union[Replica, _Mapping]] = ..., to_coordinator: _Optional[_Union[ShardMessage, _Mapping]] = ..., to_shard: _Optional[_Union[CoordinatorMessage, _Mapping]] = ...) -> None: ...
+    member: MemberMessage
+    def __init__(self, push_begin: _Optional[_Union[PushBegin, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., params_begin: _Optional[_Union[ParamsBegin, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ..., received: _Optional[_Union[Received, _Mapping]] = ..., replica: _Optional[_Union[Replica, _Mapping]] = ..., to_coordinator: _Optional[_Union[ShardMessage, _Mapping]] = ..., to_shard: _Optional[_Union[CoordinatorMessage, _Mapping]] = ..., member: _Optional[_Union[MemberMessage, _Mapping]] = ...) -> None: ...
+
+class MemberMessage(_message.Message):
+    __slots__ = ("number", "point", "value", "error", "code", "text", "answer")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    POINT_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    point: str
+    value: bytes
+    error: str
+    code: str
+    text: str
+    answer: bool
+    def __init__(self, number: _Optional[int] = ..., point: _Optional[str] = ..., value: _Optional[bytes] = ..., error: _Optional[str] = ..., code: _Optional[str] = ..., text: _Optional[str] = ..., answer: bool = ...) -> None: ...
 
 class Replica(_message.Message):
     __slots__ = ("state", "array", "whole", "mean", "commit", "held", "alive")

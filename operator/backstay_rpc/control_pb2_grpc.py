@@ -64,6 +64,11 @@ class ControlStub(object):
                 request_serializer=backstay__rpc_dot_control__pb2.EvaluatedRequest.SerializeToString,
                 response_deserializer=backstay__rpc_dot_control__pb2.EvaluatedReply.FromString,
                 _registered_method=True)
+        self.Meet = channel.unary_unary(
+                '/backstay.v1.Control/Meet',
+                request_serializer=backstay__rpc_dot_control__pb2.MeetRequest.SerializeToString,
+                response_deserializer=backstay__rpc_dot_control__pb2.MeetReply.FromString,
+                _registered_method=True)
         self.Leave = channel.unary_unary(
                 '/backstay.v1.Control/Leave',
                 request_serializer=backstay__rpc_dot_control__pb2.LeaveRequest.SerializeToString,
@@ -119,6 +124,13 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Meet(self, request, context):
+        """From the members of a rank of several pods to shard 0: member 0 reports its address, and each gets it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Leave(self, request, context):
         """A worker leaves on purpose (preempted, or the world shrank).
         """
@@ -158,6 +170,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Evaluated,
                     request_deserializer=backstay__rpc_dot_control__pb2.EvaluatedRequest.FromString,
                     response_serializer=backstay__rpc_dot_control__pb2.EvaluatedReply.SerializeToString,
+            ),
+            'Meet': grpc.unary_unary_rpc_method_handler(
+                    servicer.Meet,
+                    request_deserializer=backstay__rpc_dot_control__pb2.MeetRequest.FromString,
+                    response_serializer=backstay__rpc_dot_control__pb2.MeetReply.SerializeToString,
             ),
             'Leave': grpc.unary_unary_rpc_method_handler(
                     servicer.Leave,
@@ -327,6 +344,33 @@ class Control(object):
             '/backstay.v1.Control/Evaluated',
             backstay__rpc_dot_control__pb2.EvaluatedRequest.SerializeToString,
             backstay__rpc_dot_control__pb2.EvaluatedReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Meet(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/backstay.v1.Control/Meet',
+            backstay__rpc_dot_control__pb2.MeetRequest.SerializeToString,
+            backstay__rpc_dot_control__pb2.MeetReply.FromString,
             options,
             channel_credentials,
             insecure,

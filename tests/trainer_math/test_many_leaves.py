@@ -57,7 +57,7 @@ def one_update(leaves: int) -> tuple[int, int, list[np.ndarray]]:
     rule = analyse(optax.adam(0.1), tree)
     layout = partition(tree, rule, 2)
     arrangement = Arrangement(layout)
-    slot = ParamBuffers(arrangement).take()
+    slot = ParamBuffers.of(arrangement).take()
     engines = [ShardEngine(layout, shard, rule, params) for shard in range(2)]
     gradient_of = GradientFn(Objective(loss, tree), pack=arrangement)
     jax.clear_caches()

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from unittest import mock
 
 import jax
 import ml_dtypes
@@ -15,7 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backstay._update._partition import LINE_BYTES, gather, partition, scatter
+from backstay._update import _partition
+from backstay._update._codecs import GROUP
+from backstay._update._partition import LINE_BYTES, gather, member_range, partition, range_length, scatter
 from backstay._update._rules import analyse
 from backstay._update._tree import LeafSpec, TreeSpec, describe
 from backstay.errors import ConfigurationError, OptimizerError
@@ -131,6 +134,66 @@ def test_gather_and_scatter_are_inverse(tree_and_rule, shards):
                 assert np.shares_memory(data, leaves[block.pieces[0].leaf])
             scatter(block, data, back)
     assert all(one.tobytes() == other.tobytes() for one, other in zip(leaves, back, strict=True))
+
+
+@settings(deadline=None)
+@given(trees(), st.integers(1, 4), st.integers(2, 5), st.sampled_from([512, 4096, 1 << 22]), st.sets(st.integers(0, 7)))
+def test_each_member_has_its_range_of_large_leaves_and_nothing_else(
+    tree_and_rule, shards, members, block_bytes, chosen
+):
+    tree, rule = tree_and_rule
+    coded = frozenset(chosen) & set(range(len(tree.leaves)))
+    with mock.patch.multiple(_partition, DIVIDED_BYTES=1, RANGE=GROUP):
+        parts = partition(tree, rule, shards, block_bytes, coded, members=members)
+        ranges = [[member_range(leaf.size, members, member) for member in range(members)] for leaf in tree.leaves]
+    assert all((count == 1).all() for count in covered(parts))
+    whole = {leaf for group in rule.groups if not group.elementwise for leaf in group.leaves}
+    assert not parts.divided & whole
+    for layout in parts.shards:
+        for block in layout.blocks:
+            divided = {piece.leaf in parts.divided for piece in block.pieces}
+            assert len(divided) == 1
+            assert 0 <= block.member < members
+            for piece in block.pieces:
+                if divided == {True}:
+                    first, last = ranges[piece.leaf][block.member]
+                    assert first <= piece.start < piece.stop <= last
+                if block.coded and piece.leaf not in whole:
+                    assert piece.start % GROUP == piece.stop % GROUP == 0
+
+
+@given(st.integers(1, 10**7), st.integers(1, 9))
+def test_ranges_of_members_follow_each_other_to_the_end_of_the_leaf(size, members):
+    ranges = [member_range(size, members, member) for member in range(members)]
+    assert [first for first, _ in ranges] == [0, *(last for _, last in ranges[:-1])]
+    assert ranges[-1][1] == size
+    length = range_length(size, members)
+    assert length % (16 * GROUP) == 0
+    assert all(last - first == length or last == size for first, last in ranges)
+
+
+def test_members_divide_large_leaves_and_a_small_leaf_belongs_to_one_of_them():
+    tree = describe(
+        {"table": np.zeros((4000, 50), np.float32), "norms": [np.zeros(300, np.float32) for _ in range(20)]}
+    )
+    rule = analyse(optax.adam(1e-3), tree)
+    alone, three = partition(tree, rule, 2), partition(tree, rule, 2, members=3)
+    assert alone.digest != three.digest
+    assert (alone.structure_digest, alone.program_digest) == (three.structure_digest, three.program_digest)
+    assert alone.digest == partition(tree, rule, 2, members=1).digest
+    assert [tree.leaves[leaf].path for leaf in three.divided] == ["table"]
+    blocks = [block for layout in three.shards for block in layout.blocks]
+    table = [block for block in blocks if block.pieces[0].leaf in three.divided]
+    own = [sum(block.size for block in table if block.member == member) for member in range(3)]
+    assert own == [67584, 67584, 64832]
+    assert sum(block.size for block in blocks if block not in table) == 20 * 300
+    assert not any(block.member for layout in alone.shards for block in layout.blocks)
+
+
+def test_a_rank_has_at_least_one_member():
+    tree = describe(model())
+    with pytest.raises(ConfigurationError, match="members is 0: must be at least 1"):
+        partition(tree, analyse(optax.sgd(1.0), tree), 1, members=0)
 
 
 def model():

@@ -142,7 +142,9 @@ class Recorder:
 
     def wait_for(self, kind: str, count: int = 1) -> list[Any]:
         with self.changed:
-            assert self.changed.wait_for(lambda: sum(k == kind for k, _ in self.events) >= count, WAIT), self.events
+            ended = {kind, "failed"}  # nothing follows after a failure
+            assert self.changed.wait_for(lambda: sum(k in ended for k, _ in self.events) >= count, WAIT), self.events
+            assert sum(k == kind for k, _ in self.events) >= count, self.events
         return self.of(kind)
 
     def wait_reported(self, gradient: GradientId, given_up: Callable[[], bool]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -159,6 +160,44 @@ def test_the_values_of_a_selection_decide_the_form_of_its_parameters(
     assert [one.nbytes for one in some.gradients] == [one.nbytes for one in all_encoded.gradients]
     wanted = all_encoded.parameters if values == "encoded" else all_encoded.exact
     assert [(one.codec, one.nbytes) for one in some.parameters] == [(one.codec, one.nbytes) for one in wanted]
+
+
+@cache
+def four_leaves() -> tuple[Any, Any]:
+    """A tree with leaves that members divide, and its rule."""
+    sizes = {"a": 70_000, "b": 5000, "c": 33_000, "d": 100}
+    tree = describe({name: np.zeros(size, np.float32) for name, size in sizes.items()})
+    return tree, analyse(optax.sgd(0.1), tree)
+
+
+@pytest.mark.parametrize("codec", ["Exact", "Int8"])
+@pytest.mark.parametrize("fragments", [1, 2])
+@given(st.integers(1, 3), st.integers(2, 4), st.integers(0, 9), st.sampled_from(get_args(Values)))
+def test_t1_the_members_of_a_rank_send_and_receive_each_block_once(
+    codec: Any, fragments: int, shards: int, members: int, step: int, values: Values
+) -> None:
+    """Member by member, the bytes of a contribution are those of a rank with one member."""
+    tree, rule = four_leaves()
+    wire = Wire(gradients=codec, parameters="Exact" if codec == "Exact" else "BFloat16")
+    coded = coded_leaves(tree, wire)
+    turns = [0, 1, 0, 1] if fragments == 2 else None
+    parts = partition(tree, rule, shards, 1 << 15, coded, turns, members)
+    for layout, own in zip(parts.shards, shard_wires(parts, wire, coded), strict=True):
+        part = Part(contribution=GradientId(key_step=step))
+        together = own.select(own.selection([step]))
+        selection = Selection(own.selection([step]).fragments, values)
+        sent, received = [], []
+        for member in range(members):
+            part.member = member
+            assert own.pushed(part) is own.of_member(member).pushed(part)
+            sent.append([one.nbytes for one in own.pushed(part).gradients])
+            received.append([one.nbytes for one in own.of_member(member).select(selection).parameters])
+        for each, whole in ((sent, together.gradients), (received, own.select(selection).parameters)):
+            wanted = [
+                [one.nbytes if block.member == m else 0 for m in range(members)]
+                for block, one in zip(layout.blocks, whole, strict=True)
+            ]
+            assert list(map(list, zip(*each, strict=True))) == wanted
 
 
 def test_a_pull_carries_its_values_and_unknown_ones_are_refused() -> None:

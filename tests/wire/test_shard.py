@@ -483,7 +483,7 @@ def test_each_gradient_is_reported_exactly_once(kit: SimpleNamespace, steps: lis
                 runtime.complete(incoming, GradientInfo())
                 runtime.lose(incoming)
                 if incoming.complete:
-                    complete.append(incoming.id)
+                    complete.append(incoming.gradient.id)
             elif what == "lose" and rank in open_:
                 runtime.lose(open_.pop(rank))
             elif what == "commit":

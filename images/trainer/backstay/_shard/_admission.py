@@ -56,11 +56,20 @@ class Admission:
                 "of shards must be the same in every pod",
             )
 
-    def check_peer(self, hello: Hello) -> None:
+    def check_peer(self, hello: Hello, members: int = 1) -> None:
         """
+        Args:
+            members: the number of pods of a rank.
+
         Raises:
-            Refusal: the peer was replaced, or has not joined this server, which alone replaces older incarnations.
+            Refusal: the peer was replaced, or has not joined this server, which alone replaces older incarnations; or
+                its rank has no such member.
         """
+        if hello.peer.member >= members:
+            raise Refusal(
+                RefusalCode.INVALID,
+                f"{_name(hello)} has no member {hello.peer.member}: the members of a rank are 0 to {members - 1}",
+            )
         newest = self._newest.get(_name(hello), -1)
         if hello.peer.incarnation < newest:
             raise Refusal(

@@ -59,7 +59,7 @@ from ._credits import Credits
 from ._operand import Operand
 from ._orders import Orders
 from ._published import Publisher, has_ended
-from ._staging import GradientKey, Gradients, StagedGradient, check_address, describe, key_of
+from ._staging import GradientKey, Gradients, StagedGradient, StagedPart, check_address, describe, key_of
 from ._standbys import NoStandbys, Standbys
 
 __all__ = ["ShardEvents", "ShardRuntime"]
@@ -231,18 +231,20 @@ class ShardRuntime:
             self._check_running()
             self._admission.check_server(hello)
             self._check_term(hello.term)
-            self._admission.check_peer(hello)
+            self._admission.check_peer(hello, self._gradients.members)
 
     def begin(self, hello: Hello, part: Part, alive: Callable[[], bool] | None = None) -> Incoming:
         with self._changed:
             if alive is None:
+                return self._begin(hello, part)
+            if self._gradients.expects(part):
                 return self._begin(hello, part)
             rank = part.contribution.rank
             turn = self._credits.enter(rank, again=self._gradients.undecided(rank))
         try:
             while True:
                 with self._changed:
-                    if turn.granted or not self._wants(part):
+                    if turn.granted or not self._wants(part) or self._gradients.expects(part):
                         return self._begin(hello, part)
                     if turn.woken.wait(self._times.peer_check):
                         continue
@@ -274,23 +276,34 @@ class ShardRuntime:
         push = part.contribution
         self._check_running()
         self._check_term(push.term)
-        self._admission.check_peer(hello)
+        self._admission.check_peer(hello, self._gradients.members)
         peer = hello.peer
-        if (peer.role, peer.index, peer.incarnation) != ("worker", push.rank, push.incarnation):
+        own = ("worker", push.rank, push.incarnation, part.member)
+        if (peer.role, peer.index, peer.incarnation, peer.member) != own:
+            who = f"{peer.role} {peer.index}" + (f", member {peer.member}," if peer.member or part.member else "")
             raise Refusal(
                 RefusalCode.INVALID,
-                f"{peer.role} {peer.index} of incarnation {peer.incarnation} pushes {describe(push)}: must be its own",
+                f"{who} of incarnation {peer.incarnation} pushes {describe(push)}: must be its own",
             )
-        check_address(part, self._shard)
+        check_address(part, self._shard, self._gradients.members)
         if push.version > self.version:
             raise Refusal(
                 RefusalCode.MOVED,
                 f"{describe(push)} is ahead of shard {self._shard}, which is at version {self.version}",
             )
-        return self._gradients.begin(part)
+        begun = self._gradients.begin(part)
+        if len(begun.gradient.parts) < begun.gradient.members:
+            self._credits.wake()  # the other members of the rank need not wait for memory
+        return begun
 
     def moved_on(self, incoming: Incoming) -> bool:
-        gradient = _gradient(incoming)
+        return self._moved_on(_part(incoming).gradient)
+
+    def _moved_on(self, gradient: StagedGradient) -> bool:
+        return gradient.lost or self._is_useless(gradient)
+
+    def _is_useless(self, gradient: StagedGradient) -> bool:
+        """Whether no update can use a gradient, even if all of it arrives."""
         return (
             gradient.outcome != _NONE
             or self._answering.used_up(gradient.id.version, self.version)
@@ -300,30 +313,51 @@ class ShardRuntime:
         )
 
     def complete(self, incoming: Incoming, info: GradientInfo) -> None:
-        gradient = _gradient(incoming)
+        part = _part(incoming)
+        gradient = part.gradient
         with self._changed:
-            gradient.info = info
-            usable = not self.moved_on(gradient)
-            gradient.complete = usable
-            gradient.finished = usable
-        if usable:
-            self._coordination.report(Staged(id=gradient.id, info=info))
-        else:
-            self.lose(gradient)
+            part.info = info
+            part.complete = part.finished = usable = not self._moved_on(gradient)
+            gradient.complete = staged = usable and gradient.all_parts
+            if staged and (why := gradient.disagreement()) is not None:
+                self._stop_locked(Refusal(RefusalCode.BROKEN, why))
+        if not usable:
+            self.lose(part)
+        elif staged:
+            self._coordination.report(Staged(id=gradient.id, info=gradient.info))
 
     def lose(self, incoming: Incoming) -> None:
-        gradient = _gradient(incoming)
+        part = _part(incoming)
         with self._changed:
-            if gradient.finished:
+            if part.finished:
                 return
-            gradient.finished = True
-            self._gradients.give(self._gradients.remove(gradient))
-        self._coordination.report(Lost(id=gradient.id))
+            part.finished = True
+        self._lose(part.gradient)
+
+    def _lose(self, gradient: StagedGradient) -> None:
+        """A part of a gradient will not arrive, so no update can use it."""
+        with self._changed:
+            first = not (gradient.lost or gradient.complete)
+            if not gradient.complete:
+                self._gradients.lose(gradient)
+            if first and gradient.members > 1:
+                self._changed.notify_all()  # the streams of its other parts
+        if first:
+            self._coordination.report(Lost(id=gradient.id))
 
     def answer(
         self, incoming: Incoming | None, min_version: int, alive: Callable[[], bool], peer: Peer | None = None
     ) -> Answer | None:
-        gradient = None if incoming is None else _gradient(incoming)
+        gradient = None if incoming is None else _part(incoming).gradient
+        try:
+            return self._answer(gradient, min_version, alive, peer)
+        finally:
+            if gradient is not None and not gradient.complete:
+                self._lose(gradient)  # its other parts come too late, if they come
+
+    def _answer(
+        self, gradient: StagedGradient | None, min_version: int, alive: Callable[[], bool], peer: Peer | None
+    ) -> Answer | None:
         with self._changed, self._publisher.waiting(gradient, min_version) as waiter:
             term = self.term if gradient is None else gradient.id.term
             while True:
@@ -332,6 +366,9 @@ class ShardRuntime:
                 published = self._publisher.answer_to(waiter)
                 if published is not None:
                     break
+                if gradient is not None and gradient.lost and gradient.members > 1 and not self._is_useless(gradient):
+                    why = f"the part of another member in {describe(gradient.id)} was lost: join again"
+                    raise Refusal(RefusalCode.MOVED, why)
                 if not self._changed.wait(self._times.peer_check) and not alive():
                     return None
             last = self._current.last if self._current is not None else None
@@ -415,28 +452,28 @@ class ShardRuntime:
 
         Messages that have waited while this process was stopped count once: no byte can arrive between two of them.
         """
-        now = time.monotonic()
+        now, gone = time.monotonic(), False
         with self._changed:
             if now < self._examined.get(gradient.rank, -math.inf) + self._times.peer_check / 2:
                 return
             self._examined[gradient.rank] = now
             found = self._gradients.find(gradient)
-            # Read once: the thread of the stream removes it when the push ends.
-            examine = None if found is None else found.examine
-            if found is not None:
+            # Read once: the thread of a stream removes it when its push ends.
+            every = [] if found is None else [part.examine for part in found.receiving]
+            if found is not None and len(found.parts) == found.members:
                 self._absent.pop(gradient.rank, None)
-                if found.complete or examine is None:
-                    return
             else:
                 before, checks = self._absent.get(gradient.rank, (None, 0))
                 checks = checks + 1 if before == key_of(gradient) else 1
                 self._absent[gradient.rank] = key_of(gradient), checks
-                if checks != QUIET_CHECKS:
-                    return
-        if found is None:
-            self._coordination.report(Lost(id=gradient))  # no stream has begun to send it here
-        elif examine is not None:
-            examine()
+                gone = checks == QUIET_CHECKS  # no stream has begun to send a part of it here
+        if gone and found is None:
+            self._coordination.report(Lost(id=gradient))
+        elif gone and found is not None:
+            self._lose(found)
+        for examine in every:
+            if examine is not None:
+                examine()
 
     def _end(self, done: Done) -> None:
         with self._changed:
@@ -510,8 +547,8 @@ class ShardRuntime:
         self._changed.notify_all()
 
 
-def _gradient(incoming: Incoming) -> StagedGradient:
-    assert isinstance(incoming, StagedGradient)
+def _part(incoming: Incoming) -> StagedPart:
+    assert isinstance(incoming, StagedPart)
     return incoming
 
 

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from ._lazy_blocks import LazyBlocks
     from ._local_steps import LocalSteps, default_outer, local_settings, outer_optimizer
     from ._objective import NON_FINITE_LOSS, Objective, OwnGradients, all_finite
-    from ._partition import Partition, Piece, partition, parts_of_leaves
+    from ._partition import Block, Partition, Piece, partition, parts_of_leaves, range_length
     from ._rules import Rule, Trace, analyse, called, only_trained, trace, unchanged_parameters
     from ._selection import ALL, ALL_AVERAGED, ALL_EXACT, Selection, Values
     from ._snapshot import Entry, Snapshot
@@ -77,6 +77,7 @@ __all__ = [
     "PARAMS",
     "STATE",
     "UPDATES",
+    "Block",
     "BlockWire",
     "DeviceArray",
     "DeviceBlock",
@@ -137,6 +138,7 @@ __all__ = [
     "parts_of_leaves",
     "pinned_memory",
     "placed_from",
+    "range_length",
     "refuse_shared",
     "residual_dtype",
     "seed_of",
@@ -163,6 +165,7 @@ _HOMES: Final = {
     "PARAMS": "._tree",
     "STATE": "._array_specs",
     "UPDATES": "._untrained",
+    "Block": "._partition",
     "BlockWire": "._codecs",
     "DeviceArray": "._codecs",
     "DeviceBlock": "._codecs",
@@ -222,6 +225,7 @@ _HOMES: Final = {
     "outer_optimizer": "._local_steps",
     "partition": "._partition",
     "parts_of_leaves": "._partition",
+    "range_length": "._partition",
     "pinned_memory": "._codecs",
     "placed_from": "._codecs",
     "refuse_shared": "._tree",

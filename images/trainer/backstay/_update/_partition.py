@@ -7,6 +7,10 @@ Elementwise groups (see `backstay._update._rules`) are laid out as one line of b
 where the shards fill up; at most ``shards - 1`` leaves are cut, always at multiples of 64 bytes. All other groups
 stay whole and are dealt out first, the largest first. A shard may end up with nothing, when there is less than one
 cache line or one group for each.
+
+Where a rank has several members (decision 0100), each block belongs to one of them, which sends and receives it. A
+large leaf of an elementwise group is divided: each member has one range of it, which no block crosses. All other blocks
+are dealt out.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -28,6 +32,13 @@ BLOCK_BYTES: Final = 4 << 20
 
 LINE_BYTES: Final = 64
 """The alignment that JAX needs to alias host memory; cuts fall on multiples of it."""
+
+DIVIDED_BYTES: Final = 64 << 10
+"""A leaf with fewer bytes is not divided among members: sending it is a matter of calls and not of bytes."""
+
+RANGE: Final = 16 * GROUP
+"""The ranges of members begin at multiples of this many elements: of a group, and of a cache line for each dtype. 2, 4,
+8 or 16 devices of a member have equal parts of it that begin at a group."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -58,6 +69,8 @@ class Block:
     (`backstay._update._codecs`), except where the block is one whole leaf.
 
     `fragment`: the fragment of its leaves (`backstay._update._fragments`); None: it belongs to every exchange.
+
+    `member`: the member of a rank that sends and receives it.
     """
 
     dtype: np.dtype[Any]
@@ -67,6 +80,7 @@ class Block:
     trained: bool = True
     coded: bool = False
     fragment: int | None = None
+    member: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -98,6 +112,9 @@ class Partition:
             train together must agree about it; a later run of the job may change it.
         digest: the digest of these two and of the layout.
         fragments: the number of fragments.
+        members: the number of pods of a rank.
+        divided: the leaves, by index, of which each member has the range of `member_range`; empty if there is one
+            member.
     """
 
     tree: TreeSpec
@@ -106,6 +123,8 @@ class Partition:
     program_digest: bytes
     digest: bytes
     fragments: int = 1
+    members: int = 1
+    divided: frozenset[int] = frozenset()
 
 
 class GroupLike(Protocol):
@@ -136,6 +155,7 @@ class _Range:
     leaf: int
     start: int
     stop: int
+    member: int | None = None  # None: the leaf is not divided
 
 
 def partition(
@@ -145,6 +165,7 @@ def partition(
     block_bytes: int = BLOCK_BYTES,
     coded: frozenset[int] = frozenset(),
     fragments: Sequence[int | None] | None = None,
+    members: int = 1,
 ) -> Partition:
     """Lay `tree` out over `shards` shards.
 
@@ -157,16 +178,19 @@ def partition(
         coded: the leaves, by index, that a codec encodes. They have separate blocks, and are cut between groups.
         fragments: the fragment of each leaf, see `Block.fragment`. No block holds leaves of two fragments. None: there
             are no fragments.
+        members: number of pods of a rank, at least 1.
 
     Raises:
-        ConfigurationError: `shards` or `block_bytes` is too small, or the optimizer updates leaves of two fragments
-            together.
+        ConfigurationError: `shards`, `block_bytes` or `members` is too small, or the optimizer updates leaves of two
+            fragments together.
         OptimizerError: the rule cannot be computed by this number of shards.
     """
     if shards < 1:
         raise ConfigurationError(f"shards is {shards}: must be at least 1")
     if block_bytes < LINE_BYTES:
         raise ConfigurationError(f"block_bytes is {block_bytes}: must be at least {LINE_BYTES}")
+    if members < 1:
+        raise ConfigurationError(f"members is {members}: must be at least 1")
     rule.check(shards)
     groups: tuple[GroupLike, ...] = rule.groups
     _check_cover(tree, groups)
@@ -184,10 +208,13 @@ def partition(
     line = sorted((group for group in groups if group.elementwise), key=lambda group: group.leaves)
     ranges = _cut([(group.leaves[0], tree.leaves[group.leaves[0]]) for group in line], _room(loads, tree, line), coded)
     programs = {group.leaves[0]: group.program for group in line}
+    divided = frozenset(leaf for leaf in programs if _is_divided(tree.leaves[leaf], members))
 
     layouts = []
+    dealt = [0] * members
     for shard in range(shards):
-        blocks = _pack(tree, ranges[shard], programs, block_bytes, coded, parts)
+        apart = [own for part in ranges[shard] for own in _by_member(part, tree, members, divided)]
+        blocks = _pack(tree, apart, programs, block_bytes, coded, parts)
         for index in whole[shard]:
             for leaf in groups[index].leaves:
                 spec = tree.leaves[leaf]
@@ -196,10 +223,30 @@ def partition(
                     program, own = groups[index].program, leaf in coded
                     blocks.append(Block(spec.dtype, spec.size, (piece,), program, coded=own, fragment=parts[leaf]))
         blocks.sort(key=lambda block: (block.pieces[0].leaf, block.pieces[0].start))
-        layouts.append(ShardLayout(shard, tuple(blocks), tuple(sorted(whole[shard]))))
+        layouts.append(ShardLayout(shard, _deal(blocks, divided, dealt), tuple(sorted(whole[shard]))))
     structure, computed = rule.structure_digest, rule.program_digest
-    digest = _digest(tree, layouts, structure, computed)
-    return Partition(tree, tuple(layouts), structure, computed, digest, len({*parts} - {None}) or 1)
+    digest = _digest(tree, layouts, structure, computed, members)
+    count = len({*parts} - {None}) or 1
+    return Partition(tree, tuple(layouts), structure, computed, digest, count, members, divided)
+
+
+def member_range(size: int, members: int, member: int) -> tuple[int, int]:
+    """The elements of a divided leaf that one member has: the first, and the one after the last.
+
+    The ranges of all members are equally long, up to the end of the leaf: the last ones may be shorter, or empty.
+
+    Args:
+        size: the number of elements of the leaf.
+        members: the number of members.
+        member: the index of the member.
+    """
+    length = range_length(size, members)
+    return min(member * length, size), min((member + 1) * length, size)
+
+
+def range_length(size: int, members: int) -> int:
+    """The number of elements of a member's range of a leaf of `size` elements, with the padding behind the leaf."""
+    return -(-size // (RANGE * members)) * RANGE
 
 
 def gather(block: Block, leaves: Sequence[Array]) -> Array:
@@ -243,6 +290,43 @@ def parts_of_leaves(
                 if piece.leaf in parts:
                     parts[piece.leaf].append(host_of(array)[piece.offset : piece.offset + piece.size])
     return parts
+
+
+def _is_divided(spec: LeafSpec, members: int) -> bool:
+    """Whether a leaf is divided among members: each has at least a few units of `RANGE`, so the ranges are similar."""
+    return members > 1 and spec.nbytes >= DIVIDED_BYTES and spec.size >= 4 * RANGE * members
+
+
+def _by_member(part: _Range, tree: TreeSpec, members: int, divided: frozenset[int]) -> list[_Range]:
+    """The parts of a range that different members have."""
+    if part.leaf not in divided:
+        return [part]
+    size = tree.leaves[part.leaf].size
+    found = []
+    for member in range(members):
+        first, last = member_range(size, members, member)
+        if (start := max(first, part.start)) < (stop := min(last, part.stop)):
+            found.append(_Range(part.leaf, start, stop, member))
+    return found
+
+
+def _deal(blocks: Sequence[Block], divided: frozenset[int], dealt: list[int]) -> tuple[Block, ...]:
+    """The blocks of a shard. Each that has no divided leaf goes to the member that has the fewest bytes of such blocks.
+
+    Args:
+        dealt: for each member, the bytes of such blocks of earlier shards. Those of this one are added.
+    """
+    if len(dealt) == 1:
+        return tuple(blocks)
+    result = []
+    for block in blocks:
+        if block.pieces[0].leaf in divided:
+            result.append(block)
+            continue
+        member = dealt.index(min(dealt))
+        dealt[member] += block.nbytes
+        result.append(replace(block, member=member))
+    return tuple(result)
 
 
 def _nbytes(tree: TreeSpec, group: GroupLike) -> int:
@@ -331,27 +415,29 @@ def _pack(
     coded: frozenset[int],
     fragments: Sequence[int | None],
 ) -> list[Block]:
-    """Cut ranges into full blocks; the rest of each is packed, by rule, dtype and fragment, into shared blocks.
+    """Cut ranges into full blocks; the rest of each is packed, by rule, dtype, fragment and member, into common blocks.
 
     So a rule and dtype has at most two sizes of block, and two executables, in a shard. Coded leaves have two more. The
     tail of a coded leaf, behind its last whole group, is packed with leaves that are not coded.
     """
     blocks: list[Block] = []
-    rests: dict[tuple[int, str, bool, int | None], list[_Range]] = {}
+    rests: dict[tuple[int, str, bool, int | None, int | None], list[_Range]] = {}
     for part in ranges:
         spec, program, own = tree.leaves[part.leaf], programs[part.leaf], part.leaf in coded
+        fragment, member = fragments[part.leaf], part.member or 0
         size = _block_size(spec, block_bytes, own)
         start = part.start
         while part.stop - start >= size:
             piece = Piece(part.leaf, start, start + size, 0)
-            blocks.append(Block(spec.dtype, size, (piece,), program, spec.trained, own, fragments[part.leaf]))
+            blocks.append(Block(spec.dtype, size, (piece,), program, spec.trained, own, fragment, member))
             start += size
         body = part.stop - (part.stop - start) % GROUP if own else start
         for kind, first, last in ((True, start, body), (False, body, part.stop)):
             if first < last:
-                key = (program, spec.dtype.name, kind, fragments[part.leaf])
+                key = (program, spec.dtype.name, kind, fragment, part.member)
                 rests.setdefault(key, []).append(_Range(part.leaf, first, last))
-    for (program, _, own, fragment), rest in rests.items():
+    for (program, _, own, fragment, holder), rest in rests.items():
+        member = holder or 0
         dtype, trained = tree.leaves[rest[0].leaf].dtype, tree.leaves[rest[0].leaf].trained
         size = _block_size(tree.leaves[rest[0].leaf], block_bytes, own)
         pieces: list[Piece] = []
@@ -364,10 +450,10 @@ def _pack(
                 filled += stop - start
                 start = stop
                 if filled == size:
-                    blocks.append(Block(dtype, filled, tuple(pieces), program, trained, own, fragment))
+                    blocks.append(Block(dtype, filled, tuple(pieces), program, trained, own, fragment, member))
                     pieces, filled = [], 0
         if pieces:
-            blocks.append(Block(dtype, filled, tuple(pieces), program, trained, own, fragment))
+            blocks.append(Block(dtype, filled, tuple(pieces), program, trained, own, fragment, member))
     return blocks
 
 
@@ -376,7 +462,7 @@ def _block_size(spec: LeafSpec, block_bytes: int, coded: bool) -> int:
     return max(1, block_bytes // (step * spec.dtype.itemsize)) * step
 
 
-def _digest(tree: TreeSpec, layouts: Sequence[ShardLayout], structure: bytes, program: bytes) -> bytes:
+def _digest(tree: TreeSpec, layouts: Sequence[ShardLayout], structure: bytes, program: bytes, members: int) -> bytes:
     document: dict[str, Any] = {
         "structure": structure.hex(),
         "program": program.hex(),
@@ -393,4 +479,6 @@ def _digest(tree: TreeSpec, layouts: Sequence[ShardLayout], structure: bytes, pr
         document["coded"] = [[block.coded for block in layout.blocks] for layout in layouts]
     if any(block.fragment is not None for layout in layouts for block in layout.blocks):
         document["fragments"] = [[block.fragment for block in layout.blocks] for layout in layouts]
+    if members > 1:
+        document["members"] = [members, [[block.member for block in layout.blocks] for layout in layouts]]
     return hashlib.sha256(json.dumps(document, separators=(",", ":")).encode()).digest()

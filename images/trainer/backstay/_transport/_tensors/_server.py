@@ -224,7 +224,7 @@ class StreamServer:
                     raise Refusal(RefusalCode.INVALID, f"a frame {kind!r} cannot arrive here: a push or a pull begins")
         if answer is None:
             return False
-        self._send(stream, answer, selection)
+        self._send(stream, answer, selection, self._shard.wire.of_member(hello.peer.member))
         return True
 
     @contextlib.contextmanager
@@ -306,8 +306,9 @@ class StreamServer:
             remaining -= frames.BARE_BYTES if body is None else max(1, body.nbytes)
         raise Refusal(RefusalCode.INVALID, "a refused push continues beyond its end")
 
-    def _send(self, stream: FrameStream, answer: Answer, selection: Selection) -> None:
-        block_of, out = answer.values(selection), self._frames(selection)
+    def _send(self, stream: FrameStream, answer: Answer, selection: Selection, wire: ShardWire) -> None:
+        """Send what an answer has of a selection. `wire`: how the blocks of the receiver travel."""
+        block_of, out = answer.values(selection), self._frames(wire.select(selection))
         whole = out.total <= WHOLE_BYTES
         begin = frames.params_begin(
             ParamsBegin(
@@ -335,8 +336,7 @@ class StreamServer:
             stream.write(frame, data[section][start:stop])
         stream.write(out.end)
 
-    def _frames(self, selection: Selection) -> Outgoing:
-        some = self._shard.wire.select(selection)
+    def _frames(self, some: ShardWire) -> Outgoing:
         if some not in self._outgoing:
             self._outgoing[some] = Outgoing(some.parameters)
         return self._outgoing[some]

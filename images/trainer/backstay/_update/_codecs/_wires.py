@@ -138,7 +138,7 @@ def _first_groups(tree: TreeSpec, coded: frozenset[int]) -> dict[int, int]:
 def _device() -> Any:
     """Where the host's arrays are encoded: the CPU, even where another device computes."""
     try:
-        return jax.devices("cpu")[0]
+        return jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS leaves it out
         return None
 
@@ -269,6 +269,8 @@ class ShardWire:
         exact: parameters in full precision, for a worker that requests them.
         fragments: the fragment of each block, see `Block.fragment`; empty: there are no fragments.
         count: the number of fragments, over all shards.
+        members: the number of members of a rank. 1 also in the part of one of them.
+        member_of: the member that sends and receives each block; empty if there is one member.
     """
 
     gradients: tuple[BlockWire, ...]
@@ -276,6 +278,8 @@ class ShardWire:
     exact: tuple[BlockWire, ...]
     fragments: tuple[int | None, ...] = ()
     count: int = 1
+    members: int = 1
+    member_of: tuple[int, ...] = ()
     _selected: dict[Selection, ShardWire] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
@@ -284,13 +288,27 @@ class ShardWire:
         exact = tuple(BlockWire(int(block.size), np.dtype(block.dtype)) for block in blocks)
         return cls(exact, exact, exact, tuple(block.fragment for block in blocks) if count > 1 else (), count)
 
+    def of_member(self, member: int) -> ShardWire:
+        """How the blocks of one member of a rank travel. The same object each time, as of `select`."""
+        return self if self.members == 1 else self._of_members[member]
+
+    @cached_property
+    def _of_members(self) -> tuple[ShardWire, ...]:
+        def apart(member: int) -> ShardWire:
+            own = [holder == member for holder in self.member_of]
+            exact = _present(self.exact, own)
+            sent = exact if self.parameters is self.exact else _present(self.parameters, own)
+            return ShardWire(_present(self.gradients, own), sent, exact, self.fragments, self.count)
+
+        return tuple(map(apart, range(self.members)))
+
     def selection(self, key_steps: Iterable[int]) -> Selection:
         """Returns the selection that contributions with these numbers (`GradientId.key_step`) exchange."""
         return Selection.of(key_steps, self.count)
 
     def pushed(self, part: Part) -> ShardWire:
         """Returns how the blocks of a part travel. No other function reads a selection from an address."""
-        return self.select(self.selection([part.contribution.key_step]))
+        return self.of_member(part.member).select(self.selection([part.contribution.key_step]))
 
     def select(self, selection: Selection) -> ShardWire:
         """How blocks travel if only those of `selection` do. The same object each time, in all threads, so it is a key
@@ -307,21 +325,28 @@ class ShardWire:
         def some(wires: tuple[BlockWire, ...]) -> tuple[BlockWire, ...]:
             if every:
                 return wires
-            return tuple(
-                wire if selection.has(own) else BlockWire(wire.size, wire.dtype, absent=True)
-                for wire, own in zip(wires, self.fragments, strict=True)
-            )
+            return _present(wires, [selection.has(own) for own in self.fragments])
 
         exact = some(self.exact)
         sent = some(self.parameters) if encoded else exact
-        made = ShardWire(some(self.gradients), sent, exact, self.fragments, self.count)
+        made = ShardWire(some(self.gradients), sent, exact, self.fragments, self.count, self.members, self.member_of)
         return self._selected.setdefault(key, made)
 
     @cached_property
     def earliest_last(self) -> int:
-        """The first block that can complete an answer to a push, over all fragments; -1: an answer has no block."""
-        each = (self.select(self.selection([step])).parameters for step in range(self.count))
+        """The first block that can complete an answer to a push, over all fragments and members; -1: an answer has no
+        block."""
+        members = map(self.of_member, range(self.members))
+        each = (own.select(own.selection([step])).parameters for own in members for step in range(self.count))
         return min(max((b for b, wire in enumerate(wires) if wire.nbytes), default=-1) for wires in each)
+
+
+def _present(wires: tuple[BlockWire, ...], present: Sequence[bool]) -> tuple[BlockWire, ...]:
+    """The wires of blocks of which only some travel."""
+    return tuple(
+        wire if travels or wire.absent else BlockWire(wire.size, wire.dtype, absent=True)
+        for wire, travels in zip(wires, present, strict=True)
+    )
 
 
 _NO_SEED: Final = np.zeros(2, np.uint32)
@@ -383,6 +408,8 @@ def shard_wires(partition: Any, wire: Wire, coded: frozenset[int]) -> tuple[Shar
             wires(layout.blocks, "Exact"),
             tuple(block.fragment for block in layout.blocks) if partition.fragments > 1 else (),
             partition.fragments,
+            partition.members,
+            tuple(block.member for block in layout.blocks) if partition.members > 1 else (),
         )
         for layout in partition.shards
     )

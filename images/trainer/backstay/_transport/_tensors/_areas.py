@@ -1,0 +1,110 @@
+"""Places small blocks in areas, which are arrays of many blocks of one dtype, and reads leaves out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._update import Block, LeafSpec, Piece
+from ._memory import ALIGNMENT
+
+__all__ = ["Area", "Areas", "leaf_in", "parts_of"]
+
+
+@dataclass
+class Area:
+    """Packed blocks of one dtype, one after another and aligned.
+
+    Attributes:
+        coded: whether a codec may encode its blocks.
+        size: the number of elements.
+        starts: the element where each block starts, by shard and block.
+        pieces: the element where each piece starts, in order.
+    """
+
+    dtype: np.dtype[Any]
+    coded: bool
+    size: int = 0
+    starts: dict[tuple[int, int], int] = field(default_factory=dict)
+    pieces: list[tuple[int, Piece]] = field(default_factory=list)
+
+    def add(self, s: int, b: int, block: Block) -> None:
+        """Give a block the next place."""
+        step = max(1, ALIGNMENT // self.dtype.itemsize)
+        self.starts[s, b] = self.size
+        self.pieces += [(self.size + piece.offset, piece) for piece in block.pieces]
+        self.size += -(-block.size // step) * step
+
+    def packed(self, leaf_of: Callable[[int], Any], size: int) -> Any:
+        """The area as one array of `size` elements, zero between its blocks and behind them; to be traced.
+
+        Args:
+            leaf_of: returns a leaf of the tree.
+        """
+        parts, at = [], 0
+        for start, piece in self.pieces:
+            if start > at:
+                parts.append(jnp.zeros(start - at, self.dtype))
+            flat = jnp.ravel(leaf_of(piece.leaf))
+            parts.append(flat if piece.size == flat.size else jax.lax.slice(flat, (piece.start,), (piece.stop,)))
+            at = start + piece.size
+        if at < size:
+            parts.append(jnp.zeros(size - at, self.dtype))
+        return jnp.concatenate(parts)
+
+
+class Areas:
+    """The areas of some blocks. Blocks that a codec may encode have areas apart, so that an accelerator copies no area
+    that it has encoded.
+
+    Attributes:
+        every: all areas.
+    """
+
+    def __init__(self, blocks: Sequence[tuple[int, int, Block]]) -> None:
+        """
+        Args:
+            blocks: the shard, the index and the block of each block that lies in an area.
+        """
+        found: dict[tuple[np.dtype[Any], bool], Area] = {}
+        self._of: dict[tuple[int, int], int] = {}
+        for s, b, block in blocks:
+            key = np.dtype(block.dtype), bool(block.coded)
+            found.setdefault(key, Area(*key)).add(s, b, block)
+            self._of[s, b] = list(found).index(key)
+        self.every = tuple(found.values())
+
+    def place(self, s: int, b: int, block: Block) -> tuple[int, int, int]:
+        """The area of a block, its first element there, and the one after its last."""
+        area = self._of[s, b]
+        start = self.every[area].starts[s, b]
+        return area, start, start + block.size
+
+
+Part: TypeAlias = tuple[int, int, int]
+"""The area of a part of a leaf, its first element there, and the one after the last."""
+
+
+def parts_of(leaves: Sequence[int], pieces: Iterable[tuple[int, int, Piece]]) -> dict[int, list[Part]]:
+    """The parts of some leaves, in the order of each leaf. A leaf without elements has none.
+
+    Args:
+        pieces: the area of each piece, and the element where it starts.
+    """
+    result: dict[int, list[Part]] = {leaf: [] for leaf in leaves}
+    for area, start, piece in sorted(pieces, key=lambda each: (each[2].leaf, each[2].start)):
+        if piece.leaf in result:
+            result[piece.leaf].append((area, start, start + piece.size))
+    return result
+
+
+def leaf_in(areas: Sequence[Any], parts: Sequence[Part], spec: LeafSpec) -> Any:
+    """A leaf out of areas on the devices; to be traced."""
+    found = [jax.lax.slice(areas[area], (start,), (stop,)) for area, start, stop in parts]
+    flat = jnp.concatenate(found) if found else jnp.zeros(0, spec.dtype)
+    return flat.reshape(spec.shape)
