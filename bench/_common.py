@@ -247,7 +247,7 @@ class BenchWorker:
         self._encoder = Encoder(wires[:1], 0)
         self._rank = rank
         self._arrangement = Arrangement(layout)
-        self._buffers = ParamBuffers(self._arrangement)
+        self._buffers = ParamBuffers.of(self._arrangement)
         leaves = jax.tree_util.tree_leaves(params)
         self._gradient = jax.jit(self._arrangement.pack)([jnp.full_like(jnp.asarray(leaf), 1e-3) for leaf in leaves])
         jax.block_until_ready(self._gradient)

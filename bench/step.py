@@ -139,7 +139,7 @@ def parts(leaves: int) -> None:
     engine = ShardEngine(layout, 0, rule, params)
     engine.compile([1])
     arrangement = Arrangement(layout)
-    buffers = ParamBuffers(arrangement)
+    buffers = ParamBuffers.of(arrangement)
     gradient_of = GradientFn(Objective(chain, tree), pack=arrangement)
 
     def step() -> None:

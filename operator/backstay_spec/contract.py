@@ -56,6 +56,7 @@ ENV_NAMESPACE: Final = "BACKSTAY_NAMESPACE"
 ENV_JOB_UID: Final = "BACKSTAY_JOB_UID"
 ENV_ROLE: Final = "BACKSTAY_ROLE"  # ROLE_SERVER | ROLE_WORKER | ROLE_EVALUATOR
 ENV_INDEX: Final = "BACKSTAY_INDEX"  # shard, rank, or 0
+ENV_MEMBER: Final = "BACKSTAY_MEMBER"  # the index of a worker's pod inside its rank; absent: 0
 ENV_INCARNATION: Final = "BACKSTAY_INCARNATION"
 # The incarnation of the shard's active server when this pod was made: a newer pod of the shard is its standby.
 ENV_ACTIVE: Final = "BACKSTAY_ACTIVE"

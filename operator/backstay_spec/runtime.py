@@ -57,6 +57,7 @@ class RuntimeConfig(BaseModel):
 
     shards: int = Field(ge=1)
     workers: int = Field(ge=1)
+    pods_per_rank: int = Field(default=1, ge=1)
     mode: UpdateMode = "Sync"
     backups: int | str = 0  # a number, or whole percents such as "5%": see `backstay_spec.quorum.backups_of`
     grace_seconds: float | None = Field(default=0.0, ge=0)  # None: `Auto`

@@ -99,7 +99,7 @@ def test_what_is_received_into_pinned_memory_is_what_the_device_gets() -> None:
     tree = tree_of()
     spec = describe(tree)
     arrangement = Arrangement(partition(spec, analyse(optax.sgd(0.1), spec), 2, 1 << 18))
-    buffers = ParamBuffers(arrangement, jax.devices()[0])
+    buffers = ParamBuffers.of(arrangement, jax.devices()[0])
     leaves = jax.tree_util.tree_leaves(tree)
     before: Any = None
     for factor in (1, 2, 3):  # in the same memory

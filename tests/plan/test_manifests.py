@@ -79,7 +79,8 @@ def test_the_environment_is_the_contracts():
     assert said["BACKSTAY_TOKEN"] == {"secretKeyRef": {"name": names.secret_name("mnist", "u-1"), "key": "token"}}
     of_kubelets = {contract.ENV_BIND, contract.ENV_KEEP, contract.ENV_MOST_STEPS, contract.ENV_CHECKPOINT}
     every = {v for k, v in vars(contract).items() if k.startswith("ENV_")} - {"BACKSTAY_", *of_kubelets}
-    assert every - {contract.ENV_ACTIVE, contract.ENV_TRAINED, contract.ENV_GPUS} <= set(said)
+    of_some = {contract.ENV_ACTIVE, contract.ENV_TRAINED, contract.ENV_GPUS, contract.ENV_MEMBER}
+    assert every - of_some <= set(said)
     assert contract.ENV_ACTIVE not in said, "only with standbys"
     config = RuntimeConfig.model_validate_json(said["BACKSTAY_CONFIG"])
     assert config == RuntimeConfig(shards=2, workers=4, checkpoint={"uri": "file:///c", "every_seconds": 60})
@@ -99,6 +100,7 @@ def test_the_runtime_configuration_has_the_whole_spec():
     assert config.model_dump(exclude_none=True) == {
         "shards": 3,
         "workers": 7,
+        "pods_per_rank": 1,
         "mode": "Sync",
         "backups": "5%",
         "max_non_finite": 9,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +70,12 @@ def loss(params, state, batch):
 
 
 def batches(key):
+    if key.step == int(os.environ.get("RAISE_AT", "-1")):
+        raise ZeroDivisionError("no batch")
+    if key.step == int(os.environ.get("HOLD", "-1")) and not Path(os.environ["LET"]).exists():
+        print(f"held at step {key.step}", flush=True)
+        while not Path(os.environ["LET"]).exists():
+            time.sleep(0.01)
     x = key.rng.normal(size=(8, 32))
     return x, np.sin(x[:, :3])
 
@@ -110,12 +118,8 @@ def settings(kind, more):
 
 
 def store(result, place):
-    np.savez(
-        place,
-        **{name: np.asarray(leaf) for name, leaf in result.params.items()},
-        mean=result.state["mean"],
-        **result.metrics,
-    )
+    params, state = backstay.gather((result.params, result.state))
+    np.savez(place, **params, **state, **result.metrics)
 
 
 if __name__ == "__main__":
@@ -124,6 +128,8 @@ if __name__ == "__main__":
     if KIND in ("fsdp", "tensor"):
         assert {leaf.sharding.is_fully_replicated for leaf in found.params.values()} == {True, False}
         for name, leaf in found.params.items():
-            parts = {"fsdp": {"in": 4, "stages": 4}, "tensor": {"in": 2, "out": 2}}[KIND].get(name, 1)
+            count = jax.device_count()
+            divided = {"fsdp": {"in": count, "stages": count}, "tensor": {"in": count // 2, "out": count // 2}}
+            parts = divided[KIND].get(name, 1)
             assert leaf.addressable_data(0).size * parts == leaf.size, name
     store(found, os.environ["OUT"])

@@ -14,7 +14,7 @@ from backstay._shard._credits import Credits
 from backstay._shard._published import Publisher
 from backstay._shard._staging import Gradients
 from backstay._shard._standbys import NoStandbys
-from backstay_rpc.control_pb2 import Commit, Contribution, GradientInfo, NormRequest, Part, RejectReason
+from backstay_rpc.control_pb2 import Commit, Contribution, NormRequest, Part, RejectReason
 
 
 class Bench:
@@ -47,10 +47,10 @@ class Bench:
         return term
 
     def stage(self, gradient: Any, value: float, *, complete: bool = True) -> Any:
-        held = self.gradients.begin(Part(contribution=gradient))
+        held = self.gradients.begin(Part(contribution=gradient)).gradient
         for array in held.staging.arrays:
             array[:] = value
-        held.info, held.complete = GradientInfo(finite=True), complete
+        held.complete = complete
         return held
 
     def apply(self, commit: Commit) -> None:

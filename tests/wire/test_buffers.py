@@ -43,7 +43,7 @@ def test_out_to_the_blocks_and_back(optimizer: Any, shards: int) -> None:
     layout, leaves = arranged(optimizer, shards)
     arrangement = Arrangement(layout)
     blocks = arrangement.gradient_blocks(arrangement.pack(leaves))
-    slot = ParamBuffers(arrangement).take()
+    slot = ParamBuffers.of(arrangement).take()
     for views, targets, shard in zip(blocks, slot.blocks, layout.shards, strict=True):
         assert [(view.size, view.dtype) for view in views] == [(b.size, b.dtype) for b in shard.blocks]
         for view, target in zip(views, targets, strict=True):
@@ -72,7 +72,7 @@ def pointer(array: Any) -> int:
 def test_large_leaves_are_not_copied() -> None:
     layout, leaves = arranged(optax.sgd(0.1), 2)
     arrangement = Arrangement(layout)
-    slot = ParamBuffers(arrangement).take()
+    slot = ParamBuffers.of(arrangement).take()
     params = slot.params()
     assert arrangement.direct
     for leaf in arrangement.direct:
@@ -87,7 +87,7 @@ def test_large_leaves_are_not_copied() -> None:
 def test_memory_in_use_is_not_received_into() -> None:
     """Parameters that a script keeps never change, however long it keeps them."""
     layout, _ = arranged(optax.sgd(0.1), 1)
-    buffers = ParamBuffers(Arrangement(layout))
+    buffers = ParamBuffers.of(Arrangement(layout))
     first = buffers.take()
     params = first.params()
     kept = max(params, key=lambda leaf: leaf.size)

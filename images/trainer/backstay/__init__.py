@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from . import errors
     from ._checkpoint import Checkpoint, StartFrom, StoreTo, export, load
+    from ._compute import gather
     from ._data import BatchKey, TokenFile, from_dataset, from_iterator
     from ._result import History, Result
     from ._serving import ServingPorts, serve
@@ -46,6 +47,7 @@ __all__ = [
     "export",
     "from_dataset",
     "from_iterator",
+    "gather",
     "load",
     "outer_optimizer",
     "serve",
@@ -69,6 +71,7 @@ _HOMES: Final = {
     "Wire": "._update",
     "from_dataset": "._data",
     "from_iterator": "._data",
+    "gather": "._compute",
     "load": "._checkpoint",
     "outer_optimizer": "._update",
     "serve": "._serving",

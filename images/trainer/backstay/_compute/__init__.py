@@ -13,6 +13,7 @@ from ._base import Base
 from ._contribution import Computation, ComputedContribution, GradientComputation, Layout, Start, Summary
 from ._encoding import Encoder, Sending
 from ._flops import peak_of
+from ._gather import gather
 from ._gradient import Gradient, GradientFn, examples_of
 from ._initial import initial
 from ._local_steps import AHEAD, LocalComputation, LocalProgram, LocalTraining
@@ -39,6 +40,7 @@ __all__ = [
     "Start",
     "Summary",
     "examples_of",
+    "gather",
     "initial",
     "peak_of",
     "placement_of",

@@ -141,7 +141,9 @@ class Sending:
 
 
 def _on_accelerator(contribution: ComputedContribution) -> bool:
-    return any(isinstance(block, DeviceBlock) for blocks in contribution.blocks for block in blocks[:1])
+    # Blocks that are made when they are read are on the host, and reading one waits until it is computed.
+    made = (blocks for blocks in contribution.blocks if not isinstance(blocks, LazyBlocks))
+    return any(isinstance(block, DeviceBlock) for blocks in made for block in blocks[:1])
 
 
 class _BlocksThere(LazyBlocks[Any]):

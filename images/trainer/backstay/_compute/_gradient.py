@@ -24,9 +24,13 @@ class Pack(Protocol):
     """Makes the leaves of a gradient into fewer arrays. Each result of a compiled function takes milliseconds to
     compile, and so does each piece of code that reads one leaf."""
 
-    @property
-    def places(self) -> Sequence[int | None]:
-        """For each array that it returns, the leaf that it is; None: an array of several leaves."""
+    def packed_shardings(self, model: Sequence[Any], everywhere: Any) -> list[Any]:
+        """The sharding of each array that `pack` returns.
+
+        Args:
+            model: the sharding of each leaf of the tree.
+            everywhere: the sharding of an array that every device has whole.
+        """
         ...
 
     def pack(self, leaves: Sequence[Any]) -> list[Any]:
@@ -37,9 +41,7 @@ class Pack(Protocol):
 def packed_places(placement: Placement, tree: TreeSpec, pack: Pack | None) -> list[Any]:
     """The sharding of each array that `pack` returns, or of each leaf without it."""
     model = placement.model(tree)
-    if pack is None:
-        return model
-    return [placement.everywhere if leaf is None else model[leaf] for leaf in pack.places]
+    return model if pack is None else pack.packed_shardings(model, placement.everywhere)
 
 
 class Gradient:

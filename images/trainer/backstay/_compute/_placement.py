@@ -27,6 +27,8 @@ class Placement:
         devices: the devices of this process.
         everywhere: the sharding of arrays that every device has whole.
         divided: whether an array of the model is divided over them.
+        spans: whether devices of other processes belong to it. Then all processes call each method with the same
+            values, and the arrays that they get are of all devices.
     """
 
     def __init__(
@@ -43,7 +45,8 @@ class Placement:
             shardings: where the arrays of the model lie, on a mesh of these devices; None: each device has all.
         """
         self._deterministic = deterministic
-        self.devices = list(devices) if devices is not None else jax.local_devices()
+        self.devices = list(devices) if devices is not None else jax.devices()
+        self.spans = len({device.process_index for device in self.devices}) > 1
         mesh = Mesh(np.asarray(self.devices), (BATCH,)) if shardings is None else shardings.mesh
         self.everywhere = NamedSharding(mesh, partition_spec())
         axes = (BATCH,) if shardings is None else shardings.batch
@@ -102,7 +105,7 @@ class Placement:
         if self.on_host:
             return batch
         leaves, treedef = jax.tree_util.tree_flatten(batch)
-        return jax.tree_util.tree_unflatten(treedef, jax.device_put(leaves, [self._layout(leaf) for leaf in leaves]))
+        return jax.tree_util.tree_unflatten(treedef, self._placed(leaves, [self._layout(leaf) for leaf in leaves]))
 
     def leaves(self, leaves: Sequence[Any]) -> list[Any]:
         """Leaves of the model where compiled functions take them."""
@@ -120,7 +123,7 @@ class Placement:
         Args:
             model: a pytree with the leaves of the model in their order, or only with those of the parameters.
         """
-        if self.divided:
+        if self.divided or self.spans:
             return self.divide(model)
         # Arrays that came through pinned memory are bound to one device; a script may use them on all.
         free = jax.tree_util.tree_map(
@@ -131,16 +134,23 @@ class Placement:
     def divide(self, model: Any) -> Any:
         """The same tree, divided over the devices; unchanged if the model is not divided. `model`: see `for_script`."""
         leaves, structure = jax.tree_util.tree_flatten(model)
-        return jax.tree_util.tree_unflatten(structure, self.leaves(leaves)) if self.divided else model
+        apart = self.divided or self.spans
+        return jax.tree_util.tree_unflatten(structure, self.leaves(leaves)) if apart else model
 
     def _put(self, leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
         """
         Args:
             shardings: one for each leaf, or for more leaves than these; empty: each device gets all of them.
         """
-        places = list(shardings[: len(leaves)]) if shardings else self.everywhere
-        placed: list[Any] = jax.device_put(list(leaves), places, may_alias=True)
-        return placed
+        places = list(shardings[: len(leaves)]) if shardings else [self.everywhere] * len(leaves)
+        return self._placed(leaves, places)
+
+    def _placed(self, values: Sequence[Any], places: Sequence[NamedSharding]) -> list[Any]:
+        """Arrays on the devices. Each process has all of each value, or the array is placed already."""
+        if not self.spans:
+            placed: list[Any] = jax.device_put(list(values), list(places), may_alias=True)
+            return placed
+        return [_of_all_processes(value, place) for value, place in zip(values, places, strict=True)]
 
     def shapes(self, tree: TreeSpec) -> list[Any]:
         """The shapes, dtypes and places of the results of `leaves`, for the leaves of a tree."""
@@ -181,7 +191,7 @@ class Placement:
     @property
     def takes_host_memory(self) -> bool:
         """Whether `leaves` takes arrays of the host as well as those of a device."""
-        return self.on_host or self.divided
+        return self.on_host or (self.divided and not self.spans)
 
     @property
     def options(self) -> dict[str, Any] | None:
@@ -205,6 +215,14 @@ class Placement:
         return self.everywhere
 
 
+def _of_all_processes(value: Any, place: NamedSharding) -> Any:
+    """An array of the devices of several processes, of which each one places its own part."""
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return value
+    whole = np.asarray(value)
+    return jax.make_array_from_callback(whole.shape, place, lambda index: whole[index])
+
+
 def placement_of(
     tree: TreeSpec,
     mesh: MeshAxes | None,
@@ -225,6 +243,6 @@ def placement_of(
     """
     if mesh is None and sharding is None:
         return Placement(devices, deterministic=deterministic)
-    made = mesh_of(mesh, list(devices) if devices is not None else jax.local_devices())
+    made = mesh_of(mesh, list(devices) if devices is not None else jax.devices())
     found = shardings_of(sharding, made, tree)
     return Placement(list(made.devices.flat), deterministic=deterministic, shardings=found)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._process import SIGTERM_EXIT, show_role
 from .._report import HttpPort, PodMetrics
+from .._transport import ALONE, Members
 
 if TYPE_CHECKING:
     from backstay_spec.runtime import Trained
@@ -31,6 +32,7 @@ class PodRunner:
     plan: ScriptPlan
     stop: Stop
     metrics: PodMetrics
+    members: Members = ALONE
 
     def worker(self) -> Worker:
         """The lifecycle of a worker, which `work` runs."""
@@ -38,7 +40,7 @@ class PodRunner:
         from .._roles import Worker
 
         measurements = WorkerMeasurements(self.script, self.plan, self.metrics)
-        worker = Worker(self.environment, self.script, self.plan, self.stop, measurements)
+        worker = Worker(self.environment, self.script, self.plan, self.stop, measurements, self.members)
         measurements.start()
         return worker
 

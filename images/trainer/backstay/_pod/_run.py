@@ -35,6 +35,7 @@ from .._process import (
 from .._report import PodMetrics, process_age
 from ..errors import BackstayError, CheckpointError, ConfigurationError, JobFailed, Refused, StorageError
 from ._devices import use_devices
+from ._forming import form_rank
 from ._lifecycles import PodRunner
 
 if TYPE_CHECKING:
@@ -85,14 +86,15 @@ def run(environment: Environment, script: Script, began: float, checkpoint: obje
         # An unknown scheme ends the job before JAX is imported and anything is compiled.
         open_folder(environment.checkpoint_uri)
     _share_compilations()
+    members = form_rank(environment, stop)
     use_devices(environment.role, os.environ)
-    plan = script.plan(environment.config.shards, _wire_of(environment))
+    plan = script.plan(environment.config.shards, _wire_of(environment), environment.config.pods_per_rank)
     if environment.role == contract.ROLE_SERVER and environment.config.shards == 1 and not environment.standby:
         warn_of_several(plan)
     now = time.monotonic()
     _LOG.debug("planned after %.2f s", now - began)
     _instrument.record("start", now - process_age(), now)
-    pod = PodRunner(environment, script, plan, stop, metrics)
+    pod = PodRunner(environment, script, plan, stop, metrics, members)
     if environment.role == contract.ROLE_EVALUATOR:
         _evaluate(pod)
     if environment.role == contract.ROLE_SERVER:
@@ -204,6 +206,7 @@ def fail(environment: Environment, error: Exception, position: Mapping[str, int]
         # A replacement would be refused too; whether that ends the job depends on whether the others train.
         fields["result"] = "Refused"
     write_termination(environment.termination_log, fields)
-    if environment.role == contract.ROLE_WORKER:
+    if environment.role == contract.ROLE_WORKER and environment.members == 1:
         raise SystemExit(1) from None
+    # The other pods of a rank end now. The end of an interpreter would wait for them in JAX.
     end_process(1)

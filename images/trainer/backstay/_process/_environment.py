@@ -37,6 +37,7 @@ class Environment:
         namespace, uid: the job's namespace and uid; each run of the job has another uid.
         keep: a folder of this pod that outlives it; None: there is none.
         most_steps: the most updates that `train` makes, in a dry run; None: it makes all.
+        member: the index of a worker's pod inside its rank.
     """
 
     job: str
@@ -61,6 +62,7 @@ class Environment:
     uid: str = ""
     keep: Path | None = None
     most_steps: int | None = None
+    member: int = 0
 
     @property
     def standby(self) -> bool:
@@ -69,13 +71,21 @@ class Environment:
 
     @property
     def name(self) -> str:
-        """The name of the pod's slot, such as ``worker-3``."""
-        return f"{self.role}-{self.index}"
+        """The name of the pod's slot, such as ``worker-3``, or ``worker-3.1`` where a rank has several pods."""
+        of_several = self.members > 1
+        return f"{self.role}-{self.index}.{self.member}" if of_several else f"{self.role}-{self.index}"
+
+    @property
+    def members(self) -> int:
+        """The number of pods of this pod's rank; 1 for the pods of all other roles."""
+        return self.config.pods_per_rank if self.role == contract.ROLE_WORKER else 1
 
     @property
     def peer(self) -> Peer:
         """This pod, as it names itself to other pods."""
-        return Peer(role=self.role, index=self.index, incarnation=self.incarnation, pod=self.pod_name)
+        return Peer(
+            role=self.role, index=self.index, incarnation=self.incarnation, pod=self.pod_name, member=self.member
+        )
 
     @property
     def short_uid(self) -> str:
@@ -129,6 +139,12 @@ class Environment:
         index = number(contract.ENV_INDEX)
         if role == contract.ROLE_SERVER and index >= config.shards:
             raise ConfigurationError(f"{contract.ENV_INDEX} is {index}: the job has shards 0 to {config.shards - 1}")
+        member = number(contract.ENV_MEMBER, 0)
+        if member >= (config.pods_per_rank if role == contract.ROLE_WORKER else 1):
+            raise ConfigurationError(
+                f"{contract.ENV_MEMBER} is {member}: a rank of the job has {config.pods_per_rank} pods, and every "
+                "other role has one"
+            )
         token = text(contract.ENV_TOKEN)
         if not token:
             raise ConfigurationError(f"{contract.ENV_TOKEN} is empty: a job without a token would accept any caller")
@@ -156,4 +172,5 @@ class Environment:
             uid=text(contract.ENV_JOB_UID, ""),
             keep=Path(keep) if (keep := variables.get(contract.ENV_KEEP)) else None,
             most_steps=number(contract.ENV_MOST_STEPS) if contract.ENV_MOST_STEPS in variables else None,
+            member=member,
         )

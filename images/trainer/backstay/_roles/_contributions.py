@@ -19,7 +19,7 @@ from .._compute import ComputedContribution, Encoder, Start
 from .._data import BatchKey, CheckedBatches, Prefetcher
 from .._process import one_compiles
 from .._result import History
-from .._transport import Arrangement, Heartbeats, Pulled
+from .._transport import Arrangement, DividedArrangement, Heartbeats, Pulled
 from .._update import SameLeaves, Selection, ZeroLeaves, parts_of_leaves
 from ._next_contribution import NextContribution
 
@@ -59,15 +59,24 @@ class Contributions:
         """
         self._env, self._script, self._plan, self._rank = environment, script, plan, environment.index
         self._protocol, self._observer, self._heart = protocol, observer, heart
-        self.arrangement = Arrangement(plan.partition)
+        self.arrangement: Arrangement | DividedArrangement = Arrangement(plan.partition)
+        if environment.members > 1:
+            shardings = script.placement.model(plan.partition.tree)
+            self.arrangement = DividedArrangement(plan.partition, shardings, environment.member)
         self._overlaps = script.overlaps(environment.config)
         self._encoder = encoder
         self.on_host = script.placement.takes_host_memory
         self._made: Computation | None = None
         self._next = NextContribution()
-        self._zero = ZeroLeaves(plan.partition.tree)
+        # A member of several has only parts of leaves.
+        self._zero = ZeroLeaves(plan.partition.tree) if environment.members == 1 else None
         # Rounded parameters may stay while the exact ones change. All ranks receive the same.
-        watches = self._rank == 0 and plan.wire.parameters == "Exact" and script.frozen is not False
+        watches = (
+            self._rank == 0
+            and environment.members == 1
+            and plan.wire.parameters == "Exact"
+            and script.frozen is not False
+        )
         self._same = SameLeaves(plan.partition.tree, script.steps) if watches else None
         self._unchanged: list[int] | None = None  # until the next contribution has reported them
         self._checked = CheckedBatches(script.batches)
@@ -197,11 +206,12 @@ class Contributions:
             carried=carried[0],
             exact=carried[1],
         )
-        parts = partial(parts_of_leaves, self._plan.partition, contribution.blocks)
-        zero = self._zero.examine(contribution.key.step, parts)
-        if zero is not None:
-            info.zero.leaves.extend(zero)
-            info.zero.SetInParent()
+        if self._zero is not None:
+            parts = partial(parts_of_leaves, self._plan.partition, contribution.blocks)
+            zero = self._zero.examine(contribution.key.step, parts)
+            if zero is not None:
+                info.zero.leaves.extend(zero)
+                info.zero.SetInParent()
         if self._unchanged is not None:
             info.same.leaves.extend(self._unchanged)
             info.same.SetInParent()

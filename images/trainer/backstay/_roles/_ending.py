@@ -13,18 +13,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 from backstay_rpc.control_pb2 import Done, Written
 from backstay_rpc.refusals import JOIN_AGAIN
 
 from .. import _instrument
 from .._process import ALREADY_COMPLETE, STOPPED_EARLY
-from .._transport import ControlClient, Heartbeats, JobState
+from .._transport import ALONE, TEXT, ControlClient, Form, Heartbeats, JobState, Members
 from ..errors import JobFailed, PeerLost, Refused, WaitedTooLong
 from ._script import Script
 
@@ -335,9 +337,15 @@ def begin_evaluation(control: ControlClient, step: int, checkpoint: str = "") ->
     Raises:
         EvaluationGivenUp: this pod must not evaluate.
     """
+    if why := refused_evaluation(control, step, checkpoint):
+        raise EvaluationGivenUp(why)
+
+
+def refused_evaluation(control: ControlClient, step: int, checkpoint: str = "") -> str:
+    """Report to shard 0 that this pod begins an evaluation. Returns why it must not; empty: it may."""
     with contextlib.suppress(PeerLost, Refused):
-        if why := control.evaluates(step, checkpoint):
-            raise EvaluationGivenUp(why)
+        return control.evaluates(step, checkpoint)
+    return ""
 
 
 def report_evaluation(
@@ -354,6 +362,22 @@ def report_evaluation(
                 return
 
 
+@dataclass(frozen=True)
+class _SeenEnd:
+    """How the wait for the end of a job has ended. `stopped`: the pod received SIGTERM."""
+
+    job: JobState | None
+    stopped: bool = False
+
+
+def _seen_end_in(data: bytes) -> _SeenEnd:
+    fields = json.loads(data)
+    return _SeenEnd(None if fields["job"] is None else JobState(**fields["job"]), fields["stopped"])
+
+
+_SEEN_END: Final[Form[_SeenEnd]] = Form(lambda outcome: json.dumps(asdict(outcome)).encode(), _seen_end_in)
+
+
 class WorkerEnd:
     """A worker after the last update."""
 
@@ -365,7 +389,9 @@ class WorkerEnd:
         heart: Heartbeats,
         seconds: SecondsObserver,
         stop: Stop,
+        members: Members = ALONE,
     ) -> None:
+        self._members = members
         self._env, self._script, self._stop = environment, script, stop
         self._control, self._heart, self._seconds = control, heart, seconds
         self._rank = environment.index
@@ -384,7 +410,8 @@ class WorkerEnd:
         at = (term, step)
         try:
             if self._evaluation is None or self._evaluation[0] != at:
-                begin_evaluation(self._control, step)
+                if why := self._members.share("evaluate", TEXT, lambda: refused_evaluation(self._control, step)):
+                    raise EvaluationGivenUp(why)
                 with _instrument.span("evaluate", step):
                     found = self._script.evaluation(params, state)
                 self._evaluation = at, found
@@ -395,10 +422,25 @@ class WorkerEnd:
         except Exception as failure:  # noqa: BLE001  # an error of the script
             _LOG.exception("evaluate raised")
             error = f"{type(failure).__name__}: {failure}"
-        report_evaluation(self._control, self._stop, step, metrics, error)
+        if self._members.member == 0:
+            report_evaluation(self._control, self._stop, step, metrics, error)
         return metrics
 
     def wait(self, step: int, *, went_back: Callable[[], bool], moved: Callable[[], bool]) -> JobState | None:
+        """The result of `_wait` in the first member of the rank. Raises as it does."""
+
+        def outcome() -> _SeenEnd:
+            try:
+                return _SeenEnd(self._wait(step, went_back=went_back, moved=moved))
+            except Stopped:
+                return _SeenEnd(None, stopped=True)
+
+        ended = self._members.share("end of the job", _SEEN_END, outcome)
+        if ended.stopped:
+            raise Stopped
+        return ended.job
+
+    def _wait(self, step: int, *, went_back: Callable[[], bool], moved: Callable[[], bool]) -> JobState | None:
         """Wait until the servers report the end of the job at `step`; None: this worker must join them again.
 
         Args:

@@ -173,12 +173,13 @@ class Script:
         if not 0.0 <= self.log_every < math.inf:
             raise ConfigurationError(f"log_every is {self.log_every!r}: must be a number of seconds, 0 or more")
 
-    def plan(self, shards: int, wire: Wire | None = None) -> ScriptPlan:
+    def plan(self, shards: int, wire: Wire | None = None, members: int = 1) -> ScriptPlan:
         """Trace `init` and the optimizer over shapes only; nothing is computed.
 
         Args:
             shards: the job's number of shards.
             wire: the job's codecs; None: all values are sent exactly.
+            members: the number of pods of a rank.
 
         Raises:
             ConfigurationError: the script requests other codecs than the job.
@@ -209,7 +210,8 @@ class Script:
         fragments = None
         if self.local is not None and self.local.fragments > 1:
             fragments = fragments_of(tree, self.local.fragments)
-        parts = partition(tree, rule, shards, coded=coded_leaves(tree, wire), fragments=fragments)
+        coded = coded_leaves(tree, wire)
+        parts = partition(tree, rule, shards, coded=coded, fragments=fragments, members=members)
         return ScriptPlan(parts, rule, arguments, wire)
 
     def objective(self, frozen: Sequence[Any] = ()) -> Objective:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import jax
 
@@ -27,13 +27,20 @@ from .._compute import ComputedContribution, Encoder
 from .._process import ALREADY_COMPLETE, SIGTERM_EXIT, Environment, Stop, end_after_script, hang_report
 from .._result import Result
 from .._transport import (
+    ALONE,
+    FLAG,
     ControlClient,
+    DividedArrangement,
+    DividedSlot,
     Heartbeats,
+    Members,
     ParamBuffers,
     Pulled,
     Push,
     ShardedClient,
     connect,
+    messages,
+    pulled_together,
     record_exchange,
 )
 from .._update import ALL, ALL_AVERAGED, ALL_EXACT, Selection
@@ -48,6 +55,7 @@ from ._worker_protocol import Fate, WorkerProtocol, may_be_result
 __all__ = ["Worker"]
 
 _LOG = logging.getLogger(__name__)
+_REPLIES: Final = messages(JoinReply)
 
 
 class _Once:
@@ -74,9 +82,22 @@ class Worker:
     """
 
     def __init__(
-        self, environment: Environment, script: Script, plan: ScriptPlan, stop: Stop, observer: WorkerObserver
+        self,
+        environment: Environment,
+        script: Script,
+        plan: ScriptPlan,
+        stop: Stop,
+        observer: WorkerObserver,
+        members: Members = ALONE,
     ) -> None:
+        """
+        Args:
+            members: the pods of this rank. They take the same decisions, and only the first one calls the servers'
+                control services.
+        """
         self._env, self._script, self._plan, self._stop = environment, script, plan, stop
+        self._members = members
+        self._wires = [wire.of_member(members.member) for wire in plan.wires]
         self._rank = environment.index
         self._peer = environment.peer
         self.ready = self.returned = False
@@ -86,18 +107,22 @@ class Worker:
         self._protocol = WorkerProtocol(environment.config.mode, self._rank, environment.incarnation)
         self._heart = Heartbeats(self._control, self._silent, self.seconds.report)
         self.peers = self._heart.peers
-        self._encoder = Encoder(plan.wires, script.seed, error_feedback=bool(plan.wire.error_feedback))
+        self._encoder = Encoder(self._wires, script.seed, error_feedback=bool(plan.wire.error_feedback))
         self._contributions = Contributions(
             environment, script, plan, self._protocol, self._observer, self._heart, self._encoder
         )
-        device = None if script.placement.divided else jax.local_devices()[0]
-        self._buffers = ParamBuffers(self._contributions.arrangement, device)
+        arrangement = self._contributions.arrangement
+        if isinstance(arrangement, DividedArrangement):
+            self._buffers = ParamBuffers(partial(DividedSlot, arrangement))
+        else:
+            device = None if script.placement.divided else jax.local_devices()[0]
+            self._buffers = ParamBuffers.of(arrangement, device)
         self._frozen = FrozenPart(script.beginning, plan.agreement, lambda: script.placement)
         self._received: Selection | None = None  # `Start.received` of the next contribution
         self._spent: Sequence[Any] = ()  # parameters on an accelerator that nothing uses any more
         self._moved = False  # a joined server was lost
         self._already_complete = False  # nothing was left to train
-        self._end = WorkerEnd(environment, script, self._control, self._heart, self.seconds, stop)
+        self._end = WorkerEnd(environment, script, self._control, self._heart, self.seconds, stop, members)
         self._gone = threading.Event()
         stop.then(lambda: threading.Thread(target=self._leave, name="backstay-leaving", daemon=True).start())
 
@@ -112,10 +137,19 @@ class Worker:
             Exception: any that `batches` and `loss` raise.
         """
         _instrument.follow_this_thread()
+        together = False  # whether all members of the rank end here
         try:
-            return self._run()
+            result = self._run()
+            together = True
+            return result
+        except (Stopped, BackstayError) as error:
+            together = isinstance(error, Stopped) or self._members.has_raised(error)
+            raise
+        except jax.errors.JaxRuntimeError:
+            self._members.settle()  # a collective fails when another pod of the rank is lost
+            raise
         finally:
-            self._close()
+            self._close(together=together)
 
     @property
     def seconds(self) -> SecondsObserver:
@@ -140,7 +174,8 @@ class Worker:
             self._heart.report_hang(found)
         self._silent(0, "this pod received SIGTERM")
         if not self._gone.wait(self._env.timeouts.stop):
-            self._control.leave()
+            if self._leads:
+                self._control.leave()
             end_after_script(SIGTERM_EXIT, self._stop)
 
     def _run(self) -> Result:
@@ -148,8 +183,7 @@ class Worker:
         self.seconds.ended("starting")
         while True:
             while not (pulled.done or pulled.version >= self._script.steps):
-                if self._stop.requested.is_set():
-                    raise Stopped
+                self._raise_if_stopped()
                 if self._rank >= pulled.world:
                     pulled, params = self._wait_for_world(pulled, params)
                     continue
@@ -163,6 +197,16 @@ class Worker:
                 self.returned = True
                 return result
             pulled, params = self._reconnect(PeerLost("a server was lost before the job was done"))
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this pod decides for its rank."""
+        return self._members.member == 0
+
+    def _raise_if_stopped(self) -> None:
+        """Raises `Stopped` if a pod of the rank has received SIGTERM."""
+        if self._members.agree("stop", FLAG, self._stop.requested.is_set, any):
+            raise Stopped
 
     # ---- A step ----
 
@@ -188,7 +232,7 @@ class Worker:
             try:
                 with _instrument.span("exchange", key_step):
                     began = time.monotonic()
-                    pulled, params = self._pull(Push(identity, blocks, info), 0)
+                    pulled, params = self._pull(Push(identity, blocks, info, self._members.member), 0)
                     record_exchange(pulled, identity, began, ended := time.monotonic())
             except (PeerLost, Refused) as error:
                 pulled, params = self._reconnect(error)
@@ -218,10 +262,17 @@ class Worker:
     # ---- Connections ----
 
     def _pull(self, push: Push | None, min_version: int, wanted: Selection = ALL) -> tuple[Pulled, Sequence[Any]]:
-        if self._streams is None:
+        streams, slot = self._streams, self._buffers.take()
+        if streams is None:
             raise PeerLost("not connected")
-        slot = self._buffers.take()
-        pulled = self._streams.exchange_all(push, min_version, slot.blocks, wanted)
+        pulled = pulled_together(
+            self._members,
+            self._env.config.mode,
+            partial(streams.exchange_all, push, min_version, slot.blocks, wanted),
+            lambda version: streams.exchange_all(None, version, slot.blocks, wanted),
+            partial(streams.cancel, "another pod of this rank lost a server"),
+            pushed=push is not None,
+        )
         self._received = pulled.selection
         spent, self._spent = self._spent, ()
         return pulled, slot.host() if self._contributions.on_host else slot.params(spent)
@@ -248,31 +299,30 @@ class Worker:
     def _judge(self, error: Exception) -> None:
         """Raise an error that connecting again cannot fix."""
         self._disconnect()
-        if self._heart.superseded is not None:
-            raise self._heart.superseded
-        if self._stop.requested.is_set():
-            raise Stopped
+        self._members.share("reconnect", FLAG, lambda: self._is_superseded(error))
+        self._raise_if_stopped()
         if isinstance(error, WaitedTooLong):
             raise error
         if isinstance(error, Refused) and error.code not in JOIN_AGAIN:
             raise error
         self._stop.requested.wait(self._env.timeouts.reconnect_pause)
 
+    def _is_superseded(self, error: Exception) -> bool:
+        """Raises `Superseded` if this rank was replaced, before the error that followed from it."""
+        if self._heart.superseded is not None:
+            raise self._heart.superseded from error
+        return False
+
     def _join(self) -> tuple[Pulled, Sequence[Any]]:
         self._heart.activity = WAITING if self._contributions.compiled else COMPILING
         with _instrument.span("join"):
-            replies = self._control.join_all(
-                self._frozen.agreement,
-                self._stop.requested.is_set,
-                at=(self._protocol.term, self._protocol.version),
-                # Servers that have reported the end leave; the operator then replaces rank 0 where it has no result.
-                seconds=self._env.timeouts.confirm if self._heart.job.done else None,
-            )
+            replies = self._members.share("join", _REPLIES, self._joined_all)
         self._moved = False
         if self._protocol.joined(replies[0]):
             self.seconds.rolled_back(replies[0].began)
-        self._heart.expect([reply.incarnation for reply in replies])
-        self._heart.start()  # from the first join on: the first pull waits for parameters that are being prepared
+        if self._leads:
+            self._heart.expect([reply.incarnation for reply in replies])
+            self._heart.start()  # from the first join on: the first pull waits for parameters that are being prepared
         if not self._frozen.known:
             with _instrument.span("frozen"):
                 self._frozen.read(replies[0].frozen_from)
@@ -283,7 +333,7 @@ class Worker:
             [self._hello(shard, reply) for shard, reply in enumerate(replies)],
             credentials=self._env.credentials,
             mode=self._env.config.mode,
-            wires=self._plan.wires,
+            wires=self._wires,
             carried=self._observer.carried,
         )
         self.ready = True
@@ -291,6 +341,15 @@ class Worker:
         self._contributions.compile()
         with _instrument.span("first_pull"):
             return self._pull(None, 0)
+
+    def _joined_all(self) -> Sequence[JoinReply]:
+        return self._control.join_all(
+            self._frozen.agreement,
+            self._stop.requested.is_set,
+            at=(self._protocol.term, self._protocol.version),
+            # Servers that have reported the end leave; the operator then replaces rank 0 where it has no result.
+            seconds=self._env.timeouts.confirm if self._heart.job.done else None,
+        )
 
     def _hello(self, shard: int, reply: JoinReply) -> Hello:
         return Hello(
@@ -325,7 +384,7 @@ class Worker:
             try:
                 pulled, params = self._pull(None, pulled.version, ALL_EXACT)
             except (PeerLost, Refused) as error:
-                if not may_be_result(pulled.selection, done=self._heart.job.done):
+                if not may_be_result(pulled.selection, done=self._is_done()):
                     return None
                 _LOG.warning("the result has the precision of wire.parameters: %s", error)  # the servers have left
         average: Any = None
@@ -333,7 +392,7 @@ class Worker:
             try:
                 last, received = self._pull(None, pulled.version, ALL_AVERAGED)
             except (PeerLost, Refused):
-                if not self._heart.job.done:
+                if not self._is_done():
                     return None
                 raise  # the servers have left: the operator replaces worker 0, which then reads the last checkpoint
             if (last.term, last.version) != (pulled.term, pulled.version):
@@ -360,6 +419,10 @@ class Worker:
             history=self._contributions.history,
         )
 
+    def _is_done(self) -> bool:
+        """Whether the servers have reported the end of the job."""
+        return self._members.share("done", FLAG, lambda: self._heart.job.done)
+
     @contextlib.contextmanager
     def _joins_replaced_servers(self, last: Pulled) -> Iterator[Callable[[], bool]]:
         """Join servers that replace lost ones until the end of the block.
@@ -373,6 +436,9 @@ class Worker:
             A function that returns whether training continues at an earlier version.
         """
         ended, back = threading.Event(), threading.Event()
+        if not self._leads:
+            yield back.is_set
+            return
 
         def over() -> bool:
             return ended.is_set() or self._heart.job.done or self._stop.requested.is_set()
@@ -412,13 +478,20 @@ class Worker:
         params, state = model if self._script.has_state else (model, None)
         return self._frozen.whole(params), state
 
-    def _close(self) -> None:
+    def _close(self, *, together: bool) -> None:
+        """
+        Args:
+            together: whether all members of the rank end here. Otherwise the end of this process shows the others.
+        """
         self._heart.activity = LEAVING
         self._observer.close()
         self._disconnect()
         self._heart.close()
         self._contributions.close()
-        self._control.leave(trained=self.returned)
+        if self._leads:
+            self._control.leave(trained=self.returned)
         self._control.close()
+        if together:
+            self._members.close()
         self.ready = self.returned  # the pod stays ready while the script continues
         self._gone.set()

@@ -278,6 +278,7 @@ class ShardRuntime:
         self._check_term(push.term)
         self._admission.check_peer(hello, self._gradients.members)
         peer = hello.peer
+        check_address(part, self._shard, self._gradients.members)
         own = ("worker", push.rank, push.incarnation, part.member)
         if (peer.role, peer.index, peer.incarnation, peer.member) != own:
             who = f"{peer.role} {peer.index}" + (f", member {peer.member}," if peer.member or part.member else "")
@@ -285,7 +286,6 @@ class ShardRuntime:
                 RefusalCode.INVALID,
                 f"{who} of incarnation {peer.incarnation} pushes {describe(push)}: must be its own",
             )
-        check_address(part, self._shard, self._gradients.members)
         if push.version > self.version:
             raise Refusal(
                 RefusalCode.MOVED,

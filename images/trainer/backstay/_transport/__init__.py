@@ -8,6 +8,7 @@
   `Engine` computes on it.
 - `_control`: a `ControlServer` answers a `ControlClient` and the operator. A `Link` connects a shard with the
   coordinator's `Links`. Pods compare their `Agreement` when they join.
+- `_members`: `Members` are the pods of a rank, which take the same decisions at the same points.
 """
 
 from __future__ import annotations
@@ -31,6 +32,18 @@ from ._control import (
     Outbox,
     Peers,
     first_difference,
+)
+from ._members import (
+    ALONE,
+    FLAG,
+    TEXT,
+    FollowingMember,
+    Form,
+    LeadingMember,
+    MemberLost,
+    Members,
+    messages,
+    pulled_together,
 )
 from ._streams import (
     CHUNK_BYTES,
@@ -57,6 +70,8 @@ from ._tensors import (
     Arrangement,
     BufferPool,
     DataServer,
+    DividedArrangement,
+    DividedSlot,
     ParamBuffers,
     Push,
     ShardedClient,
@@ -67,13 +82,16 @@ from ._tensors import (
 )
 
 __all__ = [
+    "ALONE",
     "CHUNK_BYTES",
     "CONSTANTS",
+    "FLAG",
     "LAYOUT",
     "PROGRAM",
     "QUIET_CHECKS",
     "SOFTWARE",
     "STRUCTURE",
+    "TEXT",
     "VERSION",
     "Agreement",
     "Answer",
@@ -86,7 +104,11 @@ __all__ = [
     "ControlServer",
     "Cover",
     "DataServer",
+    "DividedArrangement",
+    "DividedSlot",
     "Engine",
+    "FollowingMember",
+    "Form",
     "FrameStream",
     "Heartbeats",
     "Host",
@@ -94,9 +116,12 @@ __all__ = [
     "JobState",
     "Kept",
     "LayoutLike",
+    "LeadingMember",
     "Link",
     "Links",
     "Listener",
+    "MemberLost",
+    "Members",
     "Outbox",
     "ParamBuffers",
     "Peers",
@@ -113,5 +138,7 @@ __all__ = [
     "flow_of",
     "frames",
     "kind_of",
+    "messages",
+    "pulled_together",
     "record_exchange",
 ]

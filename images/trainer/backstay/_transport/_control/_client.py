@@ -24,6 +24,8 @@ from backstay_rpc.control_pb2 import (
     JoinReply,
     JoinRequest,
     LeaveRequest,
+    MeetReply,
+    MeetRequest,
     Peer,
     WorkerSeconds,
 )
@@ -255,6 +257,15 @@ class ControlClient:
     def confirm(self) -> None:
         """Report to shard 0 that `train` returns here. Raises as `_call` does: then shard 0 may not have counted it."""
         self._call(0, "Leave", LeaveRequest(peer=self.peer, trained=True))
+
+    def meet(self, address: str = "") -> str:
+        """The address of member 0 of this pod's rank; empty: it has not reported one. Raises as `_call` does.
+
+        Args:
+            address: the address of this pod, if it is member 0.
+        """
+        reply: MeetReply = self._call(0, "Meet", MeetRequest(peer=self.peer, address=address))
+        return str(reply.address)
 
     def close(self) -> None:
         with self._lock:

@@ -24,6 +24,7 @@ class Peers:
         self._lock = threading.Lock()
         self._newest: dict[str, int] = {}
         self._links = 0
+        self._met: dict[str, tuple[int, str]] = {}  # of member 0 of a rank: incarnation and address
 
     def allow_link(self) -> int:
         """A number for a link that may begin now: one more than any before."""
@@ -68,6 +69,25 @@ class Peers:
                 f"{name} of incarnation {peer.incarnation} has not joined this server, and incarnation {newest} has: "
                 "join again",
             )
+
+    def meet(self, peer: Peer, address: str) -> str:
+        """The address of member 0 of the caller's rank and incarnation; empty: it has not reported one.
+
+        Args:
+            address: the address of the caller, if it is member 0.
+
+        Raises:
+            Refusal: the caller was replaced.
+        """
+        name = f"{peer.role}-{peer.index}"
+        with self._lock:
+            newest = max(self._newest.get(name, -1), self._met.get(name, (-1, ""))[0])
+            if why := replaced(peer, newest):
+                raise Refusal(RefusalCode.REPLACED, why)
+            if peer.member == 0 and address:
+                self._met[name] = peer.incarnation, address
+            incarnation, found = self._met.get(name, (-1, ""))
+            return found if incarnation == peer.incarnation else ""
 
     def known(self) -> dict[str, int]:
         """The newest incarnation of each pod, by name, such as ``worker-3``."""

@@ -30,6 +30,8 @@ from backstay_rpc.control_pb2 import (
     JoinRequest,
     LeaveReply,
     LeaveRequest,
+    MeetReply,
+    MeetRequest,
     Peer,
     PingReply,
     PingRequest,
@@ -133,6 +135,7 @@ class ControlService(grpc.GenericRpcHandler):
             "Progress": (ProgressRequest, self._progress),
             "Coordinate": (CoordinateRequest, self._coordinate),
             "Ping": (PingRequest, self._ping),
+            "Meet": (MeetRequest, self._meet),
         }
         # All are stream methods: only then a handler of ours reads the message, and can bound how long that takes.
         self._handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
@@ -308,6 +311,13 @@ class ControlService(grpc.GenericRpcHandler):
 
     async def _ping(self, _: PingRequest, __: Any) -> PingReply:
         return PingReply()
+
+    async def _meet(self, request: MeetRequest, _: Any) -> MeetReply:
+        def meet() -> MeetReply:
+            self._check(0, 0)
+            return MeetReply(address=self._peers.meet(request.peer, request.address))
+
+        return await self._do(meet)
 
     def _reported_progress(self, request: ProgressRequest) -> ProgressReply:
         news = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ._buffers import Arrangement, ParamBuffers
 from ._client import Push, ShardedClient, connect, record_exchange
+from ._divided import DividedArrangement, DividedSlot
 from ._memory import BufferPool, Staging
 from ._server import QUIET_CHECKS, DataServer, StreamHandlers
 
@@ -12,6 +13,8 @@ __all__ = [
     "Arrangement",
     "BufferPool",
     "DataServer",
+    "DividedArrangement",
+    "DividedSlot",
     "ParamBuffers",
     "Push",
     "ShardedClient",

@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -30,21 +29,13 @@ from ..._update import (
     shares_host_memory,
 )
 from .._streams._interfaces import Bytes
-from ._memory import ALIGNMENT, aligned_empty
+from ._areas import Areas, leaf_in, parts_of
+from ._memory import aligned_empty
 
 __all__ = ["DIRECT_BYTES", "Arrangement", "BufferSlot", "ParamBuffers"]
 
 DIRECT_BYTES: Final = 64 << 10
 """A leaf with its own block of at least this many bytes is sent from its memory."""
-
-
-@dataclass(frozen=True)
-class _Area:
-    """Packed blocks of one dtype, one after another and aligned, with the place where each block starts."""
-
-    dtype: np.dtype[Any]
-    size: int
-    starts: dict[tuple[int, int], int]  # (shard, block) -> element
 
 
 class Arrangement:
@@ -57,41 +48,28 @@ class Arrangement:
         self.direct = frozenset(
             block.pieces[0].leaf for _, _, block in blocks if len(block.pieces) == 1 and block.nbytes >= DIRECT_BYTES
         )
-        # A block lies in its leaf when it is part of one direct leaf only; else in an area. Blocks that a codec may
-        # encode have areas apart, so that an accelerator copies no area that it has encoded.
-        self._in_leaf: dict[tuple[int, int], Piece] = {}
-        self._area_of: dict[tuple[int, int], int] = {}  # (shard, block) -> area
-        areas: dict[tuple[np.dtype[Any], bool], int] = {}
-        sizes: list[int] = []
-        starts: list[dict[tuple[int, int], int]] = []
-        self._packed: list[tuple[int, int, Piece]] = []  # area, element of it, piece
-        for s, b, block in blocks:
-            if len(block.pieces) == 1 and block.pieces[0].leaf in self.direct:
-                self._in_leaf[s, b] = block.pieces[0]
-                continue
-            dtype = np.dtype(block.dtype)
-            step = max(1, ALIGNMENT // dtype.itemsize)
-            if (key := (dtype, bool(block.coded))) not in areas:
-                areas[key] = len(sizes)
-                sizes.append(0)
-                starts.append({})
-            self._area_of[s, b] = area = areas[key]
-            starts[area][s, b] = start = sizes[area]
-            sizes[area] = start + -(-block.size // step) * step
-            self._packed += [(area, start + piece.offset, piece) for piece in block.pieces]
-        self.areas = tuple(_Area(dtype, sizes[area], starts[area]) for (dtype, _), area in areas.items())
+        # A block lies in its leaf when it is part of one direct leaf only; else in an area.
+        self._in_leaf: dict[tuple[int, int], Piece] = {
+            (s, b): block.pieces[0]
+            for s, b, block in blocks
+            if len(block.pieces) == 1 and block.pieces[0].leaf in self.direct
+        }
+        self._areas = Areas([each for each in blocks if each[:2] not in self._in_leaf])
+        self.areas = self._areas.every
         self.small = tuple(leaf for leaf in range(len(leaves)) if leaf not in self.direct)
-        self._parts_of: dict[int, list[tuple[int, int, int]]] = {leaf: [] for leaf in self.small}  # area, start, stop
-        for index, start, piece in sorted(self._packed, key=lambda part: (part[2].leaf, part[2].start)):
-            if piece.leaf not in self.direct:
-                self._parts_of[piece.leaf].append((index, start, start + piece.size))
+        pieces = [(index, *each) for index, area in enumerate(self.areas) for each in area.pieces]
+        self._parts_of = parts_of(self.small, pieces)
         self._unpack_jit = jax.jit(self._unpack)
         self._settle_jit = jax.jit(self._settle, donate_argnums=1, keep_unused=True)
 
-    @property
-    def places(self) -> list[int | None]:
-        """For each array that `pack` returns, the leaf that it is; None: an area."""
-        return [*sorted(self.direct), *[None] * len(self.areas)]
+    def packed_shardings(self, model: Sequence[Any], everywhere: Any) -> list[Any]:
+        """The sharding of each array that `pack` returns.
+
+        Args:
+            model: the sharding of each leaf of the tree.
+            everywhere: the sharding of an area.
+        """
+        return [model[leaf] for leaf in sorted(self.direct)] + [everywhere] * len(self.areas)
 
     def pack(self, leaves: Sequence[Any]) -> list[Any]:
         """The arrays to send, out of all leaves of a tree. To be traced, in the jitted function that computes them.
@@ -103,24 +81,11 @@ class Arrangement:
             The direct leaves as they are, by index; then a 1-D array for each of `areas`, zero between its blocks.
         """
         # A barrier: leaves are compiled as if nothing were packed, so that their bits do not depend on the partition.
-        packed = sorted({piece.leaf for _, _, piece in self._packed})
+        packed = sorted({piece.leaf for area in self.areas for _, piece in area.pieces})
         barrier: Any = jax.lax.optimization_barrier  # which JAX leaves untyped
         apart = dict(zip(packed, barrier([leaves[leaf] for leaf in packed]), strict=True))
-        result = [leaves[leaf] for leaf in sorted(self.direct)]
-        for number, area in enumerate(self.areas):
-            parts, at = [], 0
-            for index, start, piece in sorted(self._packed, key=lambda p: p[1]):
-                if index != number:
-                    continue
-                if start > at:
-                    parts.append(jnp.zeros(start - at, area.dtype))
-                flat = jnp.ravel(apart[piece.leaf])
-                parts.append(flat if piece.size == flat.size else jax.lax.slice(flat, (piece.start,), (piece.stop,)))
-                at = start + piece.size
-            if at < area.size:
-                parts.append(jnp.zeros(area.size - at, area.dtype))
-            result.append(jnp.concatenate(parts))
-        return result
+        areas = [area.packed(apart.__getitem__, area.size) for area in self.areas]
+        return [*(leaves[leaf] for leaf in sorted(self.direct)), *areas]
 
     def gradient_blocks(self, packed_leaves: Sequence[jax.Array]) -> list[Sequence[np.ndarray | DeviceBlock]]:
         """The blocks of every shard, out of a gradient on the device.
@@ -142,9 +107,8 @@ class Arrangement:
                 if (piece := self._in_leaf.get((s, b))) is not None:
                     spans.append((place[piece.leaf], piece.start, piece.stop))
                 else:
-                    index = self._area_of[s, b]
-                    start = self.areas[index].starts[s, b]
-                    spans.append((len(place) + index, start, start + block.size))
+                    area, start, stop = self._areas.place(s, b, block)
+                    spans.append((len(place) + area, start, stop))
             if there:
                 result.append([DeviceBlock(there[array], start, stop) for array, start, stop in spans])
             else:
@@ -160,18 +124,18 @@ class Arrangement:
                 if (piece := self._in_leaf.get((s, b))) is not None:
                     part = leaves[piece.leaf][piece.start : piece.stop]
                 else:
-                    index = self._area_of[s, b]
-                    start = self.areas[index].starts[s, b]
-                    part = areas[index][start : start + block.size]
+                    area, start, stop = self._areas.place(s, b, block)
+                    part = areas[area][start:stop]
                 views.append(part.view(np.uint8))
             result.append(views)
         return result
 
     def fill_edges(self, leaves: dict[int, np.ndarray], areas: Sequence[np.ndarray]) -> None:
         """Copies the ends of direct leaves, which are sent in packed blocks, from the areas to their places."""
-        for area, start, piece in self._packed:
-            if piece.leaf in self.direct:
-                leaves[piece.leaf][piece.start : piece.stop] = areas[area][start : start + piece.size]
+        for values, area in zip(areas, self.areas, strict=True):
+            for start, piece in area.pieces:
+                if piece.leaf in self.direct:
+                    leaves[piece.leaf][piece.start : piece.stop] = values[start : start + piece.size]
 
     def read(self, leaves: dict[int, np.ndarray], areas: Sequence[np.ndarray]) -> list[np.ndarray]:
         """All leaves of the tree, from flat direct `leaves` and `areas`: views, except the few small leaves that
@@ -202,13 +166,8 @@ class Arrangement:
         return [large[leaf] if leaf in large else small[leaf] for leaf in range(len(self.partition.tree.leaves))]
 
     def _unpack(self, areas: tuple[Any, ...]) -> tuple[jax.Array, ...]:
-        result = []
-        for leaf in self.small:
-            spec = self.partition.tree.leaves[leaf]
-            parts = [jax.lax.slice(areas[area], (start,), (stop,)) for area, start, stop in self._parts_of[leaf]]
-            flat = jnp.concatenate(parts) if parts else jnp.zeros(0, spec.dtype)
-            result.append(flat.reshape(spec.shape))
-        return tuple(result)
+        tree = self.partition.tree.leaves
+        return tuple(leaf_in(areas, self._parts_of[leaf], tree[leaf]) for leaf in self.small)
 
 
 def _on_host(array: jax.Array) -> bool:
@@ -226,6 +185,32 @@ class _HostBlocks(LazyBlocks[np.ndarray]):
     def block(self, index: int) -> np.ndarray:
         array, start, stop = self._spans[index]
         return np.asarray(self._arrays[array]).reshape(-1)[start:stop]
+
+
+class ParamSlot(Protocol):
+    """Memory for one set of parameters, with `blocks` to receive into."""
+
+    @property
+    def blocks(self) -> list[list[Bytes]]:
+        """``[s][b]`` is the memory of block `b` of shard `s`."""
+        ...
+
+    @property
+    def in_use(self) -> bool:
+        """Whether an array that was handed out, or an array of JAX that aliases one, still uses this memory."""
+        ...
+
+    def host(self) -> list[np.ndarray]:
+        """The leaves of the tree, in order, in this memory."""
+        ...
+
+    def params(self, replacing: Sequence[Any] = ()) -> list[jax.Array]:
+        """The leaves of the tree, in order, on the devices.
+
+        Args:
+            replacing: an earlier result that nothing uses any more, whose memory the leaves may take.
+        """
+        ...
 
 
 class BufferSlot:
@@ -290,13 +275,13 @@ class BufferSlot:
 
     def _lend(self) -> tuple[dict[int, np.ndarray], list[np.ndarray]]:
         self._arrangement.fill_edges(self._leaves, self._areas)
-        leaves = {leaf: _owner(memory) for leaf, memory in self._leaves.items()}
-        areas = [_owner(area) for area in self._areas]
+        leaves = {leaf: owner_of(memory) for leaf, memory in self._leaves.items()}
+        areas = [owner_of(area) for area in self._areas]
         self._lent = [weakref.ref(owner) for owner in (*leaves.values(), *areas)]
         return leaves, areas
 
 
-def _owner(memory: np.ndarray) -> np.ndarray:
+def owner_of(memory: np.ndarray) -> np.ndarray:
     """An array of the same memory that lives as long as any view of it, because JAX keeps one while it uses the memory.
 
     A view of a view refers to the owner of the memory, and the views between them are freed. An array made from an
@@ -308,18 +293,24 @@ def _owner(memory: np.ndarray) -> np.ndarray:
 class ParamBuffers:
     """Slots, taken in turn; memory that any array still uses is never taken."""
 
-    def __init__(self, arrangement: Arrangement, device: Any = None) -> None:
+    def __init__(self, make: Callable[[], ParamSlot], *, pinned: bool = False) -> None:
         """
         Args:
-            device: see `BufferSlot`.
+            make: returns a new slot.
+            pinned: whether `ParamSlot.params` makes use of `replacing`.
         """
-        self._arrangement = arrangement
-        self._device = None if device is None or shares_host_memory(device) else device
-        self.pinned = self._device is not None  # whether `BufferSlot.params` makes use of `replacing`
-        self._slots: list[BufferSlot] = []
+        self._make = make
+        self.pinned = pinned
+        self._slots: list[ParamSlot] = []
         self._lock = threading.Lock()
 
-    def take(self) -> BufferSlot:
+    @classmethod
+    def of(cls, arrangement: Arrangement, device: Any = None) -> ParamBuffers:
+        """Memory for whole sets of parameters. `device`: see `BufferSlot`."""
+        own = None if device is None or shares_host_memory(device) else device
+        return cls(lambda: BufferSlot(arrangement, own), pinned=own is not None)
+
+    def take(self) -> ParamSlot:
         """A slot whose memory is unused. Usually there are two: one that the computation reads, one to receive into.
 
         The caller uses `host` or `params` of the slot before another slot is taken, or gives it up.
@@ -328,6 +319,6 @@ class ParamBuffers:
             for slot in self._slots:
                 if not slot.in_use:
                     return slot
-            slot = BufferSlot(self._arrangement, self._device)
+            slot = self._make()
             self._slots.append(slot)
             return slot

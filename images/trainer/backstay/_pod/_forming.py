@@ -1,0 +1,177 @@
+"""Connects the pods of a rank, and lets JAX use the devices of all of them as one.
+
+JAX must know the other processes before it uses a device. The members find each other by shard 0's server, and not by
+DNS, which would be late for new pods. All waiting happens here: a process whose `jax.distributed.initialize` times out
+aborts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import socket
+import time
+from typing import Any, Final
+
+from .._process import Environment, Stop, write_termination
+from .._transport import ALONE, TEXT, ControlClient, FollowingMember, LeadingMember, Members
+from ..errors import PeerLost, WaitedTooLong
+
+__all__ = ["GROUP_LOST_EXIT", "form_rank"]
+
+_LOG = logging.getLogger(__name__)
+
+GROUP_LOST_EXIT: Final = 81
+"""The exit code of a pod that ends because another pod of its rank is lost."""
+
+_AGAIN = 0.1  # seconds between two calls of shard 0's server
+_INITIALIZE = 60  # seconds; all members are connected when it begins
+_SHUTDOWN = 3600  # seconds that the end of a process waits for the ends of the others
+
+
+def form_rank(environment: Environment, stop: Stop) -> Members:
+    """The pods of this worker's rank, once all of them are connected; of any other pod, itself.
+
+    Raises:
+        Stopped: the pod received SIGTERM.
+        Superseded: the pod was replaced.
+        WaitedTooLong: the pods did not find each other.
+    """
+    if environment.members == 1:
+        return ALONE
+    lost = _Lost(environment)
+    peer, count = environment.peer, environment.members
+    control = ControlClient(environment.servers[:1], environment.credentials, peer, environment.timeouts)
+    try:
+        members: LeadingMember | FollowingMember
+        if environment.member == 0:
+            members = leader = LeadingMember(
+                peer,
+                count,
+                host=environment.bind,
+                credentials=environment.credentials,
+                lost=lost,
+                interval=environment.timeouts.heartbeat,
+            )
+            _lead(environment, leader, control, stop)
+        else:
+            members = _follow(environment, control, stop, lost)
+    finally:
+        control.close()
+    own = environment.pod_ip
+    address = members.share("JAX coordinator", TEXT, lambda: _address(own, _free_port(own)))
+    _initialize(environment, address)
+    return members
+
+
+class _Lost:
+    """Ends this process when another pod of its rank is lost. Its main thread may wait in a collective of XLA."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+
+    def __call__(self, member: int, why: str) -> None:
+        environment = self._environment
+        text = f"pod {member} of {environment.role} {environment.index} is lost: {why}"
+        _LOG.warning("%s", text)
+        write_termination(environment.termination_log, {"reason": "GroupLost", "message": text})
+        os._exit(GROUP_LOST_EXIT)
+
+
+def _lead(environment: Environment, leader: LeadingMember, control: ControlClient, stop: Stop) -> None:
+    """Report to shard 0's server where this pod listens, until all others are connected."""
+    address = _address(environment.pod_ip, leader.port)
+    wait = _Meeting(environment, stop)
+    while missing := leader.linked(_AGAIN):
+        wait.check(f"pods {', '.join(map(str, missing))} of {environment.role} {environment.index} are not connected")
+        try:
+            control.meet(address)
+        except PeerLost as error:
+            _LOG.debug("shard 0's server does not answer: %s", error)
+
+
+def _follow(environment: Environment, control: ControlClient, stop: Stop, lost: _Lost) -> FollowingMember:
+    wait = _Meeting(environment, stop)
+    while True:
+        wait.check(f"pod 0 of {environment.role} {environment.index} has not reported its address")
+        try:
+            if address := control.meet():
+                return FollowingMember(
+                    address,
+                    environment.peer,
+                    environment.members,
+                    credentials=environment.credentials,
+                    lost=lost,
+                    interval=environment.timeouts.heartbeat,
+                )
+        except PeerLost as error:
+            _LOG.debug("pod 0 cannot be found: %s", error)
+        time.sleep(_AGAIN)
+
+
+class _Meeting:
+    """Ends a wait when the pod is stopped, and says from time to time what it waits for."""
+
+    def __init__(self, environment: Environment, stop: Stop) -> None:
+        self._times, self._stop = environment.timeouts, stop
+        self._began = self._said = time.monotonic()
+
+    def check(self, why: str) -> None:
+        """Raises `Stopped`, `WaitedTooLong`."""
+        from .._roles import Stopped
+
+        if self._stop.requested.is_set():
+            raise Stopped
+        now = time.monotonic()
+        if now - self._began > self._times.join:
+            raise WaitedTooLong(f"{why} after {self._times.join:.0f} s")
+        if now - self._said > self._times.silent:
+            self._said = now
+            _LOG.warning("waiting: %s", why)
+
+
+def _initialize(environment: Environment, address: str) -> None:
+    """Connect JAX with the other processes. The leader listens on `address`."""
+    import jax
+
+    if environment.member:  # a client that comes before the service waits for a second
+        _until_it_listens(address)
+    jax.config.update("jax_enable_preemption_service", False)  # type: ignore[no-untyped-call]  # it takes SIGTERM
+    wanted = {
+        "cluster_detection_method": "deactivate",
+        "initialization_timeout": _INITIALIZE,
+        # The members' own connection shows a loss; JAX would abort the process.
+        "heartbeat_timeout_seconds": max(600, int(2 * environment.config.stall_seconds)),
+        "shutdown_timeout_seconds": _SHUTDOWN,
+        "coordinator_bind_address": address,
+    }
+    initialize: Any = jax.distributed.initialize
+    known = inspect.signature(initialize).parameters
+    initialize(
+        address,
+        environment.members,
+        environment.member,
+        **{name: value for name, value in wanted.items() if name in known},
+    )
+
+
+def _until_it_listens(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + _INITIALIZE
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), 1.0).close()
+            return
+        except OSError:
+            time.sleep(0.01)
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
+        free.bind((host, 0))
+        return int(free.getsockname()[1])
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,21 @@
+"""Connects the members of a rank, which are pods that train as one: they take the same decisions at the same points."""
+
+from __future__ import annotations
+
+from ._alone import ALONE
+from ._forms import FLAG, TEXT, Form, messages
+from ._group import FollowingMember, LeadingMember, MemberLost, Members
+from ._pulled import pulled_together
+
+__all__ = [
+    "ALONE",
+    "FLAG",
+    "TEXT",
+    "FollowingMember",
+    "Form",
+    "LeadingMember",
+    "MemberLost",
+    "Members",
+    "messages",
+    "pulled_together",
+]

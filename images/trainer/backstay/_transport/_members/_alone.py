@@ -1,0 +1,46 @@
+"""A rank of one pod, which decides alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
+
+from ._forms import Form
+
+__all__ = ["ALONE"]
+
+_T = TypeVar("_T")
+
+
+class _Alone:
+    """The only member of a rank; see `Members`."""
+
+    member, count = 0, 1
+
+    def share(self, point: str, form: Form[_T], make: Callable[[], _T]) -> _T:
+        del point, form
+        return make()
+
+    def agree(
+        self,
+        point: str,
+        form: Form[_T],
+        make: Callable[[], _T],
+        merge: Callable[[Sequence[_T]], _T],
+        cancel: Callable[[], object] | None = None,
+    ) -> _T:
+        del point, form, cancel
+        return merge([make()])
+
+    def has_raised(self, error: BaseException) -> bool:
+        del error
+        return True
+
+    def settle(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+ALONE: Final = _Alone()

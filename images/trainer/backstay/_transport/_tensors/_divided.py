@@ -1,0 +1,307 @@
+"""Arranges a model that the devices of several pods hold together, so that each pod sends and receives its own part.
+
+The jitted function that computes a contribution ends with `DividedArrangement.pack`. It makes flat arrays of *rows*,
+one for each member of a rank. The rows of a leaf that the members divide (`Partition.divided`) are their ranges of it,
+with any sharding of the script. The rows of an area are the small blocks of each member, one after another. The
+devices of a member hold its row, so that it can send and receive without the others. The servers get the number of
+members, and neither the mesh nor a sharding.
+
+On the way back, each device gets its part of the rows, and a second jitted function makes the leaves of them. XLA's
+collectives do both, between the devices of the rank. A process never has more than its rows in the memory of its host.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from ..._update import Block, LazyBlocks, Partition, Piece, range_length
+from ...errors import ConfigurationError
+from .._streams._interfaces import Bytes
+from ._areas import Areas, leaf_in, parts_of
+from ._buffers import owner_of
+from ._memory import aligned_empty
+
+__all__ = ["DividedArrangement", "DividedSlot"]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A flat array with a row for each member.
+
+    Attributes:
+        length: the elements of a row that are used.
+        padded: all elements of a row, which the devices of a member divide.
+    """
+
+    dtype: np.dtype[Any]
+    length: int
+    padded: int
+
+
+class DividedArrangement:
+    """How the blocks of every shard lie in the rows of one member of a rank."""
+
+    def __init__(self, partition: Partition, shardings: Sequence[NamedSharding], member: int) -> None:
+        """
+        Args:
+            partition: made with the number of members.
+            shardings: the sharding of each leaf of the tree, all on one mesh of the devices of all members.
+            member: the index of this process.
+
+        Raises:
+            ConfigurationError: the mesh does not have the devices in the order of the members.
+        """
+        self.partition, self.member = partition, member
+        mesh = shardings[0].mesh
+        self.devices = _devices_of(mesh, partition.members, member)
+        spec: Any = jax.sharding.PartitionSpec  # which JAX leaves untyped
+        self._by_row = NamedSharding(mesh, spec(tuple(mesh.axis_names)))
+        leaves, members = partition.tree.leaves, range(partition.members)
+        self._divided = {leaf: index for index, leaf in enumerate(sorted(partition.divided))}
+        rows = [self._rows(leaves[leaf].dtype, range_length(leaves[leaf].size, len(members))) for leaf in self._divided]
+        blocks = [(s, b, block) for s, layout in enumerate(partition.shards) for b, block in enumerate(layout.blocks)]
+        dealt = [each for each in blocks if each[2].pieces[0].leaf not in self._divided]
+        self._areas = [Areas([each for each in dealt if each[2].member == own]) for own in members]
+        kinds = list(dict.fromkeys((area.dtype, area.coded) for areas in self._areas for area in areas.every))
+        self._index = {kind: len(rows) + place for place, kind in enumerate(kinds)}  # the array of each kind of area
+        for kind in kinds:
+            sizes = [area.size for areas in self._areas for area in areas.every if (area.dtype, area.coded) == kind]
+            rows.append(self._rows(kind[0], max(sizes)))
+        self._arrays = tuple(rows)
+        small = [leaf for leaf in range(len(leaves)) if leaf not in self._divided]
+        pieces = []
+        for own, areas in enumerate(self._areas):
+            for area in areas.every:
+                index = self._index[area.dtype, area.coded]
+                first = own * rows[index].padded
+                pieces += [(index, first + start, piece) for start, piece in area.pieces]
+        self._parts_of = parts_of(small, pieces)
+        self._unpack_jit = jax.jit(self._unpack, out_shardings=list(shardings))
+
+    def _rows(self, dtype: np.dtype[Any], length: int) -> _Rows:
+        return _Rows(np.dtype(dtype), length, -(-length // len(self.devices)) * len(self.devices))
+
+    # ---- To the servers ----
+
+    def packed_shardings(self, model: Sequence[Any] = (), everywhere: Any = None) -> list[NamedSharding]:
+        """The sharding of each array that `pack` returns. It does not depend on the sharding of the script."""
+        del model, everywhere
+        return [self._by_row] * len(self._arrays)
+
+    def pack(self, leaves: Sequence[Any]) -> list[Any]:
+        """The arrays to send, out of all leaves of a tree. To be traced, in the jitted function that computes them.
+
+        Args:
+            leaves: one array for each leaf of the tree, with the leaf's shape and dtype.
+
+        Returns:
+            Flat arrays: the divided leaves by index, then the areas.
+        """
+        barrier: Any = jax.lax.optimization_barrier  # which JAX leaves untyped
+        constrained: Any = jax.lax.with_sharding_constraint
+        apart = barrier(list(leaves))
+        members, result = self.partition.members, []
+        for leaf, rows in zip(self._divided, self._arrays, strict=False):
+            flat = jnp.ravel(apart[leaf])
+            table = jnp.pad(flat, (0, members * rows.length - flat.size)).reshape(members, rows.length)
+            result.append(jnp.pad(table, ((0, 0), (0, rows.padded - rows.length))).reshape(-1))
+        for kind, index in self._index.items():
+            rows = self._arrays[index]
+            own = [[area for area in areas.every if (area.dtype, area.coded) == kind] for areas in self._areas]
+            zeros = jnp.zeros(rows.padded, rows.dtype)
+            parts = [area[0].packed(apart.__getitem__, rows.padded) if area else zeros for area in own]
+            result.append(jnp.concatenate(parts))
+        return [constrained(array, self._by_row) for array in result]
+
+    def gradient_blocks(self, packed_leaves: Sequence[jax.Array]) -> list[Sequence[np.ndarray]]:
+        """The blocks of every shard that this member sends, in the memory of the host.
+
+        Args:
+            packed_leaves: the result of `pack` for the gradient.
+
+        Returns:
+            ``[s][b]``, which keep `packed_leaves` alive. Reading a block waits until it is computed. Blocks of other
+            members must not be read.
+        """
+        own = [_MemberRow(array, self.devices) for array in packed_leaves]
+        return [_MemberBlocks(self, s, own) for s in range(len(self.partition.shards))]
+
+    def block(self, s: int, b: int, own: Sequence[_MemberRow]) -> np.ndarray:
+        """One block that this member sends. `own`: its row of each array that `pack` returned."""
+        block = self.partition.shards[s].blocks[b]
+        if block.member != self.member:
+            raise ValueError(f"block {b} of shard {s} belongs to member {block.member}: this is member {self.member}")
+        parts = [own[index].values(start, stop) for index, start, stop in self._places(s, b, block)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _places(self, s: int, b: int, block: Block) -> list[tuple[int, int, int]]:
+        """The array of each part of a block, its first element in this member's row, and the one after its last."""
+        if block.pieces[0].leaf in self._divided:
+            return [self._place(piece) for piece in block.pieces]
+        area, start, stop = self._areas[self.member].place(s, b, block)
+        found = self._areas[self.member].every[area]
+        return [(self._index[found.dtype, found.coded], start, stop)]
+
+    def _place(self, piece: Piece) -> tuple[int, int, int]:
+        """See `_places`, of a piece of a divided leaf."""
+        index = self._divided[piece.leaf]
+        first = self.member * self._arrays[index].length
+        return index, piece.start - first, piece.stop - first
+
+    # ---- From the servers ----
+
+    def memory(self) -> list[np.ndarray]:
+        """New memory of the host for this member's row of each array."""
+        own = [aligned_empty(rows.padded * rows.dtype.itemsize).view(rows.dtype) for rows in self._arrays]
+        for row, rows in zip(own, self._arrays, strict=True):
+            row[rows.length :] = 0
+        return own
+
+    def receive_views(
+        self, own: Sequence[np.ndarray]
+    ) -> tuple[list[list[Bytes]], list[tuple[np.ndarray, Sequence[Piece]]]]:
+        """The blocks of every shard in bytes, and those of several pieces apart, with their memory.
+
+        Blocks of other members are empty.
+        """
+        views: list[list[Bytes]] = []
+        packed: list[tuple[np.ndarray, Sequence[Piece]]] = []
+        for s, layout in enumerate(self.partition.shards):
+            here: list[Bytes] = []
+            for b, block in enumerate(layout.blocks):
+                places = self._places(s, b, block) if block.member == self.member else []
+                if not places:
+                    part = np.empty(0, block.dtype)
+                elif len(places) == 1:
+                    index, start, stop = places[0]
+                    part = own[index][start:stop]
+                else:
+                    part = aligned_empty(block.nbytes).view(block.dtype)
+                    packed.append((part, block.pieces))
+                here.append(part.view(np.uint8))
+            views.append(here)
+        return views, packed
+
+    def scatter(self, packed: Sequence[tuple[np.ndarray, Sequence[Piece]]], own: Sequence[np.ndarray]) -> None:
+        """Copies blocks of several pieces, which have arrived, to their places."""
+        for values, pieces in packed:
+            for piece in pieces:
+                index, start, stop = self._place(piece)
+                own[index][start:stop] = values[piece.offset : piece.offset + piece.size]
+
+    def placed(self, own: Sequence[np.ndarray]) -> list[list[jax.Array]]:
+        """This member's row of each array, in parts on its devices."""
+        count = len(self.devices)
+        parts = [part for row in own for part in np.split(row, count)]
+        arrays = jax.device_put(parts, list(self.devices) * len(own), may_alias=True)
+        return [arrays[at : at + count] for at in range(0, len(arrays), count)]
+
+    def unpack(self, placed: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
+        """The leaves of the tree, in order, with the shardings of the script. All members call it together.
+
+        Args:
+            placed: what `placed` returned, on all devices of this process.
+        """
+        arrays = [
+            jax.make_array_from_single_device_arrays((self.partition.members * rows.padded,), self._by_row, list(parts))
+            for rows, parts in zip(self._arrays, placed, strict=True)
+        ]
+        return list(self._unpack_jit(arrays))
+
+    def _unpack(self, arrays: Sequence[Any]) -> list[Any]:
+        tree, made = self.partition.tree.leaves, {}
+        for leaf, index in self._divided.items():
+            rows = self._arrays[index]
+            table = arrays[index].reshape(self.partition.members, rows.padded)[:, : rows.length]
+            made[leaf] = table.reshape(-1)[: tree[leaf].size].reshape(tree[leaf].shape)
+        made |= {leaf: leaf_in(arrays, parts, tree[leaf]) for leaf, parts in self._parts_of.items()}
+        return [made[leaf] for leaf in range(len(tree))]
+
+
+class DividedSlot:
+    """Memory for the rows of one set of parameters."""
+
+    def __init__(self, arrangement: DividedArrangement) -> None:
+        self._arrangement = arrangement
+        self.own = arrangement.memory()
+        self.blocks, self._packed = arrangement.receive_views(self.own)
+        self._lent: list[weakref.ref[np.ndarray]] = []
+
+    @property
+    def in_use(self) -> bool:
+        """Whether an array of JAX that aliases this memory is still in use."""
+        self._lent = [ref for ref in self._lent if ref() is not None]
+        return bool(self._lent)
+
+    def placed(self) -> list[list[jax.Array]]:
+        """See `DividedArrangement.placed`."""
+        self._arrangement.scatter(self._packed, self.own)
+        lent = [owner_of(row) for row in self.own]
+        self._lent = [weakref.ref(owner) for owner in lent]
+        return self._arrangement.placed(lent)
+
+    def host(self) -> list[np.ndarray]:
+        """A member has no leaf in the memory of its host."""
+        raise RuntimeError("this process has parts of leaves only")
+
+    def params(self, replacing: Sequence[Any] = ()) -> list[jax.Array]:
+        """The leaves of the tree, in order. All members call it together. `replacing` is not used."""
+        del replacing
+        return self._arrangement.unpack(self.placed())
+
+
+class _MemberBlocks(LazyBlocks[np.ndarray]):
+    """The blocks of one shard that a member sends."""
+
+    def __init__(self, arrangement: DividedArrangement, shard: int, own: Sequence[_MemberRow]) -> None:
+        super().__init__(len(arrangement.partition.shards[shard].blocks))
+        self._arrangement, self._shard, self._own = arrangement, shard, own
+
+    def block(self, index: int) -> np.ndarray:
+        return self._arrangement.block(self._shard, index, self._own)
+
+
+class _MemberRow:
+    """A member's row of an array, in parts on its devices."""
+
+    def __init__(self, array: jax.Array, devices: Sequence[Any]) -> None:
+        parts = {shard.device: shard.data for shard in array.addressable_shards}
+        self._parts = [parts[device] for device in devices]
+
+    def values(self, start: int, stop: int) -> np.ndarray:
+        """Elements of the row in the memory of the host; waits until they are computed. A view if they lie on one
+        device."""
+        each = self._parts[0].size
+        first, last = start // each, (stop - 1) // each
+        found = [
+            np.asarray(self._parts[part])[max(0, start - part * each) : stop - part * each]
+            for part in range(first, last + 1)
+        ]
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+
+def _devices_of(mesh: Any, members: int, member: int) -> list[Any]:
+    """The devices of one member in the order of the mesh.
+
+    Raises:
+        ConfigurationError: the devices of a member do not follow each other, or are not as many as those of others.
+    """
+    devices = list(mesh.devices.flat)
+    count = len(devices) // members
+    processes = [device.process_index for device in devices]
+    parts = [set(processes[own * count : (own + 1) * count]) for own in range(members)]
+    if len(devices) % members or any(len(part) != 1 for part in parts):
+        raise ConfigurationError(
+            f"the mesh has {len(devices)} devices, of the processes {processes}: each of the {members} pods of a rank "
+            "must have the same number. They must be in the order of the pods, as in the list that a function `mesh` "
+            "gets"
+        )
+    return devices[member * count : (member + 1) * count]

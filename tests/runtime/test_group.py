@@ -1,0 +1,175 @@
+"""T4: a rank of several pods trains as a rank of one, even if one of its pods or a server dies."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backstay._faults import ENV_FAULTS
+from backstay._pod._forming import GROUP_LOST_EXIT
+from backstay._process import SIGTERM_EXIT
+from backstay.testing import KILLED, Forker, Job, Pod
+from backstay_spec import contract
+
+JAX_ABORTS = 134
+SCRIPT = Path(__file__).with_name("sharded.py")
+
+
+class GroupJob(Job):
+    """A job whose ranks have several pods, which write their results into its folder."""
+
+    def variables(self, name: str) -> dict[str, str]:
+        return {"BACKSTAY_JOB": "group", "OUT": str(self.folder / f"{name}.npz"), "LET": str(self.folder / "let")}
+
+    @property
+    def members(self) -> int:
+        return int(self.config.get("pods_per_rank", 1))
+
+    def rank(self, rank: int, incarnation: int = 1, *, faults: dict[int, str] | None = None) -> list[Pod]:
+        """Start the pods of a rank. `faults`: of a pod."""
+        return [
+            self.start(
+                contract.ROLE_WORKER,
+                rank,
+                incarnation,
+                environment={contract.ENV_MEMBER: str(member), ENV_FAULTS: (faults or {}).get(member, "")},
+            )
+            for member in range(self.members)
+        ]
+
+    def params(self, pod: Pod) -> dict[str, np.ndarray]:
+        return dict(np.load(self.folder / f"{pod.name}.npz"))
+
+
+@pytest.fixture
+def group(tmp_path: Path, parent: Forker) -> Iterator[Any]:
+    """Makes jobs: ``group(kind, more, devices=2, shards=1, workers=1, **config)``."""
+    made: list[GroupJob] = []
+
+    def make(kind: str, more: str = "", *, devices: int = 2, **config: Any) -> GroupJob:
+        folder = tmp_path / f"job-{len(made)}"
+        folder.mkdir()
+        job = GroupJob([sys.executable, str(SCRIPT)], folder, parent, **config)
+        job.environment = {"KIND": kind, "MORE": more, "DEVICES": str(devices), "DEVICES_OF_PARAMETER-SERVER": "1"}
+        made.append(job)
+        return job
+
+    yield make
+    for each in made:
+        each.end()
+        sys.stdout.write(each.logs())  # pytest shows it when the test failed
+
+
+def trained(job: GroupJob) -> dict[str, np.ndarray]:
+    """The parameters of a whole job, which each of its pods has."""
+    servers = [job.server(shard, 1) for shard in range(job.shards)]
+    workers = [pod for rank in range(job.workers) for pod in job.rank(rank)]
+    assert [pod.wait() for pod in (*workers, *servers)] == [0] * (len(workers) + len(servers))
+    found = [job.params(pod) for pod in workers[: job.members]]
+    for other in found[1:]:
+        assert all((found[0][name] == other[name]).all() for name in found[0])
+    return found[0]
+
+
+def ends_too(pod: Pod) -> None:
+    """The pod ends because another one of its rank is lost."""
+    code = pod.may_end_with(GROUP_LOST_EXIT, JAX_ABORTS).wait()
+    if code == JAX_ABORTS:  # its connection to the leader's process may have broken before Backstay's
+        return
+    assert (code, pod.final_message()["reason"]) == (GROUP_LOST_EXIT, "GroupLost")
+    assert " of worker " in pod.final_message()["message"]
+
+
+def same(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray], rtol: float = 1e-7) -> None:
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        np.testing.assert_allclose(got[name], value, rtol=rtol, atol=1e-9, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "config"),
+    [
+        ("fsdp", "", {"shards": 2, "workers": 2}),
+        ("tensor", "local", {"shards": 2, "workers": 2, "wire": {"gradients": "Int8", "parameters": "BFloat16"}}),
+        ("pipeline", "frozen", {"mode": "Async"}),
+        ("whole", "factored", {"shards": 2, "grace_seconds": 5.0, "workers": 2}),
+    ],
+)
+def test_t4_ranks_of_two_pods_train_as_ranks_of_one(group: Any, kind: str, more: str, config: dict[str, Any]) -> None:
+    """The pods of a rank are two processes whose devices JAX uses as one. The servers get only their number."""
+    alone = trained(group(kind, more, devices=4, **config))
+    same(trained(group(kind, more, pods_per_rank=2, **config)), alone)
+
+
+def test_three_pods_whose_devices_divide_nothing_train_too(group: Any) -> None:
+    same(trained(group("", devices=1, pods_per_rank=3)), trained(group("", devices=1)))
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("where", ["compute", "push"])
+def test_t4_a_pod_of_a_rank_dies_and_the_rank_starts_again(group: Any, killed: int, where: str) -> None:
+    """The other pod ends, although it may wait in a collective. The other rank waits, and nothing is lost."""
+    job = group("fsdp", devices=1, pods_per_rank=2, workers=2, shards=2)
+    servers = [job.server(shard, 1) for shard in range(2)]
+    others, pods = job.rank(0), job.rank(1, faults={killed: f"kill worker/1 @2 {where}"})
+    assert pods[killed].wait() == KILLED
+    ends_too(pods[1 - killed])
+    again = job.rank(1, 2)
+    assert [pod.wait() for pod in (*others, *again, *servers)] == [0] * 6
+    same(job.params(again[1]), trained(group("", devices=1, workers=2)))
+    assert job.params(again[1]).keys() == job.params(others[0]).keys()
+
+
+def test_t4_a_server_dies_and_its_ranks_continue(group: Any, tmp_path: Path) -> None:
+    """All pods of a rank connect again, also those that have not lost it in the middle of an exchange."""
+    job = group("fsdp", devices=1, pods_per_rank=2, shards=2, checkpoint={"uri": str(tmp_path / "c"), "every_steps": 1})
+    job.environment[ENV_FAULTS] = ""
+    dies = job.start(contract.ROLE_SERVER, 1, 1, environment={ENV_FAULTS: "kill server/1 @2 commit"})
+    first, pods = job.server(0, 1), job.rank(0)
+    assert dies.wait() == KILLED
+    again = job.server(1, 2)
+    assert [pod.wait() for pod in (*pods, first, again)] == [0] * 4
+    same(job.params(pods[0]), trained(group("", devices=1)))
+
+
+def test_sigterm_of_one_pod_ends_its_rank_in_order(group: Any) -> None:
+    job = group("fsdp", devices=1, pods_per_rank=2, workers=2)
+    job.environment["HOLD"] = "2"
+    server, others, pods = job.server(0, 1), job.rank(0), job.rank(1)
+    for pod in pods:
+        job.wait_for(pod, "held at step 2")
+    pods[1].process.send_signal(signal.SIGTERM)
+    (job.folder / "let").touch()
+    assert [pod.may_end_with(SIGTERM_EXIT).wait() for pod in pods] == [SIGTERM_EXIT] * 2
+    again = job.rank(1, 2)
+    assert [pod.wait() for pod in (*others, *again, server)] == [0] * 5
+
+
+def test_an_exception_of_one_pods_script_is_reported_by_it_and_ends_the_other(group: Any) -> None:
+    job = group("fsdp", devices=1, pods_per_rank=2)
+    server = job.server(0, 1)
+    leader = job.start(contract.ROLE_WORKER, 0, 1, environment={contract.ENV_MEMBER: "0"})
+    raises = job.start(contract.ROLE_WORKER, 0, 1, environment={contract.ENV_MEMBER: "1", "RAISE_AT": "2"})
+    leader.may_end_with(GROUP_LOST_EXIT, JAX_ABORTS)
+    assert raises.may_end_with(1).wait() == 1
+    assert raises.final_message()["message"] == "no batch"
+    ends_too(leader)
+    assert server.process.poll() is None
+
+
+def test_pods_with_other_devices_are_refused(group: Any) -> None:
+    job = group("", devices=1, pods_per_rank=2)
+    job.server(0, 1)
+    pods = [
+        job.start(contract.ROLE_WORKER, 0, 1, environment={contract.ENV_MEMBER: str(member), "DEVICES": str(devices)})
+        for member, devices in ((0, 1), (1, 3))
+    ]
+    codes = {pod.may_end_with(1, GROUP_LOST_EXIT).wait() for pod in pods}
+    assert 1 in codes
+    assert any("each of the 2 pods of a rank must have the same number" in pod.output() for pod in pods)

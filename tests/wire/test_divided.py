@@ -1,0 +1,34 @@
+"""A model that the devices of several pods hold together is sent and received in parts, bit for bit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+from between import LONG
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from backstay._transport import DividedArrangement
+from backstay._update import analyse, describe, partition
+from backstay.errors import ConfigurationError
+
+
+def test_t1_the_members_parts_are_the_leaves_with_any_sharding() -> None:
+    """For two, three and six members, meshes of one and two axes, and leaves that no mesh divides."""
+    program = Path(__file__).with_name("divided.py")
+    ended = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=LONG, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) > 100
+
+
+def test_a_mesh_whose_devices_the_members_do_not_divide_is_refused() -> None:
+    tree = describe({"w": np.zeros(40_000, np.float32)})
+    parts = partition(tree, analyse(optax.sgd(0.1), tree), 1, members=2)
+    mesh = Mesh(np.asarray(jax.devices()[:1]), ("batch",))
+    with pytest.raises(ConfigurationError, match=r"the mesh has 1 devices, of the processes \[0\]: each of the 2"):
+        DividedArrangement(parts, [NamedSharding(mesh, PartitionSpec())], 0)

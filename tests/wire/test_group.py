@@ -1,0 +1,284 @@
+"""The members of a rank decide the same at the same points, and know when one of them is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from between import LONG
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backstay._transport import ALONE, FLAG, FollowingMember, Form, LeadingMember, MemberLost, Members, messages
+from backstay.errors import ConfigurationError, JobFailed, PeerLost, Refused, Superseded, WaitedTooLong
+from backstay_rpc.control_pb2 import JoinReply, Peer
+from backstay_rpc.credentials import Credentials
+
+from .certificates import credentials_of
+
+NUMBER = Form(lambda value: str(value).encode(), int)
+ERRORS = (
+    PeerLost("a connection broke"),
+    WaitedTooLong("nothing answered"),
+    Refused("INVALID_ARGUMENT", "no"),
+    Superseded("PERMISSION_DENIED", "replaced"),
+    JobFailed("NonFiniteGradients", "the gradients are not finite"),
+    ConfigurationError("batches returned nothing"),
+)
+TOKEN = "a" * 32
+
+
+def peer(member: int, *, rank: int = 3, incarnation: int = 1) -> Peer:
+    return Peer(role="worker", index=rank, incarnation=incarnation, member=member)
+
+
+class Rank:
+    """The members of a rank in threads of one process."""
+
+    def __init__(self, count: int, credentials: Credentials) -> None:
+        self.lost: list[tuple[int, int, str]] = []  # who saw it, the lost member, and why
+        self.changed = threading.Condition()
+        self.credentials = credentials
+        leader = LeadingMember(peer(0), count, host="127.0.0.1", credentials=credentials, lost=self.seen_by(0))
+        self.address = f"127.0.0.1:{leader.port}"
+        self.members: list[Any] = [leader]
+        self.members += [
+            FollowingMember(self.address, peer(member), count, credentials=credentials, lost=self.seen_by(member))
+            for member in range(1, count)
+        ]
+        assert leader.linked(LONG) == []
+
+    def seen_by(self, own: int) -> Callable[[int, str], None]:
+        def lost(member: int, why: str) -> None:
+            with self.changed:
+                self.lost.append((own, member, why))
+                self.changed.notify_all()
+
+        return lost
+
+    def wait_lost(self, count: int) -> list[tuple[int, int, str]]:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.lost) >= count, LONG), self.lost
+            return sorted(self.lost)
+
+    def each(self, function: Callable[[Members], Any]) -> list[Any]:
+        """The result of a function in each member, or its exception."""
+        results: list[Any] = [None] * len(self.members)
+
+        def run(at: int) -> None:
+            try:
+                results[at] = function(self.members[at])
+            except Exception as error:  # noqa: BLE001  # it is the result
+                results[at] = error
+
+        threads = [threading.Thread(target=run, args=(at,)) for at in range(len(self.members))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LONG)
+            assert not thread.is_alive()
+        return results
+
+
+@contextlib.contextmanager
+def rank_of(count: int, credentials: Credentials) -> Iterator[Rank]:
+    rank = Rank(count, credentials)
+    try:
+        yield rank
+    finally:
+        rank.each(lambda group: group.close())
+
+
+# For each point: whether the leader decides alone; of each member, its value or the number of its error.
+POINTS = st.lists(
+    st.tuples(st.booleans(), st.lists(st.one_of(st.integers(0, 9), st.integers(-6, -1)), min_size=3, max_size=3)),
+    max_size=12,
+)
+
+
+@settings(deadline=None, max_examples=30)
+@given(points=POINTS)
+def test_t4_all_members_have_the_same_values_and_errors(points: Sequence[tuple[bool, Sequence[int]]]) -> None:
+    def made(value: int) -> int:
+        if value < 0:
+            raise ERRORS[value]
+        return value
+
+    def run(group: Members) -> list[Any]:
+        found: list[Any] = []
+        for alone, values in points:
+            own = values[group.member]
+            try:
+                if alone:
+                    found.append(group.share("share", NUMBER, lambda own=own: made(own)))
+                else:
+                    found.append(group.agree("agree", NUMBER, lambda own=own: made(own), sum))
+            except (PeerLost, Refused, JobFailed, ConfigurationError) as error:
+                found.append((type(error), str(error)))
+        return found
+
+    def wanted(alone: bool, values: Sequence[int]) -> Any:
+        decides = values[:1] if alone else values
+        errors = [ERRORS[value] for value in decides if value < 0]
+        return (type(errors[0]), str(errors[0])) if errors else sum(decides)
+
+    with rank_of(3, credentials_of(TOKEN, "")) as rank:
+        results = rank.each(run)
+    assert results == [[wanted(*point) for point in points]] * 3
+    assert rank.lost == []
+
+
+def test_a_rank_of_one_pod_decides_alone() -> None:
+    assert ALONE.share("x", NUMBER, lambda: 7) == 7
+    assert ALONE.agree("x", NUMBER, lambda: 7, sum) == 7
+    with pytest.raises(PeerLost, match="broke"):
+        ALONE.agree("x", NUMBER, lambda: (_ for _ in ()).throw(ERRORS[0]), sum)
+    assert (ALONE.member, ALONE.count) == (0, 1)
+    ALONE.close()
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**32 - 1), st.text(max_size=40)), max_size=5))
+def test_messages_travel_as_they_are(values: list[tuple[int, str]]) -> None:
+    replies = [JoinReply(term=term, data_address=address) for term, address in values]
+    form = messages(JoinReply)
+    assert form.decode(form.encode(replies)) == replies
+
+
+def test_members_at_different_points_end_with_both_names(credentials: Credentials) -> None:
+    with rank_of(2, credentials) as rank:
+        found = rank.each(lambda group: group.agree(f"point of {group.member}", NUMBER, lambda: 1, sum))
+        assert isinstance(found[0], RuntimeError)
+        assert "member 1 of this rank is at point 1, 'point of 1', and this member at point 1, 'point of 0'" in str(
+            found[0]
+        )
+
+
+def test_an_exception_that_is_not_of_backstay_is_raised_in_its_member_alone(credentials: Credentials) -> None:
+    """The end of its process ends the others."""
+
+    def raises(group: Members) -> int:
+        if group.member == 1:
+            raise ZeroDivisionError
+        return 1
+
+    with rank_of(3, credentials) as rank:
+        results: list[Any] = []
+        rank.members[1].agree, agree = None, rank.members[1].agree
+        with pytest.raises(ZeroDivisionError):
+            agree("x", NUMBER, lambda: raises(rank.members[1]), sum)
+        rank.members[1]._line._stream.close()
+        rank.members.pop(1)
+        results = rank.each(lambda group: group.agree("x", NUMBER, lambda: 1, sum))
+        assert all(isinstance(error, MemberLost) for error in results), results
+        assert (0, 1, "the connection was closed") in rank.wait_lost(2)
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (peer(1), "member 1 of worker 3 is connected already"),
+        (
+            peer(2),
+            "worker 3, member 2, of incarnation 1 is not of this rank, which is worker 3 of incarnation 1 with 2",
+        ),
+        (peer(1, incarnation=2), "worker 3, member 1, of incarnation 2 is not of this rank"),
+        (peer(1, rank=4), "worker 4, member 1, of incarnation 1 is not of this rank"),
+        (peer(0), "worker 3, member 0, of incarnation 1 is not of this rank"),
+    ],
+)
+def test_t6_pods_that_are_not_of_the_rank_are_refused(credentials: Credentials, other: Peer, why: str) -> None:
+    lost: list[str] = []
+    with rank_of(2, credentials) as rank:
+        stranger = FollowingMember(
+            rank.address, other, 2, credentials=credentials, lost=lambda member, text: lost.append(text)
+        )
+        with pytest.raises(MemberLost, match=why):
+            stranger.share("x", FLAG, lambda: True)
+        assert len(lost) == 1
+        assert rank.each(lambda group: group.agree("x", NUMBER, lambda: 1, sum)) == [2, 2]
+        stranger._line.close()
+
+
+def test_a_pod_without_the_token_is_refused(credentials: Credentials) -> None:
+    with rank_of(2, credentials) as rank:
+        other = SimpleNamespace(token="b" * 32, accepts=None, connects=None)
+        stranger = FollowingMember(rank.address, peer(1), 2, credentials=other, lost=lambda member, why: None)  # type: ignore[arg-type]
+        with pytest.raises(MemberLost, match="belongs to another job"):
+            stranger.share("x", FLAG, lambda: True)
+        stranger._line.close()
+
+
+@pytest.mark.parametrize("what", ["ends", "SIGKILL of a member", "SIGKILL of the leader", "SIGSTOP"])
+def test_t8_a_lost_process_ends_the_others(stack: ExitStack, what: str) -> None:
+    """A kill shows in the connection, and a stop in the answers to pings. After an end in order, no process is lost."""
+    program = str(Path(__file__).with_name("member_of_a_rank.py"))
+
+    def start(member: int, *more: str) -> subprocess.Popen[str]:
+        command = [sys.executable, program, str(member), "3", TOKEN, "", "0.2", *more]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        stack.callback(process.communicate)
+        stack.callback(process.kill)
+        return process
+
+    leader = start(0)
+    address = f"127.0.0.1:{leader.stdout.readline().strip()}"
+    every = [leader, start(1, address), start(2, address)]
+    for process in every:
+        assert process.stdout.readline() == "running\n"
+    killed = {"ends": None, "SIGKILL of the leader": 0}.get(what, 2)
+    if killed is None:
+        leader.stdin.write("\n")
+        leader.stdin.flush()
+    else:
+        os.kill(every[killed].pid, signal.SIGSTOP if what == "SIGSTOP" else signal.SIGKILL)
+    for member, process in enumerate(every):
+        if member == killed:
+            continue
+        text = process.stdout.read()
+        code = process.wait(LONG)
+        if killed is None:
+            assert (text, code) == ("ended\n", 0)
+        else:
+            assert code == 81, text
+            assert text.startswith(f"member {0 if member else killed} is lost: "), text
+    if what == "SIGSTOP":
+        every[killed].kill()
+
+
+@pytest.mark.parametrize("broken", range(3))
+def test_t8_no_member_waits_where_another_has_an_error(credentials: Credentials, broken: int) -> None:
+    """The others wait for servers, which may wait for the part of this member. Then they pass the next point."""
+    ends = [threading.Event() for _ in range(3)]
+    canceled: list[int] = []
+
+    def wait(group: Members) -> int:
+        if group.member == broken:
+            raise ERRORS[0]
+        assert ends[group.member].wait(LONG)
+        raise PeerLost("canceled")
+
+    def cancel(group: Members) -> None:
+        canceled.append(group.member)
+        ends[group.member].set()
+
+    def run(group: Members) -> Any:
+        with pytest.raises(PeerLost) as error:
+            group.agree("pull", NUMBER, lambda: wait(group), sum, lambda: cancel(group))
+        return str(error.value), group.agree("pull", NUMBER, lambda: 1, sum, lambda: cancel(group))
+
+    with rank_of(3, credentials) as rank:
+        results = rank.each(run)
+    assert {type(result) for result in results} == {tuple}, results
+    assert [total for _, total in results] == [3, 3, 3]
+    assert len({why for why, _ in results}) == 1
+    assert set(canceled) <= {0, 1, 2} - {broken}
