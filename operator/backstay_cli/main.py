@@ -84,6 +84,9 @@ def run(
         int | None, typer.Option(help="Script only: standbys of each server, 0 or 1. [default: 0]")
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Script only: workers, backups included. [default: 2]")] = None,
+    pods_per_rank: Annotated[
+        int | None, typer.Option(help="Script only: pods of each worker, which JAX uses as one. [default: 1]")
+    ] = None,
     backups: Annotated[
         str | None,
         typer.Option(help="Script only: backup workers, a number or percents such as 5%. [default: 0]"),
@@ -199,6 +202,7 @@ def run(
         servers=servers,
         standbys=standbys,
         workers=workers,
+        pods_per_rank=pods_per_rank,
         backups=backups,
         mode=mode,
         grace=grace,

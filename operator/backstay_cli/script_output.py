@@ -71,7 +71,12 @@ class ScriptOutput:
         found: list[tuple[int, Path]] = []
         for pod in pods:
             labels = pod["metadata"].get("labels", {})
-            if (labels.get(contract.LABEL_ROLE), labels.get(contract.LABEL_INDEX)) == (contract.ROLE_WORKER, "0"):
+            own = (
+                labels.get(contract.LABEL_ROLE),
+                labels.get(contract.LABEL_INDEX),
+                labels.get(contract.LABEL_MEMBER, "0"),
+            )
+            if own == (contract.ROLE_WORKER, "0", "0"):
                 folder = self._logs / pod["metadata"]["namespace"] / pod["metadata"]["name"]
                 incarnation = str(labels.get(contract.LABEL_INCARNATION, "0"))
                 found.append((int(incarnation) if incarnation.isdigit() else 0, folder / f"{contract.CONTAINER}.log"))

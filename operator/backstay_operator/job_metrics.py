@@ -425,9 +425,10 @@ def _holding(pods: Sequence[Json]) -> dict[str, int]:
 
 
 def _ready(pod: Json, role: str, index: int) -> int | None:
-    """The incarnation of a pod that is ready in this slot."""
+    """The incarnation of a pod that is ready in this slot. Of a rank of several pods, the first one counts."""
     labels = pod["metadata"].get("labels") or {}
-    if (labels.get(contract.LABEL_ROLE), labels.get(contract.LABEL_INDEX)) != (role, str(index)):
+    own = labels.get(contract.LABEL_ROLE), labels.get(contract.LABEL_INDEX), labels.get(contract.LABEL_MEMBER, "0")
+    if own != (role, str(index), "0"):
         return None
     conditions = (pod.get("status") or {}).get("conditions") or ()
     ready = any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions)

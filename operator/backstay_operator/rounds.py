@@ -88,7 +88,7 @@ def _running(
 ) -> Iterator[tuple[PodView, str]]:
     """The running pods of a role, each with its address; `deleting`: also pods that are being deleted."""
     for slot, views in found.items():
-        for view in views if slot.role == role else ():
+        for view in (each.first for each in views) if slot.role == role else ():
             status = view.raw.get("status") or {}
             if status.get("phase") == "Running" and status.get("podIP") and (deleting or not view.deleting):
                 yield view, status["podIP"]

@@ -102,6 +102,8 @@ _WAITING: Final = {
     "PreStartHookError": Blocked.CONFIG,
     "PostStartHookError": Blocked.CONFIG,
 }
+# In the last lines of a process that JAX aborts because another one of its rank has ended.
+_JAX_LOST: Final = "another task died"
 #: Exit codes above it are 128 + the signal that ended the process: the convention of shells and container runtimes.
 SIGNALLED: Final = 128
 UNKNOWN_STATE: Final = "ContainerStatusUnknown"
@@ -276,10 +278,24 @@ def _exit_verdict(status: Mapping[str, Any], state: Mapping[str, Any] | None, re
         return Verdict(Cause.CRASHED, _joined(reason or "its container has no exit status", reported))
     if state.get("reason") == UNKNOWN_STATE:
         return Verdict(Cause.NODE_LOST, f"the node lost its container ({UNKNOWN_STATE})")
+    if is_group_lost({"status": status}):
+        why = _final_message(str(state.get("message") or ""), 0)
+        return Verdict(Cause.UNRESPONSIVE, f"the pods of its rank lost each other{why}")
     if state.get("exitCode") == 0:
         why = "exit code 0 before the job was done: the script must call backstay.train, and wait for what it returns"
         return Verdict(Cause.EXITED_EARLY, why)
     return Verdict(Cause.CRASHED, _end_text(state))
+
+
+def is_group_lost(pod: Manifest) -> bool:
+    """Whether a pod ended because another pod of its rank was lost. Then that pod has the cause."""
+    state = terminated_state(pod)
+    if state is None:
+        return False
+    if state.get("exitCode") == contract.GROUP_LOST_EXIT:
+        return True
+    # JAX may abort first. The last lines of the log are the message then.
+    return state.get("exitCode") == SIGNALLED + signal.SIGABRT and _JAX_LOST in str(state.get("message") or "").lower()
 
 
 def _failed_init(status: Mapping[str, Any], state: Mapping[str, Any] | None) -> Verdict | None:

@@ -21,6 +21,7 @@ LABEL_JOB: Final = f"{GROUP}/job"
 LABEL_ROLE: Final = f"{GROUP}/role"
 LABEL_INDEX: Final = f"{GROUP}/index"
 LABEL_INCARNATION: Final = f"{GROUP}/incarnation"
+LABEL_MEMBER: Final = f"{GROUP}/member"  # of a worker: the pod's index inside its rank, if a rank has several
 
 # Labels of a TrainingJob that is a trial of a sweep.
 LABEL_SWEEP: Final = f"{GROUP}/sweep"  # the sweep's name
@@ -56,6 +57,8 @@ ENV_NAMESPACE: Final = "BACKSTAY_NAMESPACE"
 ENV_JOB_UID: Final = "BACKSTAY_JOB_UID"
 ENV_ROLE: Final = "BACKSTAY_ROLE"  # ROLE_SERVER | ROLE_WORKER | ROLE_EVALUATOR
 ENV_INDEX: Final = "BACKSTAY_INDEX"  # shard, rank, or 0
+# The exit code of a pod that ends because another pod of its rank is lost.
+GROUP_LOST_EXIT: Final = 81
 ENV_MEMBER: Final = "BACKSTAY_MEMBER"  # the index of a worker's pod inside its rank; absent: 0
 ENV_INCARNATION: Final = "BACKSTAY_INCARNATION"
 # The incarnation of the shard's active server when this pod was made: a newer pod of the shard is its standby.

@@ -80,17 +80,21 @@ def service(job: ObjectMeta, shard: int, incarnation: int, cluster_ip: str | Non
     return manifest
 
 
-def network_policy(job: ObjectMeta, settings: PlanSettings) -> dict[str, Any]:
+def network_policy(job: ObjectMeta, settings: PlanSettings, pods_per_rank: int = 1) -> dict[str, Any]:
     """The connections that the job's pods accept (O7).
 
     Pods of the job reach both RPC ports, and the operator reaches the control port. Everyone reaches the metrics port,
-    which serves only health and metrics.
+    which serves only health and metrics. Where a rank has several pods, workers reach each other at all ports: JAX,
+    Gloo and NCCL listen on ports that the system chooses.
     """
 
     def port(number: int) -> dict[str, Any]:
         return {"port": number, "protocol": "TCP"}
 
     members = {"matchLabels": names.job_labels(job.name, job.uid)}
+    workers = {"matchLabels": names.job_labels(job.name, job.uid) | {contract.LABEL_ROLE: contract.ROLE_WORKER}}
+    # One policy selects all pods of the job, so this opens the servers too, for workers of their job only.
+    among_workers = [{"from": [{"podSelector": workers}]}] if pods_per_rank > 1 else []
     operator: dict[str, Any] = {
         "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": settings.operator_namespace}}
     }
@@ -110,6 +114,7 @@ def network_policy(job: ObjectMeta, settings: PlanSettings) -> dict[str, Any]:
                 },
                 {"from": [operator], "ports": [port(contract.PORT_CONTROL)]},
                 {"ports": [port(contract.PORT_METRICS)]},
+                *among_workers,
             ],
         },
     }

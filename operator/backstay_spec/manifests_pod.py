@@ -39,6 +39,7 @@ def runtime_config(spec: TrainingJobSpec, log_format: str = "text") -> RuntimeCo
     return RuntimeConfig(
         shards=spec.parameter_servers.replicas,
         workers=spec.workers.replicas,
+        pods_per_rank=spec.workers.pods_per_rank,
         mode=spec.update.mode,
         backups=spec.update.backups,
         grace_seconds=grace_seconds(spec.update.grace),
@@ -94,6 +95,7 @@ def pod(
     log_format: str = "text",
     active: int = 0,
     trained: Trained | None = None,
+    member: int | None = None,
 ) -> dict[str, Any]:
     """The manifest of one pod.
 
@@ -105,14 +107,19 @@ def pod(
         log_format: ``text`` or ``json``.
         active: the incarnation that serves the shard, for a server with standbys.
         trained: how training ended, for a worker that is created after training.
+        member: the index of the pod inside its rank; None: the rank has one pod.
     """
     meta = job.metadata
-    name = names.pod_name(meta.name, meta.uid, slot, incarnation)
+    name = names.pod_name(meta.name, meta.uid, slot, incarnation, member)
     labels = {
         **names.object_labels(meta.name, meta.uid, slot.role),
         **names.slot_labels(meta.name, meta.uid, slot, incarnation),
     }
+    if member is not None:
+        labels[contract.LABEL_MEMBER] = str(member)
     environment = _environment(job, slot, incarnation, servers, log_format, active)
+    if member is not None:
+        environment.insert(0, {"name": contract.ENV_MEMBER, "value": str(member)})
     if trained is not None:
         value = trained.model_dump_json().replace("$(", "$$(")
         environment.insert(0, {"name": contract.ENV_TRAINED, "value": value})
@@ -128,6 +135,9 @@ def pod(
     }
     if slot.role == contract.ROLE_SERVER and job.spec.parameter_servers.standbys:
         built["spec"]["affinity"] = _apart(names.slot_selector(meta.name, meta.uid, slot))
+    if member is not None and (key := job.spec.scheduling.group_topology_key) is not None:
+        own = names.slot_labels(meta.name, meta.uid, slot, incarnation)
+        built["spec"]["affinity"] = _near(own, key, required=job.spec.scheduling.group_topology == "Required")
     result = merged(built, template_of(job.spec, slot.role))
     metadata, spec = result.setdefault("metadata", {}), result.setdefault("spec", {})
     metadata["labels"] = {**(metadata.get("labels") or {}), **labels}
@@ -148,6 +158,19 @@ def _apart(selector: dict[str, str]) -> dict[str, Any]:
         "podAntiAffinity": {
             "preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": term}]
         }
+    }
+
+
+def _near(labels: dict[str, str], key: str, *, required: bool) -> dict[str, Any]:
+    """Place a pod near those with these labels, on nodes with the same value of the label `key`.
+
+    The labels have the incarnation: terminating pods of a lost node do not hold the new ones there.
+    """
+    term = {"labelSelector": {"matchLabels": labels}, "topologyKey": key}
+    if required:
+        return {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
+    return {
+        "podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": term}]}
     }
 
 

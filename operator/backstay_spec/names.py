@@ -73,9 +73,15 @@ def short_hash(uid: str) -> str:
     return "".join(letters)
 
 
-def pod_name(job: str, uid: str, slot: Slot, incarnation: int) -> str:
-    """``{job}-{ps|worker|eval}-{index}-{incarnation}-{hash}``."""
-    return f"{job}-{_SHORT[slot.role]}-{slot.index}-{incarnation}-{short_hash(uid)}"
+def pod_name(job: str, uid: str, slot: Slot, incarnation: int, member: int | None = None) -> str:
+    """``{job}-{ps|worker|eval}-{index}-{incarnation}-{hash}``. A pod of a rank of several has ``-{member}`` behind the
+    index.
+
+    Args:
+        member: the index of the pod inside its rank; None: the rank has one pod.
+    """
+    own = slot.index if member is None else f"{slot.index}-{member}"
+    return f"{job}-{_SHORT[slot.role]}-{own}-{incarnation}-{short_hash(uid)}"
 
 
 def service_name(job: str, uid: str, shard: int) -> str:

@@ -43,6 +43,7 @@ from backstay_spec.planner import (
     surplus,
 )
 from backstay_spec.planner.conditions import Statement
+from backstay_spec.planner.deleting import deletions
 from backstay_spec.planner.effects import NOTHING, Creation, Decision, Effects, JobFailure, earliest
 from backstay_spec.planner.facts import Facts, desired_slots, facts_of
 from backstay_spec.planner.last_messages import LastMessages, last_messages
@@ -140,10 +141,10 @@ def refuse(
     actions: tuple[Action, ...] = ()
     if failed is not None and failed.reason == _INVALID_SPEC:
         actions = tuple(
-            DeletePod(pod.name, pod.uid, None, _INVALID_SPEC)
+            action
             for found in own_pods(pods, metadata.uid).values()
             for pod in found
-            if not (pod.deleting or pod.terminal)
+            for action in deletions(pod, None, _INVALID_SPEC)
         )
     if ended_before:
         return Plan(actions=actions)
@@ -217,7 +218,7 @@ def _after_training(facts: Facts, outline: _Outline, trained: after_training.Tra
     record, found = verdict.record, verdict.effects + late
     result = after_training.restored_from(trained, facts)
     lacks_config = any(o.obstacle.blocked is Blocked.CONFIG for o in found.obstructed)
-    created = tuple(_create(facts, record, creation, result) for creation in found.creations)
+    created = tuple(action for creation in found.creations for action in _create(facts, record, creation, result))
     return replace(
         outline,
         record=record,
@@ -310,7 +311,7 @@ def _objects(facts: Facts, decided: Decision, slots: Sequence[Slot]) -> Effects:
     lacks_config = any(o.obstacle.blocked is Blocked.CONFIG for o in found.obstructed)
     effects = services.missing(facts, record, lacks_config=lacks_config)
     in_order = sorted(found.creations, key=lambda creation: order.stage(facts, record, creation))
-    created = Effects(actions=tuple(_create(facts, record, creation) for creation in in_order))
+    created = Effects(actions=tuple(action for creation in in_order for action in _create(facts, record, creation)))
     selected = services.repointed(facts, record)
     # A promoted standby serves immediately, so its Service is patched before the next standby is created.
     effects += selected + created if facts.has_standbys else created + selected
@@ -322,14 +323,17 @@ def _objects(facts: Facts, decided: Decision, slots: Sequence[Slot]) -> Effects:
     return effects
 
 
-def _create(facts: Facts, record: Record, creation: Creation, trained: Trained | None = None) -> Action:
-    slot = creation.slot
+def _create(facts: Facts, record: Record, creation: Creation, trained: Trained | None = None) -> list[Action]:
+    slot, addresses, log_format = creation.slot, facts.server_addresses, facts.settings.log_format
     active = record.selected(slot.index) if slot.role == contract.ROLE_SERVER else 0
-    manifest = manifests_pod.pod(
-        facts.job, slot, creation.incarnation, facts.server_addresses, facts.settings.log_format, active, trained
-    )
     stage = order.stage(facts, record, creation)
-    return CreatePod(manifest, slot.role, slot.index, creation.incarnation, creation.cause, stage)
+    made: list[Action] = []
+    for member in facts.members(slot) if creation.members is None else creation.members:
+        manifest = manifests_pod.pod(
+            facts.job, slot, creation.incarnation, addresses, log_format, active, trained, member
+        )
+        made.append(CreatePod(manifest, slot.role, slot.index, creation.incarnation, creation.cause, stage))
+    return made
 
 
 def _desired(facts: Facts, slots: Sequence[Slot]) -> dict[Role, int]:
@@ -365,4 +369,6 @@ def _scale(facts: Facts, actions: Sequence[Action]) -> dict[str, Any]:
         if isinstance(action, CreatePod) and action.role == contract.ROLE_WORKER:
             existing.add(Slot(action.role, action.index))
     labels = {**names.job_labels(facts.meta.name, facts.meta.uid), contract.LABEL_ROLE: contract.ROLE_WORKER}
+    if facts.spec.workers.pods_per_rank > 1:  # an autoscaler divides by the number of selected pods
+        labels[contract.LABEL_MEMBER] = "0"
     return {"replicas": len(existing), "selector": ",".join(f"{key}={value}" for key, value in labels.items())}

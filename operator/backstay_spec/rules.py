@@ -119,6 +119,7 @@ BOUNDS: Final[tuple[FieldBound, ...]] = (
     _count("spec.parameterServers.standbys", 0, 1),
     _count("spec.parameterServers.maxRestarts", 0),
     _count("spec.workers.replicas", 1, 10_000),
+    _count("spec.workers.podsPerRank", 1, 256),
     _count("spec.workers.stallSeconds", 1),
     _count("spec.workers.maxRestarts", 0),
     _count("spec.evaluator.maxRestarts", 0),
@@ -168,6 +169,13 @@ BOUNDS: Final[tuple[FieldBound, ...]] = (
     _named("spec.scheduling.schedulerName"),
     _named("spec.scheduling.queue", max_length=63),
     _named("spec.scheduling.gang.podGroup", max_length=63),
+    FieldBound(
+        "spec.scheduling.groupTopologyKey",
+        min_length=1,
+        max_length=317,
+        pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$",
+        valid="the name of a label of nodes, such as topology.kubernetes.io/zone",
+    ),
     *(
         FieldBound(f"{env}[].name", min_length=1, max_length=256, pattern=r"^[ -<>-~]+$", valid=_ENV_NAME)
         for env in _ENVS
@@ -548,6 +556,7 @@ CHANGES: Final[tuple[FieldChange, ...]] = tuple(
         "parameterServers.replicas",
         "parameterServers.standbys",
         "parameterServers.template?",
+        "workers.podsPerRank",
         "workers.template?",
         "evaluator!",
         "evaluator?.template?",

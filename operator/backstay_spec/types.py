@@ -44,6 +44,7 @@ __all__ = [
 Json: TypeAlias = dict[str, Any]
 """A Kubernetes object that we pass on, such as a pod template, a volume or an environment variable."""
 
+GroupTopology: TypeAlias = Literal["Preferred", "Required"]
 CleanPods: TypeAlias = Literal["Running", "All", "None"]
 
 
@@ -92,7 +93,13 @@ class Workers(SpecModel):
     """The pods that compute gradients."""
 
     replicas: int = 1
-    """Number of worker pods, backups included. `kubectl scale` and autoscalers set this field."""
+    """Number of ranks, backups included. A rank is a worker pod, or `podsPerRank` of them. `kubectl scale` and
+    autoscalers set this field."""
+
+    pods_per_rank: int = 1
+    """Number of pods of a rank. JAX uses the devices of all its pods as one mesh, so that a model may be larger than
+    the devices of one pod. The pods of a rank are created and replaced together. Quorum, backups, `maxRestarts` and
+    `kubectl scale` count ranks."""
 
     stall_seconds: int = 300
     """The operator replaces a worker that sends no gradient for this many seconds, or for 20 times its own median step
@@ -276,6 +283,13 @@ class Scheduling(SpecModel):
 
     queue: str | None = None
     """Name of a Kueue LocalQueue that admits each of the job's pods (label `kueue.x-k8s.io/queue-name`)."""
+
+    group_topology_key: str | None = None
+    """Place the pods of a rank (`workers.podsPerRank`) on nodes with the same value of this label, such as
+    `topology.kubernetes.io/zone` or the label of a rack. Different ranks may lie anywhere. Absent: anywhere."""
+
+    group_topology: GroupTopology = "Preferred"
+    """With `Required`, the pods of a rank start only on such nodes, and otherwise stay pending."""
 
     def pod_labels(self) -> dict[str, str]:
         """Labels that every pod gets so that `queue` and `gang` take effect."""

@@ -21,15 +21,15 @@ BUDGET = 2
 ROLE_FIELDS = {"parameter-server": "ParameterServer", "worker": "Worker", "evaluator": "Evaluator"}
 
 
-@pytest.mark.parametrize("standbys", [0, 1])
-def test_any_history_converges(make_cluster, standbys):
+@pytest.mark.parametrize(("standbys", "members"), [(0, 1), (1, 1), (0, 3)])
+def test_any_history_converges(make_cluster, standbys, members):
     class History(RuleBasedStateMachine):
         def __init__(self):
             super().__init__()
             self.cluster = make_cluster(
                 {
                     "parameterServers": {"replicas": 2, "maxRestarts": BUDGET, "standbys": standbys},
-                    "workers": {"replicas": 3, "maxRestarts": BUDGET},
+                    "workers": {"replicas": 3, "maxRestarts": BUDGET, "podsPerRank": members},
                     "evaluator": {"maxRestarts": BUDGET},
                     "checkpoint": {"uri": "file:///ckpt"},
                     "runPolicy": {"pendingDeadlineSeconds": 10**6},
@@ -60,6 +60,27 @@ def test_any_history_converges(make_cluster, standbys):
                 if slot == place and int(labels[contract.LABEL_INCARNATION]) == active and until is not None:
                     return pod["status"]["phase"] == "Running" and datetime.fromisoformat(until) > self.cluster.now
             return False
+
+        def rank_of(self, name):
+            """The pods of the pod's rank and incarnation, by member."""
+            labels = self.cluster.pods[name]["metadata"]["labels"]
+            same = (contract.LABEL_ROLE, contract.LABEL_INDEX, contract.LABEL_INCARNATION)
+            return {
+                int(pod["metadata"]["labels"].get(contract.LABEL_MEMBER, "0")): other
+                for other, pod in self.cluster.pods.items()
+                if all(pod["metadata"]["labels"][label] == labels[label] for label in same)
+            }
+
+        def whole(self, name):
+            """Whether all pods of a pod's rank live. The first one must, and others may have ended in order."""
+            rank = self.rank_of(name)
+            is_worker = self.cluster.pods[name]["metadata"]["labels"][contract.LABEL_ROLE] == contract.ROLE_WORKER
+            there = [n for n in rank.values() if n in self.cluster.living() or self.left_in_order(n)]
+            return rank.get(0) in self.cluster.living() and len(there) == (members if is_worker else 1)
+
+        def left_in_order(self, name):
+            pod = self.cluster.pods[name]
+            return pod["status"]["phase"] == "Succeeded" and not pod["metadata"].get("deletionTimestamp")
 
         def ended(self):
             return self.cluster.status.get("phase") in ("Failed", "Succeeded")
@@ -184,15 +205,16 @@ def test_any_history_converges(make_cluster, standbys):
             cluster.settle(30)
             if self.ended() or cluster.refuse or cluster.memory.refused or cluster.job.spec.run_policy.suspend:
                 return
-            current, living, active = {}, set(), cluster.status.get("active", {})
+            current, active = {}, cluster.status.get("active", {})
             for name, pod in cluster.pods.items():
                 labels = pod["metadata"]["labels"]
                 place = f"{labels[contract.LABEL_ROLE]}-{labels[contract.LABEL_INDEX]}"
                 incarnation = int(labels[contract.LABEL_INCARNATION])
-                if active.get(place, incarnation) == incarnation:
+                # The first pod of a rank stands for all.
+                member = int(labels.get(contract.LABEL_MEMBER, "0"))
+                if active.get(place, incarnation) == incarnation and not member:
                     current[place] = max(current.get(place, (0,)), (incarnation, name))
-                    if name in cluster.living():
-                        living.add(place)
+            living = {place for place, (_, name) in current.items() if self.whole(name)}
             for place in cluster.status["incarnations"]:
                 rank = int(place.rpartition("-")[2])
                 wanted = not place.startswith("worker") or rank < cluster.job.spec.workers.replicas
@@ -244,6 +266,9 @@ def test_any_history_converges(make_cluster, standbys):
             found = {}
             for name in cluster.living():
                 labels = cluster.pods[name]["metadata"]["labels"]
+                assert self.whole(name), "with all pods of its rank"
+                if int(labels.get(contract.LABEL_MEMBER, "0")):
+                    continue
                 place = (labels[contract.LABEL_ROLE], int(labels[contract.LABEL_INDEX]))
                 found.setdefault(place, []).append(int(labels[contract.LABEL_INCARNATION]))
             assert set(found) == wanted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -70,6 +71,8 @@ def loss(params, state, batch):
 
 
 def batches(key):
+    if key.step == int(os.environ.get("EXIT_AT", "-1")):
+        sys.exit(3)
     if key.step == int(os.environ.get("RAISE_AT", "-1")):
         raise ZeroDivisionError("no batch")
     if key.step == int(os.environ.get("HOLD", "-1")) and not Path(os.environ["LET"]).exists():
@@ -124,6 +127,8 @@ def store(result, place):
 
 if __name__ == "__main__":
     more = os.environ.get("MORE", "")
+    if "USES_JAX" in os.environ and os.environ["BACKSTAY_ROLE"] == "worker":
+        jnp.zeros(3).block_until_ready()
     found = backstay.train(**settings(KIND, more))
     if KIND in ("fsdp", "tensor"):
         assert {leaf.sharding.is_fully_replicated for leaf in found.params.values()} == {True, False}

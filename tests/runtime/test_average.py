@@ -132,7 +132,7 @@ def test_a_replacement_that_returns_after_training_evaluates_the_average(tmp_pat
     testing.run(script, checkpoint_every=4, folder=tmp_path)
     stored = backstay.load(str(tmp_path / "checkpoints"))
     environment = SimpleNamespace(
-        checkpoint_uri=str(tmp_path / "checkpoints"), termination_log=tmp_path / "termination-log", index=0
+        member=0, checkpoint_uri=str(tmp_path / "checkpoints"), termination_log=tmp_path / "termination-log", index=0
     )
     plan = SimpleNamespace(partition=SimpleNamespace(tree=describe(stored.params)))
     with jax.enable_x64(True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 from collections.abc import Iterator
@@ -12,12 +13,11 @@ import numpy as np
 import pytest
 
 from backstay._faults import ENV_FAULTS
-from backstay._pod._forming import GROUP_LOST_EXIT
 from backstay._process import SIGTERM_EXIT
 from backstay.testing import KILLED, Forker, Job, Pod
 from backstay_spec import contract
 
-JAX_ABORTS = 134
+JAX_ABORTS, GROUP_LOST_EXIT = 134, contract.GROUP_LOST_EXIT
 SCRIPT = Path(__file__).with_name("sharded.py")
 
 
@@ -160,6 +160,81 @@ def test_an_exception_of_one_pods_script_is_reported_by_it_and_ends_the_other(gr
     assert raises.may_end_with(1).wait() == 1
     assert raises.final_message()["message"] == "no batch"
     ends_too(leader)
+    assert server.process.poll() is None
+
+
+def test_t7_a_rank_that_comes_after_training_divides_the_checkpoint(group: Any, tmp_path: Path) -> None:
+    """The servers have left, so its pods find each other by the checkpoint folder."""
+    folder = tmp_path / "checkpoints"
+    job = group("fsdp", devices=1, pods_per_rank=2, checkpoint={"uri": str(folder)})
+    server, pods = job.server(0, 1), job.rank(0, faults={0: "kill worker/0 @0 done"})
+    assert pods[0].wait() == KILLED
+    ends_too(pods[1])
+    assert server.wait() == 0
+    words = server.final_message()
+    said = json.dumps({name: words[name] for name in ("step", "checkpoint")})
+    job.environment[contract.ENV_TRAINED] = said
+    again = job.rank(0, 2)
+    assert [pod.wait() for pod in again] == [0, 0]
+    same(job.params(again[1]), trained(group("", devices=1)))
+    assert not list(folder.glob("address-*"))
+
+
+def test_t8_a_stopped_pod_ends_its_rank(group: Any) -> None:
+    """The other pods cannot wait for it: only the pings of their connection show that it does not run."""
+    job = group("fsdp", devices=1, pods_per_rank=2)
+    job.environment["HOLD"] = "2"
+    server, pods = job.server(0, 1), job.rank(0)
+    for pod in pods:
+        job.wait_for(pod, "held at step 2")
+    pods[1].process.send_signal(signal.SIGSTOP)
+    (job.folder / "let").touch()
+    ends_too(pods[0])
+    assert "has not answered 5 pings" in pods[0].final_message()["message"]
+    pods[1].process.send_signal(signal.SIGKILL)
+    again = job.rank(0, 2)
+    assert [pod.wait() for pod in (*again, server)] == [0] * 3
+    same(job.params(again[0]), trained(group("", devices=1)))
+
+
+def test_each_pod_of_a_rank_keeps_what_it_compiled(group: Any, tmp_path: Path) -> None:
+    """A replaced rank then starts in half the time. JAX alone would write in the first process only."""
+    job = group("fsdp", devices=1, pods_per_rank=2)
+    server = job.server(0, 1)
+    caches = [tmp_path / f"cache-{member}" for member in range(2)]
+    pods = [
+        job.start(
+            contract.ROLE_WORKER,
+            0,
+            1,
+            environment={contract.ENV_MEMBER: str(member), "JAX_COMPILATION_CACHE_DIR": str(cache)},
+        )
+        for member, cache in enumerate(caches)
+    ]
+    assert [pod.wait() for pod in (*pods, server)] == [0] * 3
+    assert all(list(cache.glob("jit*")) for cache in caches)
+
+
+def test_a_script_that_uses_a_device_before_train_is_refused_with_the_cure(group: Any) -> None:
+    job = group("", devices=1, pods_per_rank=2)
+    job.environment["USES_JAX"] = "1"
+    job.server(0, 1)
+    pods = job.rank(0)
+    codes = {pod.may_end_with(1, GROUP_LOST_EXIT, JAX_ABORTS).wait() for pod in pods}
+    assert 1 in codes
+    assert any("the script used a device of JAX before it called train" in pod.output() for pod in pods)
+
+
+def test_a_script_that_exits_in_one_pod_ends_the_rank_with_its_code(group: Any) -> None:
+    job = group("fsdp", devices=1, pods_per_rank=2)
+    server = job.server(0, 1)
+    exits, other = (
+        job.start(contract.ROLE_WORKER, 0, 1, environment={contract.ENV_MEMBER: str(member), **more})
+        for member, more in ((0, {"EXIT_AT": "2"}), (1, {}))
+    )
+    other.may_end_with(GROUP_LOST_EXIT, JAX_ABORTS)
+    assert exits.may_end_with(3).wait() == 3
+    ends_too(other)
     assert server.process.poll() is None
 
 

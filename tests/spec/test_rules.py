@@ -132,6 +132,8 @@ SPECS = st.fixed_dictionaries(
             priorityClassName=st.sampled_from(["high", "High"]),
             schedulerName=st.just("volcano"),
             queue=st.sampled_from(["q", "q" * 64]),
+            groupTopologyKey=st.sampled_from(["rack", "topology.kubernetes.io/zone", "a b", "/x"]),
+            groupTopology=st.sampled_from(["Preferred", "Required", "Never"]),
             gang=st.fixed_dictionaries(
                 {"podGroup": st.sampled_from(["g", "G"])},
                 optional={"kind": st.sampled_from(["Coscheduling", "Volcano", "Other"])},

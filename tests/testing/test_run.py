@@ -82,6 +82,7 @@ def test_scripts_that_import_other_modules_share_one_process_that_imports_jax(tm
 
 def test_pods_are_forked_though_a_library_has_set_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     """scikit-learn sets one when it is imported. Pods that start with another value than JAX are executed."""
+    monkeypatch.delenv("KMP_INIT_AT_FORK", raising=False)  # a test before this one may have imported it
     before = forker_for(SCRIPT)
     monkeypatch.setenv("KMP_INIT_AT_FORK", "FALSE")
     after = forker_for(SCRIPT)

@@ -80,6 +80,7 @@ class Result:
         checkpoint: the URI of the last checkpoint; None if there is none.
         train_metrics: the metrics that `loss` returned for the newest gradient of this process.
         rank: the rank of this worker; 0 in a single process.
+        member: the index of this pod inside its rank, if a rank has several pods; 0 elsewhere.
         history: loss and metrics of the gradients of this process, over the steps. A worker that is replaced, and a
             process that continues from a checkpoint, begin a new one.
         average: the moving average of the parameters, of the same structure and dtypes as `params`; None without
@@ -96,11 +97,12 @@ class Result:
     state: Any = field(default=None, repr=False)
     average: Any = field(default=None, repr=False)
     history: History = field(default_factory=History, repr=False)
+    member: int = 0
 
     @property
     def is_leader(self) -> bool:
-        """Whether this is worker 0, the process that exports, uploads or prints. True if there is no job.
+        """Whether this is the first pod of worker 0, which exports, uploads or prints. True if there is no job.
 
         The job ends when the script of this worker ends. The operator then stops the other workers.
         """
-        return self.rank == 0
+        return self.rank == self.member == 0

@@ -245,7 +245,8 @@ class ScriptOptions:
     Attributes:
         servers: parameter servers (shards). Default: 1.
         standbys: hot standbys of each shard, 0 or 1.
-        workers: all worker pods, including backups. Default: 2.
+        workers: all workers, including backups. Default: 2.
+        pods_per_rank: the pods of each worker, whose devices JAX uses as one mesh.
         backups: a number of pods, or percents such as ``5%``.
         mode: ``Sync`` or ``Async``, in any case, and so are the codecs and ``Auto``.
         grace: a duration such as ``500ms``, or ``Auto``.
@@ -265,6 +266,7 @@ class ScriptOptions:
     servers: int | None = None
     standbys: int | None = None
     workers: int | None = None
+    pods_per_rank: int | None = None
     backups: str | None = None
     mode: str | None = None
     grace: str | None = None
@@ -340,11 +342,14 @@ def job_of_command(
         update["backups"] = int(backups) if re.fullmatch(r"-?\d{1,9}", backups) else backups
     if options.grace is not None:
         update["grace"] = "Auto" if options.grace.lower() == "auto" else options.grace
+    workers: dict[str, Any] = {"replicas": 2 if options.workers is None else options.workers}
+    if options.pods_per_rank is not None:
+        workers["podsPerRank"] = options.pods_per_rank
     spec: dict[str, Any] = {
         "image": image,
         "command": list(command),
         "parameterServers": servers,
-        "workers": {"replicas": 2 if options.workers is None else options.workers},
+        "workers": workers,
         "update": update,
     }
     wire: dict[str, Any] = {
@@ -389,6 +394,7 @@ _OPTIONS = {
     "spec.parameterServers.replicas": "servers",
     "spec.parameterServers.standbys": "standbys",
     "spec.workers.replicas": "workers",
+    "spec.workers.podsPerRank": "pods_per_rank",
     "spec.update.backups": "backups",
     "spec.update.mode": "mode",
     "spec.update.grace": "grace",

@@ -67,6 +67,12 @@ def slot_of(pod: dict[str, Any]) -> tuple[str, int, int]:
     return str(labels.get(contract.LABEL_ROLE, "")), whole(contract.LABEL_INDEX), whole(contract.LABEL_INCARNATION)
 
 
+def member_of(pod: dict[str, Any]) -> int | None:
+    """The index of a pod inside its rank; None: the rank has one pod."""
+    text = str(pod["metadata"].get("labels", {}).get(contract.LABEL_MEMBER, ""))
+    return int(text) if text.isdigit() else None
+
+
 def slot_words(key: str) -> str:
     """``worker-3`` as ``worker 3``, ``parameter-server-0`` as ``server 0``."""
     role, _, index = key.rpartition("-")
@@ -74,12 +80,13 @@ def slot_words(key: str) -> str:
 
 
 def active_pods(pods: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The newest pod of each slot, and a shard's server with its standby; in order of role and index."""
-    by_slot: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    """The newest pod of each slot, or its newest pods, and a shard's server with its standby; in order of role and
+    index."""
+    by_slot: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
     for pod in sorted(pods, key=slot_of):
-        by_slot.setdefault(slot_of(pod)[:2], []).append(pod)
+        by_slot.setdefault((*slot_of(pod)[:2], member_of(pod) or 0), []).append(pod)
     found = []
-    for (role, _), slot in sorted(by_slot.items(), key=lambda item: (_ORDER.get(item[0][0], 9), item[0][1])):
+    for (role, *_), slot in sorted(by_slot.items(), key=lambda item: (_ORDER.get(item[0][0], 9), item[0][1:])):
         living = [pod for pod in slot if not has_ended(pod) and not pod["metadata"].get("deletionTimestamp")]
         found += (living if role == contract.ROLE_SERVER else living[-1:]) or slot[-1:]
     return found
@@ -96,8 +103,9 @@ def _row(view: JobView, pod: dict[str, Any], active: dict[str, int]) -> PodRow:
     serving = active.get(f"{role}-{index}")
     standby = role == contract.ROLE_SERVER and serving is not None and incarnation > serving
     state = _state(pod)
+    own = "" if (member := member_of(pod)) is None else f".{member}"
     return PodRow(
-        slot=f"{_NAMES.get(role, role)} {index}" + (" (standby)" if standby else ""),
+        slot=f"{_NAMES.get(role, role)} {index}" + own + (" (standby)" if standby else ""),
         pod=pod["metadata"]["name"],
         state=state,
         does=_does(view, pod, role, state, standby=standby),

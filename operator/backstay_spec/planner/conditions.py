@@ -203,8 +203,8 @@ def all_created(facts: Facts, record: Record, slots: Sequence[Slot], found: Effe
     """Whether PodsCreated has become True, which is written with the next change of the status."""
     if found.creations or not facts.can_create or _refused(found):
         return False
-    pods = ((slot, facts.pod(slot, record.current(slot))) for slot in slots)
-    return all(pod is not None or record.waits_until(slot.key) is not None for slot, pod in pods)
+    lacking = (slot for slot in slots if facts.absent(slot, record.current(slot)))
+    return all(record.waits_until(slot.key) is not None for slot in lacking)
 
 
 def _refused(found: Effects) -> bool:

@@ -38,7 +38,9 @@ def try_again(facts: Facts, slot: Slot, incarnation: int, refusal: RefusedCreate
 
 def look_up(facts: Facts, slot: Slot, incarnation: int) -> Effects:
     """GET a recorded pod that is not in the index."""
-    return Effects(actions=(LookUpPod(facts.pod_name(slot, incarnation)),), wake=facts.now + LOOK_UP_RETRY)
+    every = facts.pod_names(slot, incarnation)
+    actions = tuple(LookUpPod(name) for name in every if name not in facts.observed.missing)
+    return Effects(actions=actions, wake=facts.now + LOOK_UP_RETRY)
 
 
 def lost(
@@ -46,7 +48,7 @@ def lost(
 ) -> Effects:
     """The death of a pod that is replaced, and an event about it; `record` counts the death already."""
     death = FoundDead(pod.slot.role, pod.slot.index, pod.incarnation, pod.name, verdict.cause, cost.charged)
-    event = death_event(facts, record, pod.slot, pod.incarnation, verdict, cost.wait, standby=standby)
+    event = death_event(facts, record, pod.slot, pod.incarnation, verdict, cost.wait, standby=standby, name=pod.name)
     return Effects(events=(event,), deaths=(death,))
 
 
@@ -59,9 +61,10 @@ def death_event(
     wait: datetime | None,
     *,
     standby: bool = False,
+    name: str = "",
 ) -> Event:
-    """Returns the event that the pod died, and what happens next."""
-    pod = facts.pod_name(slot, incarnation)
+    """Returns the event that the pod died, and what happens next. `name`: of the pod; empty: it is not observed."""
+    pod = name or facts.pod_name(slot, incarnation)
     if wait is None:
         then = f"replaced by {facts.pod_name(slot, record.newest(slot))}"
     else:

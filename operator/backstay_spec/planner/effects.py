@@ -18,11 +18,16 @@ __all__ = ["NOTHING", "Creation", "Decision", "Effects", "JobFailure", "Obstruct
 
 @dataclass(frozen=True, slots=True)
 class Creation:
-    """A pod to create; its incarnation is recorded."""
+    """A pod to create; its incarnation is recorded.
+
+    Attributes:
+        members: the pods to create, if a rank has several; None: all of them.
+    """
 
     slot: Slot
     incarnation: int
     cause: Cause | None = None
+    members: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

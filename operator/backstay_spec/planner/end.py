@@ -10,6 +10,7 @@ from typing import Any, Final
 from backstay_spec import contract, end_of_job, names, status
 from backstay_spec.actions import Action, DeleteJob, DeleteNetworkPolicy, DeletePod, DeleteSecret, DeleteService
 from backstay_spec.causes import Blocked, outcome_of
+from backstay_spec.planner.deleting import deletions
 from backstay_spec.planner.effects import Effects, JobFailure, Obstructed
 from backstay_spec.planner.facts import Facts
 from backstay_spec.planner.pods import PodView, gone_by, is_deleting, is_owned
@@ -122,7 +123,7 @@ def _delete_running(facts: Facts, pod: PodView, reason: str) -> tuple[Effects, b
     if pod.terminal:
         return Effects(), False
     if not pod.deleting:
-        return Effects(actions=(DeletePod(pod.name, pod.uid, None, reason),)), not pod.ended
+        return Effects(actions=deletions(pod, None, reason)), not pod.ended
     end = gone_by(pod)
     if pod.ended or end is None or facts.now >= end:
         return Effects(), False
@@ -140,8 +141,9 @@ def clean_up(facts: Facts, completed: datetime, *, succeeded: bool) -> Effects:
     policy, effects = facts.spec.run_policy, Effects()
     deletable = [
         pod
-        for _, pods in sorted(facts.pods.items(), reverse=True)
-        for pod in pods
+        for _, views in sorted(facts.pods.items(), reverse=True)
+        for view in views
+        for pod in view.pods
         if not pod.deleting and (policy.clean_pods == "All" or (policy.clean_pods == "Running" and not pod.terminal))
     ]
     leave_by = completed + LEAVING if succeeded else completed

@@ -101,16 +101,33 @@ class Facts:
         return self.progress is not None and self.progress.done
 
     def pod_name(self, slot: Slot, incarnation: int) -> str:
-        """The name of a slot's pod."""
-        return names.pod_name(self.meta.name, self.meta.uid, slot, incarnation)
+        """The name of a slot's pod, or of the first pod of its rank."""
+        return self.pod_names(slot, incarnation)[0]
+
+    def members(self, slot: Slot) -> tuple[int | None, ...]:
+        """The members of a slot's rank, as `names.pod_name` takes them."""
+        count = self.spec.workers.pods_per_rank if slot.role == contract.ROLE_WORKER else 1
+        return (None,) if count == 1 else tuple(range(count))
+
+    def pod_names(self, slot: Slot, incarnation: int) -> tuple[str, ...]:
+        """The names of the pods of a slot's rank, in the order of `members`."""
+        meta = self.meta
+        return tuple(names.pod_name(meta.name, meta.uid, slot, incarnation, member) for member in self.members(slot))
+
+    def absent(self, slot: Slot, incarnation: int) -> tuple[str, ...]:
+        """The names of the pods of a slot's rank that are not observed."""
+        view = self.pod(slot, incarnation)
+        there = set() if view is None else {pod.name for pod in view.pods}
+        return tuple(name for name in self.pod_names(slot, incarnation) if name not in there)
 
     def pod(self, slot: Slot, incarnation: int) -> PodView | None:
-        """The slot's pod of one incarnation, if it exists."""
+        """The slot's pod of one incarnation, if it exists. The pods of a rank are one view (`pods.together`)."""
         return next((p for p in self.pods.get(slot, ()) if p.incarnation == incarnation), None)
 
     def refusal(self, slot: Slot, incarnation: int) -> RefusedCreate | None:
-        """The API server's last refusal to create this pod."""
-        return self.observed.refused.get(self.pod_name(slot, incarnation))
+        """The API server's last refusal to create this pod, or one of its rank."""
+        found = (self.observed.refused.get(name) for name in self.pod_names(slot, incarnation))
+        return next((refusal for refusal in found if refusal is not None), None)
 
     def was_desired(self, slot: Slot) -> bool:
         """Whether the last status had this slot. If not, this operator deleted its old pods, and they are not lost."""

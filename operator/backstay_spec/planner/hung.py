@@ -125,7 +125,7 @@ def judge_worker(facts: Facts, record: Record, pod: PodView) -> Liveness:
         and 0 in progress.reached
         and progress.taken >= since
         and progress.beating.get(pod.slot.index) != pod.incarnation
-        and pod.uid in facts.contact.hung_workers
+        and pod.first.uid in facts.contact.hung_workers
         and facts.now >= unready + limit
     ):
         return Hung(_verdict(pod, f"{NO_HEARTBEAT} for {(facts.now - unready).total_seconds():.0f} s"))
@@ -161,7 +161,7 @@ def reported_stalled(facts: Facts, pod: PodView) -> Hung | None:
             continue
         if stalled.reason.startswith(contract.NO_HEARTBEAT):
             contact = facts.contact
-            if contact is None or pod.uid not in contact.hung_workers:
+            if contact is None or pod.first.uid not in contact.hung_workers:
                 return None
         return Hung(Verdict(Cause.STALLED, stalled.reason or "it hangs"))
     return None

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from backstay_spec import contract
-from backstay_spec.actions import DeletePod
 from backstay_spec.causes import refusal_obstacle
 from backstay_spec.names import Slot
 from backstay_spec.observed import RefusedCreate
+from backstay_spec.planner.deleting import deletions
 from backstay_spec.planner.effects import NOTHING, Creation, Effects
 from backstay_spec.planner.facts import Facts, desired_slots
-from backstay_spec.planner.pods import PodView
 from backstay_spec.planner.record import Record
 
 __all__ = ["CreationOrder", "judge", "stage"]
@@ -50,7 +49,8 @@ def judge(facts: Facts, record: Record) -> CreationOrder:
     wanted = sum(_QUOTA in refusal.message for refusal in refused)
     room = len(others) - len({pod.slot for pod in there})
     released = there[: max(0, wanted - room)]
-    return CreationOrder(True, Effects(actions=tuple(_delete(pod) for pod in released)))
+    actions = tuple(action for pod in released for action in deletions(pod, None, "QuotaForServers"))
+    return CreationOrder(True, Effects(actions=actions))
 
 
 def stage(facts: Facts, record: Record, creation: Creation) -> int:
@@ -76,7 +76,3 @@ def _refusal(facts: Facts, record: Record, shard: int) -> RefusedCreate | None:
 def _least_needed_first(slot: Slot) -> tuple[bool, int]:
     """Returns a sort key with evaluators before workers, and the highest rank first."""
     return slot.role == contract.ROLE_WORKER, -slot.index
-
-
-def _delete(pod: PodView) -> DeletePod:
-    return DeletePod(pod.name, pod.uid, None, "QuotaForServers")

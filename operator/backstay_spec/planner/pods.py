@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
 from backstay_spec import contract
-from backstay_spec.causes import UNKNOWN_STATE, parse_time, parsed, terminated_state
+from backstay_spec.causes import (
+    UNKNOWN_STATE,
+    is_group_lost,
+    obstacle_of,
+    parse_time,
+    parsed,
+    terminated_state,
+)
 from backstay_spec.goodput import WorkerPod, is_measured
 from backstay_spec.names import ROLE_OF_LABEL, Slot
 from backstay_spec.observed import Manifest, Progress
@@ -26,6 +33,9 @@ class PodView:
         ended: terminal, or its container `trainer` has ended while a side-car continues.
         ready: its condition Ready is True.
         started: a container of it runs or ran.
+        member: its index inside its rank.
+        members: the pods of a rank of several, of which this is the one that explains the state of all (`together`);
+            empty: this is a pod by itself.
     """
 
     raw: Manifest
@@ -38,6 +48,18 @@ class PodView:
     ended: bool
     ready: bool
     started: bool
+    member: int = 0
+    members: tuple[PodView, ...] = ()
+
+    @property
+    def pods(self) -> tuple[PodView, ...]:
+        """The pods that this view is of."""
+        return self.members or (self,)
+
+    @property
+    def first(self) -> PodView:
+        """The pod that has the lowest index in its rank. The first pod of a rank reports for all."""
+        return self.pods[0]
 
     @property
     def alive(self) -> bool:
@@ -62,9 +84,50 @@ def own_pods(pods: Iterable[Manifest], uid: str) -> dict[Slot, list[PodView]]:
     for raw in pods:
         if is_owned(raw, uid) and (view := _view(raw)) is not None:
             found.setdefault(view.slot, []).append(view)
-    for views in found.values():
-        views.sort(key=lambda v: v.incarnation)
-    return found
+    return {slot: _by_incarnation(views) for slot, views in found.items()}
+
+
+def _by_incarnation(views: Sequence[PodView]) -> list[PodView]:
+    """One view for each incarnation of a slot, the oldest first."""
+    found: dict[int, list[PodView]] = {}
+    for view in views:
+        found.setdefault(view.incarnation, []).append(view)
+    return [together(found[incarnation]) for incarnation in sorted(found)]
+
+
+def together(pods: Sequence[PodView]) -> PodView:
+    """The pods of one incarnation of a rank, as one view.
+
+    The rank is alive while each of its pods is. A pod that ended in order before the first one of its rank has not
+    died, because the exit code of the first one counts. The view has the manifest of the pod that explains the state.
+    Of a dead rank, that is a pod that did not end because of another one. Of a rank that does not start, it is a pod
+    that does not start.
+    """
+    if len(pods) == 1 and contract.LABEL_MEMBER not in ((pods[0].raw.get("metadata") or {}).get("labels") or {}):
+        return pods[0]
+    members = tuple(sorted(pods, key=lambda pod: pod.member))
+    first = members[0]
+    dead = [pod for pod in members if not pod.alive and (pod is first or pod.deleting or not _ended_in_order(pod))]
+    there = [pod for pod in members if pod.alive]
+    if dead:
+        shown = min(dead, key=lambda pod: (is_group_lost(pod.raw), pod.member))
+    else:
+        waiting = [pod for pod in there if not pod.ready]
+        blocked = [pod for pod in waiting if obstacle_of(pod.raw) is not None]
+        shown = (blocked or waiting or [first])[0]
+    return replace(
+        shown,
+        deleting=any(pod.deleting for pod in dead),
+        terminal=all(pod.terminal for pod in members),
+        ended=any(pod.ended for pod in dead),
+        ready=not dead and all(pod.ready for pod in there),
+        started=all(pod.started for pod in members),
+        members=members,
+    )
+
+
+def _ended_in_order(pod: PodView) -> bool:
+    return (terminated_state(pod.raw) or {}).get("exitCode") == 0
 
 
 def _view(raw: Manifest) -> PodView | None:
@@ -88,6 +151,7 @@ def _view(raw: Manifest) -> PodView | None:
         ended=terminal or terminated_state(raw) is not None,
         ready=(_ready(status) or {}).get("status") == "True",
         started=phase not in (None, "Pending"),
+        member=int(member) if _is_number(member := labels.get(contract.LABEL_MEMBER, "0")) else 0,
     )
 
 

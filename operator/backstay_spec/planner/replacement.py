@@ -15,17 +15,19 @@ The modules `promotion` and `standbys` decide about the standbys of shards.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Final
 
 from backstay_spec import contract, status
-from backstay_spec.actions import DeletePod, FoundDead
+from backstay_spec.actions import FoundDead, LookUpPod
 from backstay_spec.causes import Blocked, Cause, Obstacle, Verdict, obstacle_of, refusal_obstacle, verdict_of
 from backstay_spec.names import Slot
 from backstay_spec.planner import budgets, hung, leaving, promotion, standbys
-from backstay_spec.planner.creating import create, death_event, look_up, lost, try_again
-from backstay_spec.planner.effects import Decision, Effects, JobFailure, Obstructed
+from backstay_spec.planner.creating import LOOK_UP_RETRY, create, death_event, look_up, lost, try_again
+from backstay_spec.planner.deleting import deletions
+from backstay_spec.planner.effects import Creation, Decision, Effects, JobFailure, Obstructed
 from backstay_spec.planner.facts import Facts
 from backstay_spec.planner.pods import PodView, created_at, is_settled, silent_since
 from backstay_spec.planner.promotion import GONE
@@ -64,6 +66,8 @@ def _judge_slot(facts: Facts, record: Record, slot: Slot, *, held: bool = False)
     outlived = facts.outlived_suspension(slot)
     refused = pod is None and facts.refusal(slot, current) is not None
     if pod is not None and pod.alive and waits is None and not outlived:
+        if absent := facts.absent(slot, current):
+            return _judge_incomplete(facts, record, pod, absent, held=held)
         return _judge_living(facts, record, pod)
     if not facts.can_create or held:
         # A death is judged when the pod can be replaced: one status records the death and the replacement.
@@ -83,6 +87,36 @@ def _judge_slot(facts: Facts, record: Record, slot: Slot, *, held: bool = False)
             return Decision(record, Effects(wake=left.check_at))
         return _die(facts, record, pod, verdict_of(pod.raw))
     return _judge_unseen(facts, record, slot, current)
+
+
+def _judge_incomplete(facts: Facts, record: Record, pod: PodView, absent: Sequence[str], *, held: bool) -> Decision:
+    """Judge a rank of which some pods are not observed. A pod that could not be created is an obstacle and no death."""
+    slot, incarnation = pod.slot, pod.incarnation
+    decided = _judge_living(facts, record, pod)
+    if not facts.can_create or held or decided.record is not record or decided.effects.failure is not None:
+        return decided
+    by_name = dict(zip(facts.pod_names(slot, incarnation), facts.members(slot), strict=True))
+    again: list[int] = []
+    for name in absent:
+        member = by_name[name] or 0
+        if (refusal := facts.observed.refused.get(name)) is not None:
+            tried = try_again(facts, slot, incarnation, refusal)
+            again += [member] if tried.creations else []
+            obstacle = refusal_obstacle(refusal.reason, refusal.message)
+            since = refusal.since or refusal.at
+            decided = decided.also(Effects(obstructed=(Obstructed(slot, obstacle, since),), wake=tried.wake))
+            if obstacle.blocked.permanent:
+                text = f"{slot.text} (pod {name}) cannot be created: {obstacle.text}"
+                return decided.also(Effects(failure=JobFailure(obstacle.blocked, text)))
+        elif name not in facts.observed.missing:
+            decided = decided.also(Effects(actions=(LookUpPod(name),), wake=facts.now + LOOK_UP_RETRY))
+        elif name in facts.observed.witnessed or status.holds(facts.conditions, status.PODS_CREATED):
+            return Decision(record, _delete(pod, Cause.VANISHED)).then(_die(facts, record, pod, GONE))
+        else:  # it may never have existed, as in `_judge_unseen`
+            return Decision(record, _delete(pod, "Superseded")).then(_create(facts, record, slot, None))
+    if again:
+        decided = decided.also(Effects(creations=(Creation(slot, incarnation, members=tuple(again)),)))
+    return decided
 
 
 def _judge_living(facts: Facts, record: Record, pod: PodView) -> Decision:
@@ -141,6 +175,7 @@ def _end_hung(facts: Facts, record: Record, pod: PodView, found: hung.Hung) -> D
 
 def _judge_unseen(facts: Facts, record: Record, slot: Slot, incarnation: int) -> Decision:
     name = facts.pod_name(slot, incarnation)
+    every = facts.pod_names(slot, incarnation)
     refusal = facts.refusal(slot, incarnation)
     if refusal is not None:
         obstacle = refusal_obstacle(refusal.reason, refusal.message)
@@ -151,9 +186,9 @@ def _judge_unseen(facts: Facts, record: Record, slot: Slot, incarnation: int) ->
             text = f"{slot.text} (pod {name}) cannot be created: {obstacle.text}"
             return Decision(record, replace(effects, failure=JobFailure(obstacle.blocked, text)))
         return Decision(record, effects + try_again(facts, slot, incarnation, refusal))
-    if name not in facts.observed.missing:
+    if not facts.observed.missing.issuperset(every):
         return Decision(record, look_up(facts, slot, incarnation))
-    if not (status.holds(facts.conditions, status.PODS_CREATED) or name in facts.observed.witnessed):
+    if not (status.holds(facts.conditions, status.PODS_CREATED) or not facts.observed.witnessed.isdisjoint(every)):
         # It may never have existed: the operator can die between the status write and the create.
         return _create(facts, record, slot, None)
     backoff = budgets.backed_off(facts, record.backoff.get(slot.key), GONE, started=False)
@@ -189,7 +224,11 @@ def _die(facts: Facts, record: Record, pod: PodView, verdict: Verdict) -> Decisi
         decided = _create(facts, after, slot, verdict.cause)
     else:
         decided = Decision(after, Effects(wake=cost.wait))
-    return decided.also(lost(facts, decided.record, pod, verdict, cost))
+    # The other pods of its rank end too, or wait for it in a collective.
+    rest = (
+        Effects(actions=deletions(pod, hung.STALLED_GRACE, "GroupLost")) if pod.members and not pod.alive else Effects()
+    )
+    return decided.also(lost(facts, decided.record, pod, verdict, cost) + rest)
 
 
 def _create(facts: Facts, record: Record, slot: Slot, cause: Cause | None) -> Decision:
@@ -201,4 +240,4 @@ def _create(facts: Facts, record: Record, slot: Slot, cause: Cause | None) -> De
 
 
 def _delete(pod: PodView, reason: str) -> Effects:
-    return Effects(actions=(DeletePod(pod.name, pod.uid, hung.STALLED_GRACE, reason),))
+    return Effects(actions=deletions(pod, hung.STALLED_GRACE, reason))

@@ -8,8 +8,9 @@ from datetime import timedelta
 from typing import Any, Final
 
 from backstay_spec import contract, manifests, names
-from backstay_spec.actions import Action, CreateNetworkPolicy, CreateSecret, CreateService, DeletePod, PatchService
+from backstay_spec.actions import Action, CreateNetworkPolicy, CreateSecret, CreateService, PatchService
 from backstay_spec.planner.creating import REFUSED_RETRY
+from backstay_spec.planner.deleting import deletions
 from backstay_spec.planner.effects import Effects
 from backstay_spec.planner.facts import Facts
 from backstay_spec.planner.pods import PodView, is_deleting, is_owned
@@ -52,7 +53,11 @@ def _missing_policy(facts: Facts) -> Effects:
     for found in facts.observed.network_policies:
         if found["metadata"]["name"] == name and is_owned(found, meta.uid) and not is_deleting(found):
             return Effects()
-    return _if_due(facts, name, CreateNetworkPolicy(manifests.network_policy(meta, facts.settings)))
+    return _if_due(
+        facts,
+        name,
+        CreateNetworkPolicy(manifests.network_policy(meta, facts.settings, facts.spec.workers.pods_per_rank)),
+    )
 
 
 def _missing_services(facts: Facts, record: Record) -> Effects:
@@ -110,10 +115,11 @@ def with_old_address(facts: Facts, deleted: Collection[str]) -> Effects:
     current = list(facts.addresses)
     return Effects(
         actions=tuple(
-            DeletePod(pod.name, pod.uid, None, "AddressChanged")
+            action
             for pods in facts.pods.values()
             for pod in pods
-            if pod.alive and pod.uid not in deleted and (known := _addresses_of(pod)) and known != current
+            if pod.alive and (known := _addresses_of(pod)) and known != current
+            for action in deletions(pod, None, "AddressChanged", deleted)
         )
     )
 

@@ -8,6 +8,7 @@ from backstay_spec import contract, status
 from backstay_spec.actions import DeletePod
 from backstay_spec.events import normal
 from backstay_spec.names import Slot
+from backstay_spec.planner.deleting import deletions
 from backstay_spec.planner.effects import Effects
 from backstay_spec.planner.facts import Facts
 from backstay_spec.planner.record import Record
@@ -23,29 +24,30 @@ def judge(facts: Facts, record: Record, wanted: Collection[Slot], deleted: Colle
         wanted: the slots that the job has.
         deleted: uids of the pods that this plan deletes already.
     """
-    actions, events = [], []
+    actions: list[DeletePod] = []
+    events = []
     for slot in sorted(facts.pods, reverse=True):
         current, newest = record.current(slot), record.newest(slot)
         for pod in facts.pods[slot]:
             reason = ""
-            if pod.deleting:
-                continue
             if slot not in wanted:
                 if pod.ended or _has_left_world(facts, slot):
                     reason = "Superfluous"
             elif pod.incarnation < current and not pod.terminal:
-                reason = "Superseded" if pod.uid not in deleted else ""
+                reason = "Superseded"
             elif pod.incarnation < current - 1 or (pod.terminal and current < pod.incarnation < newest - 1):
                 reason = "Outdated"
-            if reason == "Superseded" and pod.alive and current > Record.of(facts.old).current(slot):
+            found = deletions(pod, None, reason, deleted, terminal=True) if reason else ()
+            if reason == "Superseded":
+                found = deletions(pod, None, reason, deleted)
+            if found and reason == "Superseded" and pod.alive and current > Record.of(facts.old).current(slot):
                 taken = facts.pod_name(slot, current)
                 events.append(
                     normal(
                         reason, f"{slot.text} is replaced as intended: {taken} fills the slot, so {pod.name} is deleted"
                     )
                 )
-            if reason:
-                actions.append(DeletePod(pod.name, pod.uid, None, reason))
+            actions += found
     return Effects(actions=tuple(actions), events=tuple(events))
 
 

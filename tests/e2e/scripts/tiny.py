@@ -50,7 +50,8 @@ def batches(key):
         time.sleep(PAUSE)
     while key.step >= HOLD_AT and not Path(GATE).exists():
         time.sleep(0.01)
-    if BEHAVE == "suicide" and FIRST and INDEX == "1" and key.step == 12:
+    own = os.environ.get("BACKSTAY_MEMBER", "") == os.environ.get("OF_MEMBER", "")
+    if BEHAVE == "suicide" and own and FIRST and INDEX == "1" and key.step == 12:
         os.kill(os.getpid(), signal.SIGKILL)
     x = key.rng.normal(size=(8, 6)).astype(np.float32)
     y = x[:, :3] * 2 + 1

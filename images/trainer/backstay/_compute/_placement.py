@@ -45,7 +45,7 @@ class Placement:
             shardings: where the arrays of the model lie, on a mesh of these devices; None: each device has all.
         """
         self._deterministic = deterministic
-        self.devices = list(devices) if devices is not None else jax.devices()
+        self.devices = list(devices) if devices is not None else jax.local_devices()
         self.spans = len({device.process_index for device in self.devices}) > 1
         mesh = Mesh(np.asarray(self.devices), (BATCH,)) if shardings is None else shardings.mesh
         self.everywhere = NamedSharding(mesh, partition_spec())
@@ -243,6 +243,6 @@ def placement_of(
     """
     if mesh is None and sharding is None:
         return Placement(devices, deterministic=deterministic)
-    made = mesh_of(mesh, list(devices) if devices is not None else jax.devices())
+    made = mesh_of(mesh, list(devices) if devices is not None else jax.local_devices())
     found = shardings_of(sharding, made, tree)
     return Placement(list(made.devices.flat), deterministic=deterministic, shardings=found)

@@ -7,23 +7,23 @@ aborts.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
 import socket
 import time
-from typing import Any, Final
+from typing import Any, Protocol
+
+from backstay_spec import contract
 
 from .._process import Environment, Stop, write_termination
 from .._transport import ALONE, TEXT, ControlClient, FollowingMember, LeadingMember, Members
-from ..errors import PeerLost, WaitedTooLong
+from ..errors import CheckpointError, ConfigurationError, PeerLost, WaitedTooLong
 
-__all__ = ["GROUP_LOST_EXIT", "form_rank"]
+__all__ = ["form_rank"]
 
 _LOG = logging.getLogger(__name__)
-
-GROUP_LOST_EXIT: Final = 81
-"""The exit code of a pod that ends because another pod of its rank is lost."""
 
 _AGAIN = 0.1  # seconds between two calls of shard 0's server
 _INITIALIZE = 60  # seconds; all members are connected when it begins
@@ -42,7 +42,9 @@ def form_rank(environment: Environment, stop: Stop) -> Members:
         return ALONE
     lost = _Lost(environment)
     peer, count = environment.peer, environment.members
-    control = ControlClient(environment.servers[:1], environment.credentials, peer, environment.timeouts)
+    place: _MeetingPlace = _StoredAddress(environment)
+    if environment.trained is None:
+        place = ControlClient(environment.servers[:1], environment.credentials, peer, environment.timeouts)
     try:
         members: LeadingMember | FollowingMember
         if environment.member == 0:
@@ -54,15 +56,51 @@ def form_rank(environment: Environment, stop: Stop) -> Members:
                 lost=lost,
                 interval=environment.timeouts.heartbeat,
             )
-            _lead(environment, leader, control, stop)
+            _lead(environment, leader, place, stop)
         else:
-            members = _follow(environment, control, stop, lost)
+            members = _follow(environment, place, stop, lost)
     finally:
-        control.close()
+        place.close()
     own = environment.pod_ip
     address = members.share("JAX coordinator", TEXT, lambda: _address(own, _free_port(own)))
     _initialize(environment, address)
     return members
+
+
+class _MeetingPlace(Protocol):
+    """Where the pods of a rank get the address of the first one: shard 0's server, or the checkpoint folder."""
+
+    def meet(self, address: str = "") -> str:
+        """See `ControlClient.meet`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class _StoredAddress:
+    """A file in the checkpoint folder, for a rank that is created after training. The servers have left then."""
+
+    def __init__(self, environment: Environment) -> None:
+        from .._checkpoint import open_folder
+
+        own = f"{environment.short_uid}-{environment.index}-{environment.incarnation}"
+        self._name, self._writes = f"address-of-rank-{own}", environment.member == 0
+        self._folder = open_folder(environment.checkpoint_uri or "")
+        self._written = ""
+
+    def meet(self, address: str = "") -> str:
+        try:
+            if address and address != self._written:
+                self._folder.replace(self._name, address.encode())
+                self._written = address
+            return address or self._folder.read(self._name).decode()
+        except (OSError, CheckpointError) as error:
+            raise PeerLost(f"the checkpoint folder: {error}") from error
+
+    def close(self) -> None:
+        if self._writes:
+            with contextlib.suppress(OSError, CheckpointError):
+                self._folder.delete(self._name)
 
 
 class _Lost:
@@ -76,27 +114,27 @@ class _Lost:
         text = f"pod {member} of {environment.role} {environment.index} is lost: {why}"
         _LOG.warning("%s", text)
         write_termination(environment.termination_log, {"reason": "GroupLost", "message": text})
-        os._exit(GROUP_LOST_EXIT)
+        os._exit(contract.GROUP_LOST_EXIT)
 
 
-def _lead(environment: Environment, leader: LeadingMember, control: ControlClient, stop: Stop) -> None:
-    """Report to shard 0's server where this pod listens, until all others are connected."""
+def _lead(environment: Environment, leader: LeadingMember, place: _MeetingPlace, stop: Stop) -> None:
+    """Report where this pod listens, until all others are connected."""
     address = _address(environment.pod_ip, leader.port)
     wait = _Meeting(environment, stop)
     while missing := leader.linked(_AGAIN):
         wait.check(f"pods {', '.join(map(str, missing))} of {environment.role} {environment.index} are not connected")
         try:
-            control.meet(address)
+            place.meet(address)
         except PeerLost as error:
-            _LOG.debug("shard 0's server does not answer: %s", error)
+            _LOG.debug("the address of this pod was not reported: %s", error)
 
 
-def _follow(environment: Environment, control: ControlClient, stop: Stop, lost: _Lost) -> FollowingMember:
+def _follow(environment: Environment, place: _MeetingPlace, stop: Stop, lost: _Lost) -> FollowingMember:
     wait = _Meeting(environment, stop)
     while True:
         wait.check(f"pod 0 of {environment.role} {environment.index} has not reported its address")
         try:
-            if address := control.meet():
+            if address := place.meet():
                 return FollowingMember(
                     address,
                     environment.peer,
@@ -148,12 +186,40 @@ def _initialize(environment: Environment, address: str) -> None:
     }
     initialize: Any = jax.distributed.initialize
     known = inspect.signature(initialize).parameters
-    initialize(
-        address,
-        environment.members,
-        environment.member,
-        **{name: value for name, value in wanted.items() if name in known},
-    )
+    _let_all_write()
+    options = {name: value for name, value in wanted.items() if name in known}
+    try:
+        initialize(address, environment.members, environment.member, **options)
+    except RuntimeError as error:
+        if "before" not in str(error):
+            raise
+        raise ConfigurationError(
+            "the script used a device of JAX before it called train. In a rank of several pods, JAX must first know "
+            "the other pods: compute in init, loss and batches, or after train"
+        ) from error
+
+
+def _let_all_write() -> None:
+    """Let each process write what it compiled to its cache, so that a replaced rank starts in half the time.
+
+    JAX writes in process 0 only. On the CPU the keys of the others differ, so they would compile again each time. JAX
+    has no setting for it (0.10.2); without the function that this replaces, a rank only starts later.
+    """
+    try:
+        from jax._src import compiler, distributed
+
+        write, state = compiler._cache_write, distributed.global_state
+    except (ImportError, AttributeError):
+        return
+
+    def written(*arguments: Any, **more: Any) -> Any:
+        own, state.process_id = state.process_id, 0
+        try:
+            return write(*arguments, **more)
+        finally:
+            state.process_id = own
+
+    compiler._cache_write = written
 
 
 def _until_it_listens(address: str) -> None:

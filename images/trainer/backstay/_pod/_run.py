@@ -87,6 +87,7 @@ def run(environment: Environment, script: Script, began: float, checkpoint: obje
         open_folder(environment.checkpoint_uri)
     _share_compilations()
     members = form_rank(environment, stop)
+    script = replace(script, spans=members.count > 1)
     use_devices(environment.role, os.environ)
     plan = script.plan(environment.config.shards, _wire_of(environment), environment.config.pods_per_rank)
     if environment.role == contract.ROLE_SERVER and environment.config.shards == 1 and not environment.standby:
@@ -117,6 +118,11 @@ def _work(pod: PodRunner) -> Result:
         write_termination(environment.termination_log, _last_message(worker))
         pod.stop.call_script()
         sys.exit(SIGTERM_EXIT)
+    except SystemExit as end:
+        if environment.members == 1:
+            raise
+        # The end of an interpreter would wait in JAX for the other pods, which wait for this one.
+        end_process(end.code if isinstance(end.code, int) else 1 if end.code else 0)
     except Exception as error:  # noqa: BLE001  # the end of this process
         fail(environment, error, {} if worker is None else worker.position)
     ended = {"step": result.step, "checkpoint": result.checkpoint or "", "metrics": dict(result.metrics)}

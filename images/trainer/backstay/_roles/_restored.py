@@ -68,6 +68,7 @@ def restored(
         metrics=evaluation,
         checkpoint=trained.checkpoint,
         rank=environment.index,
+        member=environment.member,
         average=average,
     )
 

@@ -98,6 +98,7 @@ class Script:
         optimizer: the optimizer of the updates, as the script gave it; `updates` is what computes them.
         damps: whether Async updates weigh contributions by their staleness, even without `update.stalenessDamping`.
         outer: describes the default outer optimizer for the log; empty: the default is not used.
+        spans: whether it uses the devices of all processes that JAX is connected to, and not only its own.
     """
 
     init: Callable[[Any], Any]
@@ -120,6 +121,7 @@ class Script:
     local: LocalSteps | None = None
     damps: bool = False
     outer: str = ""
+    spans: bool = False
     average: float | None = None
     frozen: Any = None
     mesh: MeshAxes | None = None
@@ -251,9 +253,12 @@ class Script:
         Raises:
             ConfigurationError: `mesh` or `sharding` is invalid, or does not fit the devices.
         """
+        import jax
+
         from .._compute import placement_of
 
-        return placement_of(self.beginning.tree, self.mesh, self.sharding, deterministic=self.deterministic)
+        devices = jax.devices() if self.spans else jax.local_devices()
+        return placement_of(self.beginning.tree, self.mesh, self.sharding, devices, deterministic=self.deterministic)
 
     def evaluation(self, params: Any, state: Any, placement: Placement | None = None) -> dict[str, float]:
         """The result of `evaluate`. Raises as `evaluation_of`.

@@ -415,6 +415,7 @@ class Worker:
             checkpoint=job.checkpoint or None,
             train_metrics=self._contributions.train_metrics,
             rank=self._rank,
+            member=self._members.member,
             average=average,
             history=self._contributions.history,
         )

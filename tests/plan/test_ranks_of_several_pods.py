@@ -1,0 +1,200 @@
+"""O2, O4: the pods of a rank are created together, and replaced together when one of them dies."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from backstay_spec import contract
+from backstay_spec.actions import CreatePod, DeletePod
+
+WORKER = contract.ROLE_WORKER
+GROUPS = {
+    "parameterServers": {"replicas": 1},
+    "workers": {"replicas": 2, "podsPerRank": 3},
+    "checkpoint": {"uri": "file:///c"},
+}
+
+
+def pods_of(cluster, rank, incarnation=1):
+    """The names of a rank's pods, in the order of members."""
+    found = {}
+    for name, pod in cluster.pods.items():
+        labels = pod["metadata"]["labels"]
+        own = labels[contract.LABEL_ROLE], labels[contract.LABEL_INDEX], labels[contract.LABEL_INCARNATION]
+        if own == (WORKER, str(rank), str(incarnation)):
+            found[int(labels[contract.LABEL_MEMBER])] = name
+    return [found[member] for member in sorted(found)]
+
+
+def end(cluster, name, code, message=""):
+    cluster.run(name)
+    cluster.end(name, code, message)
+
+
+def created(todo):
+    return [action.manifest["metadata"]["name"] for action in todo.actions if isinstance(action, CreatePod)]
+
+
+def deleted(todo):
+    return [action.name for action in todo.actions if isinstance(action, DeletePod)]
+
+
+def test_a_rank_has_its_pods_and_counts_once(running):
+    cluster = running(GROUPS)
+    names = pods_of(cluster, 1)
+    assert [name.rpartition("-")[0] for name in names] == [f"mnist-worker-1-{member}-1" for member in range(3)]
+    for member, name in enumerate(names):
+        (container,) = cluster.pods[name]["spec"]["containers"]
+        variables = {variable["name"]: variable.get("value") for variable in container["env"]}
+        assert variables[contract.ENV_MEMBER] == str(member)
+        assert json.loads(variables[contract.ENV_CONFIG])["pods_per_rank"] == 3
+    status = cluster.status
+    assert status["roles"]["Worker"] == {"desired": 2, "ready": 2, "restarts": 0, "disruptions": 0}
+    assert status["incarnations"] == {"parameter-server-0": 1, "worker-0": 1, "worker-1": 1}
+    assert status["replicas"] == 2
+    assert status["selector"].endswith("backstay.dev/role=worker,backstay.dev/member=0"), "for autoscalers"
+    (policy,) = cluster.policies.values()
+    open_to = policy["spec"]["ingress"][-1]
+    assert "ports" not in open_to, "JAX chooses its ports"
+    assert open_to["from"][0]["podSelector"]["matchLabels"][contract.LABEL_ROLE] == WORKER
+
+
+def test_a_rank_of_one_pod_is_named_and_guarded_as_before(running):
+    cluster = running({**GROUPS, "workers": {"replicas": 1}})
+    (name,) = [name for name in cluster.pods if "-worker-" in name]
+    assert name.startswith("mnist-worker-0-1-")
+    assert contract.LABEL_MEMBER not in cluster.pods[name]["metadata"]["labels"]
+    (policy,) = cluster.policies.values()
+    assert all("ports" in rule for rule in policy["spec"]["ingress"])
+
+
+@pytest.mark.parametrize("how", ["Preferred", "Required"])
+def test_the_pods_of_a_rank_lie_near_each_other(running, how):
+    """A new incarnation may lie elsewhere: the pods of the old one may still terminate on a lost node."""
+    scheduling = {"groupTopologyKey": "example.com/rack", "groupTopology": how}
+    cluster = running({**GROUPS, "scheduling": scheduling})
+    for name in pods_of(cluster, 1):
+        affinity = cluster.pods[name]["spec"]["affinity"]["podAffinity"]
+        if how == "Required":
+            (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]
+        else:
+            (preferred,) = affinity["preferredDuringSchedulingIgnoredDuringExecution"]
+            term = preferred["podAffinityTerm"]
+        assert term["topologyKey"] == "example.com/rack"
+        labels = cluster.pods[name]["metadata"]["labels"]
+        assert {contract.LABEL_INDEX, contract.LABEL_INCARNATION} < set(term["labelSelector"]["matchLabels"])
+        assert term["labelSelector"]["matchLabels"].items() <= labels.items()
+    assert all("affinity" not in pod["spec"] for name, pod in cluster.pods.items() if "-worker-" not in name)
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_the_death_of_one_pod_replaces_its_rank_and_is_charged_once(running, first):
+    cluster = running(GROUPS)
+    names = pods_of(cluster, 1)
+    cluster.end(names[first], 137)
+    todo = cluster.plan()
+    assert [name.rpartition("-")[0] for name in created(todo)] == [f"mnist-worker-1-{member}-2" for member in range(3)]
+    assert sorted(deleted(todo)) == sorted(set(names) - {names[first]})
+    (event,) = todo.events
+    assert event.reason == "Crashed"
+    assert f"(pod {names[first]}) died: exit code 137 (SIGKILL)" in event.message
+    (death,) = todo.deaths
+    assert (death.pod, death.charged) == (names[first], True)
+    cluster.apply(todo)
+    cluster.settle()
+    assert cluster.status["roles"]["Worker"]["restarts"] == 1
+    assert cluster.status["incarnations"]["worker-1"] == 2
+    assert cluster.status["incarnations"]["worker-0"] == 1
+
+
+def test_a_pod_that_ended_because_of_another_one_is_not_the_cause(running):
+    """The operator may see its end first."""
+    cluster = running(GROUPS)
+    names = pods_of(cluster, 0)
+    lost = json.dumps({"reason": "GroupLost", "message": "pod 2 of worker 0 is lost: the connection was closed"})
+    cluster.end(names[0], contract.GROUP_LOST_EXIT, lost)
+    cluster.end(names[1], 134, "JAX distributed service detected fatal errors: another task died")
+    cluster.end(names[2], 1, json.dumps({"reason": "ValueError", "message": "bad batch"}))
+    (event,) = cluster.plan().events
+    assert f"(pod {names[2]}) died: exit code 1: ValueError: bad batch" in event.message
+
+
+def test_pods_that_lost_each_other_are_a_disruption(running):
+    cluster = running(GROUPS)
+    for name in pods_of(cluster, 0):
+        cluster.end(name, contract.GROUP_LOST_EXIT)
+    (event,) = cluster.plan().events
+    assert event.reason == "Unresponsive"
+    assert "the pods of its rank lost each other" in event.message
+    cluster.settle()
+    assert cluster.status["roles"]["Worker"]["restarts"] == 0
+    assert cluster.status["roles"]["Worker"]["disruptions"] == 1
+
+
+def test_a_deleted_pod_is_a_disruption_of_its_rank(running):
+    cluster = running(GROUPS)
+    cluster.delete(pods_of(cluster, 1)[1])
+    cluster.settle()
+    assert cluster.status["roles"]["Worker"]["disruptions"] == 1
+    assert cluster.status["incarnations"]["worker-1"] == 2
+
+
+def test_a_pod_that_cannot_be_created_is_an_obstacle_and_no_death(make_cluster):
+    """A quota lets only some pods of a rank start. The others are tried again, with the same names."""
+    cluster = make_cluster(GROUPS)
+    cluster.refuse = {"mnist-worker-1-2-": ("Forbidden", "exceeded quota: gpus")}
+    cluster.settle()
+    assert len(pods_of(cluster, 1)) == 2
+    for _ in range(20):
+        cluster.tick(6)
+        cluster.settle()
+    assert cluster.status["incarnations"]["worker-1"] == 1
+    assert not cluster.deaths
+    assert "exceeded quota" in cluster.condition("PodsReady")["message"]
+    cluster.refuse = {}
+    cluster.tick(6)
+    cluster.settle()
+    assert len(pods_of(cluster, 1)) == 3
+    assert cluster.status["incarnations"]["worker-1"] == 1
+
+
+def test_a_vanished_pod_replaces_its_rank_once(running):
+    cluster = running(GROUPS)
+    cluster.vanish(pods_of(cluster, 0)[1])
+    cluster.settle()
+    assert cluster.status["incarnations"]["worker-0"] == 2
+    assert cluster.status["roles"]["Worker"]["disruptions"] == 1
+    assert len(pods_of(cluster, 0, 2)) == 3
+
+
+def test_scaling_down_removes_whole_ranks(running):
+    cluster = running(GROUPS)
+    cluster.edit(workers={"replicas": 1})
+    cluster.answer(world=1, step=3)
+    cluster.settle()
+    assert cluster.status["roles"]["Worker"]["desired"] == 1
+    assert not [name for name in pods_of(cluster, 1) if name in cluster.living()]
+    assert len([name for name in pods_of(cluster, 0) if name in cluster.living()]) == 3
+
+
+def test_a_pod_that_ends_in_order_before_the_first_one_has_not_died(running):
+    """After training, the pods of a rank end in any order."""
+    cluster = running(GROUPS)
+    cluster.end(pods_of(cluster, 1)[2], 0)
+    todo = cluster.plan()
+    assert not created(todo)
+    assert not todo.deaths
+
+
+def test_a_suspended_job_has_no_pods(running):
+    cluster = running(GROUPS)
+    cluster.edit(runPolicy={"suspend": True})
+    for _ in range(6):
+        cluster.settle()
+        cluster.bury()
+    assert not cluster.living()
+    cluster.edit(runPolicy={"suspend": False})
+    cluster.settle()
+    assert len(pods_of(cluster, 0, 2)) == len(pods_of(cluster, 1, 2)) == 3
