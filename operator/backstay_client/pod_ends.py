@@ -62,8 +62,9 @@ async def until_stopped(
     except TimeoutError:
         if not limit.expired():  # one call took too long
             raise
-        late = "pods of {} still run after {:.0f} s, or the operator has not reported their end"
-        raise PodsRemain(late.format(name, STORING_SECONDS)) from None
+        raise PodsRemain(
+            f"pods of {name} still run after {STORING_SECONDS:.0f} s, or the operator has not reported their end"
+        ) from None
 
 
 async def _has_pods(cluster: FoundCluster, namespace: str, name: str) -> bool:

@@ -24,6 +24,7 @@ from backstay_spec import contract, status
 from backstay_spec.actions import FoundDead, LookUpPod
 from backstay_spec.causes import Blocked, Cause, Obstacle, Verdict, obstacle_of, refusal_obstacle, verdict_of
 from backstay_spec.names import Slot
+from backstay_spec.observed import RefusedCreate
 from backstay_spec.planner import budgets, hung, leaving, promotion, standbys
 from backstay_spec.planner.creating import LOOK_UP_RETRY, create, death_event, look_up, lost, try_again
 from backstay_spec.planner.deleting import deletions
@@ -100,14 +101,9 @@ def _judge_incomplete(facts: Facts, record: Record, pod: PodView, absent: Sequen
     for name in absent:
         member = by_name[name] or 0
         if (refusal := facts.observed.refused.get(name)) is not None:
-            tried = try_again(facts, slot, incarnation, refusal)
-            again += [member] if tried.creations else []
-            obstacle = refusal_obstacle(refusal.reason, refusal.message)
-            since = refusal.since or refusal.at
-            decided = decided.also(Effects(obstructed=(Obstructed(slot, obstacle, since),), wake=tried.wake))
-            if obstacle.blocked.permanent:
-                text = f"{slot.text} (pod {name}) cannot be created: {obstacle.text}"
-                return decided.also(Effects(failure=JobFailure(obstacle.blocked, text)))
+            found = _not_created(facts, slot, incarnation, name, refusal)
+            again += [member] if found.creations else []
+            decided = decided.also(replace(found, creations=()))
         elif name not in facts.observed.missing:
             decided = decided.also(Effects(actions=(LookUpPod(name),), wake=facts.now + LOOK_UP_RETRY))
         elif name in facts.observed.witnessed or status.holds(facts.conditions, status.PODS_CREATED):
@@ -178,14 +174,7 @@ def _judge_unseen(facts: Facts, record: Record, slot: Slot, incarnation: int) ->
     every = facts.pod_names(slot, incarnation)
     refusal = facts.refusal(slot, incarnation)
     if refusal is not None:
-        obstacle = refusal_obstacle(refusal.reason, refusal.message)
-        created = facts.conditions.get(status.PODS_CREATED)
-        since = created.last_transition_time if created is not None and created.status == "False" else facts.now
-        effects = Effects(obstructed=(Obstructed(slot, obstacle, since),))
-        if obstacle.blocked.permanent:
-            text = f"{slot.text} (pod {name}) cannot be created: {obstacle.text}"
-            return Decision(record, replace(effects, failure=JobFailure(obstacle.blocked, text)))
-        return Decision(record, effects + try_again(facts, slot, incarnation, refusal))
+        return Decision(record, _not_created(facts, slot, incarnation, name, refusal))
     if not facts.observed.missing.issuperset(every):
         return Decision(record, look_up(facts, slot, incarnation))
     if not (status.holds(facts.conditions, status.PODS_CREATED) or not facts.observed.witnessed.isdisjoint(every)):
@@ -198,6 +187,18 @@ def _judge_unseen(facts: Facts, record: Record, slot: Slot, incarnation: int) ->
     death = FoundDead(slot.role, slot.index, incarnation, name, GONE.cause, charged=False)
     event = death_event(facts, decided.record, slot, incarnation, GONE, wait)
     return decided.also(Effects(events=(event,), deaths=(death,)))
+
+
+def _not_created(facts: Facts, slot: Slot, incarnation: int, name: str, refusal: RefusedCreate) -> Effects:
+    """The obstacle of a slot whose pod `name` the API server has refused, and the next attempt to create it."""
+    obstacle = refusal_obstacle(refusal.reason, refusal.message)
+    created = facts.conditions.get(status.PODS_CREATED)
+    since = created.last_transition_time if created is not None and created.status == "False" else facts.now
+    effects = Effects(obstructed=(Obstructed(slot, obstacle, since),))
+    if obstacle.blocked.permanent:
+        text = f"{slot.text} (pod {name}) cannot be created: {obstacle.text}"
+        return replace(effects, failure=JobFailure(obstacle.blocked, text))
+    return effects + try_again(facts, slot, incarnation, refusal)
 
 
 def _row_of_deaths(record: Record, slot: Slot) -> tuple[Obstructed, ...]:
@@ -224,11 +225,9 @@ def _die(facts: Facts, record: Record, pod: PodView, verdict: Verdict) -> Decisi
         decided = _create(facts, after, slot, verdict.cause)
     else:
         decided = Decision(after, Effects(wake=cost.wait))
-    # The other pods of its rank end too, or wait for it in a collective.
-    rest = (
-        Effects(actions=deletions(pod, hung.STALLED_GRACE, "GroupLost")) if pod.members and not pod.alive else Effects()
-    )
-    return decided.also(lost(facts, decided.record, pod, verdict, cost) + rest)
+    # The other pods of its rank end too, or wait for it in a collective. They are deleted already if it lived.
+    rest = () if pod.alive else deletions(pod, hung.STALLED_GRACE, "GroupLost", {pod.uid})
+    return decided.also(lost(facts, decided.record, pod, verdict, cost) + Effects(actions=rest))
 
 
 def _create(facts: Facts, record: Record, slot: Slot, cause: Cause | None) -> Decision:

@@ -37,9 +37,7 @@ def judge(facts: Facts, record: Record, wanted: Collection[Slot], deleted: Colle
                 reason = "Superseded"
             elif pod.incarnation < current - 1 or (pod.terminal and current < pod.incarnation < newest - 1):
                 reason = "Outdated"
-            found = deletions(pod, None, reason, deleted, terminal=True) if reason else ()
-            if reason == "Superseded":
-                found = deletions(pod, None, reason, deleted)
+            found = deletions(pod, None, reason, deleted, terminal=reason != "Superseded") if reason else ()
             if found and reason == "Superseded" and pod.alive and current > Record.of(facts.old).current(slot):
                 taken = facts.pod_name(slot, current)
                 events.append(

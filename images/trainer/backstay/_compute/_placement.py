@@ -26,7 +26,7 @@ class Placement:
     Attributes:
         devices: the devices of this process.
         everywhere: the sharding of arrays that every device has whole.
-        divided: whether an array of the model is divided over them.
+        divided: whether an array of the model is divided over them, or belongs to devices of several processes.
         spans: whether devices of other processes belong to it. Then all processes call each method with the same
             values, and the arrays that they get are of all devices.
     """
@@ -53,7 +53,7 @@ class Placement:
         self._split = NamedSharding(mesh, partition_spec(axes))
         self._parts = math.prod(mesh.shape[axis] for axis in axes)
         self._mesh, self._shardings = mesh, shardings
-        self.divided = shardings is not None and shardings.divided
+        self.divided = self.spans or (shardings is not None and shardings.divided)
         self._warned = False
 
     def tracing(self) -> AbstractContextManager[Any]:
@@ -123,7 +123,7 @@ class Placement:
         Args:
             model: a pytree with the leaves of the model in their order, or only with those of the parameters.
         """
-        if self.divided or self.spans:
+        if self.divided:
             return self.divide(model)
         # Arrays that came through pinned memory are bound to one device; a script may use them on all.
         free = jax.tree_util.tree_map(
@@ -134,8 +134,7 @@ class Placement:
     def divide(self, model: Any) -> Any:
         """The same tree, divided over the devices; unchanged if the model is not divided. `model`: see `for_script`."""
         leaves, structure = jax.tree_util.tree_flatten(model)
-        apart = self.divided or self.spans
-        return jax.tree_util.tree_unflatten(structure, self.leaves(leaves)) if apart else model
+        return jax.tree_util.tree_unflatten(structure, self.leaves(leaves)) if self.divided else model
 
     def _put(self, leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
         """

@@ -42,9 +42,11 @@ def form_rank(environment: Environment, stop: Stop) -> Members:
         return ALONE
     lost = _Lost(environment)
     peer, count = environment.peer, environment.members
-    place: _MeetingPlace = _StoredAddress(environment)
+    place: _MeetingPlace
     if environment.trained is None:
         place = ControlClient(environment.servers[:1], environment.credentials, peer, environment.timeouts)
+    else:
+        place = _StoredAddress(environment)
     try:
         members: LeadingMember | FollowingMember
         if environment.member == 0:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ._alone import ALONE
 from ._forms import FLAG, TEXT, Form, messages
-from ._group import FollowingMember, LeadingMember, MemberLost, Members
+from ._group import FollowingMember, LeadingMember, Members
+from ._line import MemberLost
 from ._pulled import pulled_together
 
 __all__ = [

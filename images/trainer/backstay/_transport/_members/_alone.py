@@ -6,16 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
 from ._forms import Form
+from ._group import Members
 
 __all__ = ["ALONE"]
 
 _T = TypeVar("_T")
 
 
-class _Alone:
-    """The only member of a rank; see `Members`."""
-
-    member, count = 0, 1
+class _Alone(Members):
+    """The only member of a rank. Its values and errors stay as they are."""
 
     def share(self, point: str, form: Form[_T], make: Callable[[], _T]) -> _T:
         del point, form
@@ -43,4 +42,4 @@ class _Alone:
         pass
 
 
-ALONE: Final = _Alone()
+ALONE: Final = _Alone(0, 1)
