@@ -187,6 +187,9 @@ class Job:
             **self.environment,
             **(environment or {}),
         }
+        for pod in self.pods:
+            if pod.ports == ports and pod.process.killed:  # its ports are free once its memory is
+                pod.process.wait(SECONDS)
         process = self.forker.start(self._argv, variables, log)
         metrics, control_service = f"{self.address}:{ports.metrics}", f"{self.address}:{ports.control}"
         pod = Pod(name, role, index, incarnation, process, log, termination, metrics, control_service, ports, self)

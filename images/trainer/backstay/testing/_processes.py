@@ -36,12 +36,13 @@ class PodProcess:
     Attributes:
         pid: its number.
         signalled: whether this object has sent it a signal that ends it, so that its end is expected.
+        killed: whether that was SIGKILL, so that it ends soon.
     """
 
     def __init__(self, process: Process) -> None:
         self._process = process
         self.pid = process.pid
-        self.signalled = False
+        self.signalled = self.killed = False
 
     @property
     def returncode(self) -> int | None:
@@ -65,6 +66,7 @@ class PodProcess:
         """Nothing happens when it has ended."""
         if self.returncode is None:
             self.signalled = self.signalled or number in _ENDING
+            self.killed = self.killed or number == signal.SIGKILL
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
