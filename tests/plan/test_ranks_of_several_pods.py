@@ -121,6 +121,28 @@ def test_a_pod_that_ended_because_of_another_one_is_not_the_cause(running):
     assert f"(pod {names[2]}) died: exit code 1: ValueError: bad batch" in event.message
 
 
+@pytest.mark.parametrize("comes", [True, False])
+def test_the_pod_that_has_the_cause_may_be_seen_last(running, comes):
+    """It was not charged when the kubelet reported the other pods first. On a lost node nothing is reported."""
+    cluster = running(GROUPS)
+    names = pods_of(cluster, 0)
+    for name in names[:2]:
+        cluster.end(name, contract.GROUP_LOST_EXIT)
+    todo = cluster.plan()
+    assert not todo.events
+    assert not todo.actions
+    assert 0 < todo.requeue_after.total_seconds() <= 5
+    if comes:
+        cluster.end(names[2], 137)
+    else:
+        cluster.tick(todo.requeue_after.total_seconds())
+    (event,) = cluster.plan().events
+    assert event.reason == ("Crashed" if comes else "Unresponsive")
+    assert (f"(pod {names[2]}) died" in event.message) == comes
+    cluster.settle()
+    assert cluster.status["roles"]["Worker"]["restarts"] == int(comes)
+
+
 def test_pods_that_lost_each_other_are_a_disruption(running):
     cluster = running(GROUPS)
     for name in pods_of(cluster, 0):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
-from typing import Any
+from datetime import datetime, timedelta
+from typing import Any, Final
 
 from backstay_spec import contract
 from backstay_spec.causes import (
@@ -19,6 +19,8 @@ from backstay_spec.causes import (
 from backstay_spec.goodput import WorkerPod, is_measured
 from backstay_spec.names import ROLE_OF_LABEL, Slot
 from backstay_spec.observed import Manifest, Progress
+
+_CAUSE_WAIT: Final = timedelta(seconds=5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +183,18 @@ def ended_at(view: PodView) -> datetime | None:
     """When its container `trainer` ended."""
     state = terminated_state(view.raw)
     return parse_time(state.get("finishedAt")) if state is not None else None
+
+
+def cause_due(view: PodView) -> datetime | None:
+    """When the pod that ended a rank is known at the latest; None: it is known, or there is no such pod.
+
+    The pods of a rank end within milliseconds of each other, but each kubelet reports its own. The pod that has the
+    cause may still seem to run. On a lost node it does so for long.
+    """
+    if not view.members or not is_group_lost(view.raw) or all(pod.ended or pod.deleting for pod in view.members):
+        return None
+    ends = [at for pod in view.members if (at := ended_at(pod)) is not None]
+    return min(ends) + _CAUSE_WAIT if ends else None
 
 
 def worker_pods(pods: Iterable[Manifest], uid: str, now: datetime) -> list[WorkerPod]:

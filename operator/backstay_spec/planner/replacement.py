@@ -30,7 +30,7 @@ from backstay_spec.planner.creating import LOOK_UP_RETRY, create, death_event, l
 from backstay_spec.planner.deleting import deletions
 from backstay_spec.planner.effects import Creation, Decision, Effects, JobFailure, Obstructed
 from backstay_spec.planner.facts import Facts
-from backstay_spec.planner.pods import PodView, created_at, is_settled, silent_since
+from backstay_spec.planner.pods import PodView, cause_due, created_at, is_settled, silent_since
 from backstay_spec.planner.promotion import GONE
 from backstay_spec.planner.record import Record
 
@@ -86,6 +86,9 @@ def _judge_slot(facts: Facts, record: Record, slot: Slot, *, held: bool = False)
         left = leaving.judge(facts, pod)
         if left.in_order:
             return Decision(record, Effects(wake=left.check_at))
+        cause_by = cause_due(pod)
+        if cause_by is not None and facts.now < cause_by:
+            return Decision(record, Effects(wake=cause_by))
         return _die(facts, record, pod, verdict_of(pod.raw))
     return _judge_unseen(facts, record, slot, current)
 
