@@ -72,27 +72,39 @@ def init(key):
     }
 
 
-def logits(params, tokens):
-    def norm(x, scale):
-        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+def norm(x, scale):
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
 
-    batch, length = tokens.shape
+
+def embed(params, tokens):
+    length = tokens.shape[1]
     x = params["place"][:length]
     for back, table in enumerate(params["embed"]):
         x = x + jnp.pad(table[tokens], ((0, 0), (back, 0), (0, 0)))[:, :length]
-    for block in params["blocks"]:
-        q, k, v = jnp.split(norm(x, block["norm1"]) @ block["qkv"], 3, -1)
-        heads = (batch, length, HEADS, WIDTH // HEADS)
-        mixed = jax.nn.dot_product_attention(q.reshape(heads), k.reshape(heads), v.reshape(heads), is_causal=True)
-        x = x + mixed.reshape(batch, length, WIDTH) @ block["out"]
-        x = x + jax.nn.gelu(norm(x, block["norm2"]) @ block["up"]) @ block["down"]
-    return norm(x, params["norm"]) @ params["embed"][0].T
+    return x
+
+
+def apply(block, x):
+    batch, length, _ = x.shape
+    heads = (norm(x, block["norm1"]) @ block["qkv"]).reshape(batch, length, HEADS, 3, WIDTH // HEADS)
+    q, k, v = (heads[:, :, :, one] for one in range(3))
+    mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    x = x + mixed.reshape(batch, length, WIDTH) @ block["out"]
+    return x + jax.nn.gelu(norm(x, block["norm2"]) @ block["up"]) @ block["down"]
+
+
+def bits(params, x, targets):
+    """The loss of what the last block has returned, and its metric."""
+    out = norm(x, params["norm"]) @ params["embed"][0].T
+    nats = optax.softmax_cross_entropy_with_integer_labels(out, targets).mean()
+    return nats, {"bits_per_byte": nats / jnp.log(2)}
 
 
 def loss(params, windows):
-    out = logits(params, windows[:, :-1])
-    nats = optax.softmax_cross_entropy_with_integer_labels(out, windows[:, 1:]).mean()
-    return nats, {"bits_per_byte": nats / jnp.log(2)}
+    x = embed(params, windows[:, :-1])
+    for block in params["blocks"]:
+        x = apply(block, x)
+    return bits(params, x, windows[:, 1:])
 
 
 def evaluate(params):
