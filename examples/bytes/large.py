@@ -1,8 +1,8 @@
-"""The transformer of train.py, divided over the devices of a rank: its arrays, its heads or its layers.
+"""The transformer of train.py, whose arrays, heads or layers are divided over the devices of a rank.
 
-With four devices of a CPU in one process:
-XLA_FLAGS=--xla_force_host_platform_device_count=4 python large.py --layout pipeline
-As a job whose ranks have two pods: backstay run large.yaml
+In one process: python large.py --layout pipeline    As a job: backstay run large.yaml
+
+A CPU needs XLA_FLAGS=--xla_force_host_platform_device_count=4 to have several devices.
 """
 
 import argparse
@@ -63,14 +63,14 @@ def loss_of(layers):
 
 
 def of_heads(mesh, shapes):
-    """Tensor parallelism: each device has some heads, and some of the units between `up` and `down`."""
+    """Each device has some heads, and some of the units between `up` and `down`. This is tensor parallelism."""
     columns, rows = PartitionSpec(None, None, "model"), PartitionSpec(None, "model")
     blocks = {"qkv": columns, "out": rows, "up": columns, "down": rows, "norm1": None, "norm2": None}
     return {"embed": None, "place": None, "blocks": blocks, "norm": None}
 
 
 def of_layers(mesh, shapes):
-    """Pipeline parallelism: each stage has its blocks."""
+    """Each stage has its blocks. This is pipeline parallelism."""
     return {"embed": None, "place": None, "blocks": PartitionSpec("stage"), "norm": None}
 
 

@@ -271,16 +271,18 @@ class WorkerSeconds(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., seconds: _Optional[_Iterable[float]] = ..., version: _Optional[int] = ..., unsaved: _Optional[float] = ..., ago: _Optional[float] = ...) -> None: ...
 
 class Doing(_message.Message):
-    __slots__ = ("point", "step", "has_step", "seconds")
+    __slots__ = ("point", "step", "has_step", "seconds", "member")
     POINT_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     HAS_STEP_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
     point: str
     step: int
     has_step: bool
     seconds: float
-    def __init__(self, point: _Optional[str] = ..., step: _Optional[int] = ..., has_step: bool = ..., seconds: _Optional[float] = ...) -> None: ...
+    member: int
+    def __init__(self, point: _Optional[str] = ..., step: _Optional[int] = ..., has_step: bool = ..., seconds: _Optional[float] = ..., member: _Optional[int] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
     __slots__ = ("world", "done", "incarnations", "failed", "checkpoint", "checkpoint_step", "already_complete", "evaluation", "clock", "spans")
@@ -877,7 +879,7 @@ class Frame(_message.Message):
     def __init__(self, push_begin: _Optional[_Union[PushBegin, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., params_begin: _Optional[_Union[ParamsBegin, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ..., received: _Optional[_Union[Received, _Mapping]] = ..., replica: _Optional[_Union[Replica, _Mapping]] = ..., to_coordinator: _Optional[_Union[ShardMessage, _Mapping]] = ..., to_shard: _Optional[_Union[CoordinatorMessage, _Mapping]] = ..., member: _Optional[_Union[MemberMessage, _Mapping]] = ...) -> None: ...
 
 class MemberMessage(_message.Message):
-    __slots__ = ("number", "point", "value", "error", "code", "text", "answer")
+    __slots__ = ("number", "point", "value", "error", "code", "text", "answer", "doing", "waits", "stacks")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     POINT_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -885,6 +887,9 @@ class MemberMessage(_message.Message):
     CODE_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
+    DOING_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
+    STACKS_FIELD_NUMBER: _ClassVar[int]
     number: int
     point: str
     value: bytes
@@ -892,7 +897,10 @@ class MemberMessage(_message.Message):
     code: str
     text: str
     answer: bool
-    def __init__(self, number: _Optional[int] = ..., point: _Optional[str] = ..., value: _Optional[bytes] = ..., error: _Optional[str] = ..., code: _Optional[str] = ..., text: _Optional[str] = ..., answer: bool = ...) -> None: ...
+    doing: Doing
+    waits: bool
+    stacks: str
+    def __init__(self, number: _Optional[int] = ..., point: _Optional[str] = ..., value: _Optional[bytes] = ..., error: _Optional[str] = ..., code: _Optional[str] = ..., text: _Optional[str] = ..., answer: bool = ..., doing: _Optional[_Union[Doing, _Mapping]] = ..., waits: bool = ..., stacks: _Optional[str] = ...) -> None: ...
 
 class Replica(_message.Message):
     __slots__ = ("state", "array", "whole", "mean", "commit", "held", "alive")

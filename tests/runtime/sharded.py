@@ -77,13 +77,14 @@ def batches(key):
         raise ZeroDivisionError("no batch")
     if key.step == int(os.environ.get("HOLD", "-1")) and not Path(os.environ["LET"]).exists():
         print(f"held at step {key.step}", flush=True)
-        while not Path(os.environ["LET"]).exists():
-            time.sleep(0.01)
+        wait()
     x = key.rng.normal(size=(8, 32))
     return x, np.sin(x[:, :3])
 
 
 def evaluate(params, state):
+    if "EVALUATE" in os.environ:
+        raise ZeroDivisionError("no metrics")
     x = np.linspace(-1, 1, 8 * 32).reshape(8, 32)
     error, _ = jax.jit(loss)(params, state, (x, np.sin(x[:, :3])))  # the pipeline needs its mesh
     return {"error": float(error)}
@@ -120,9 +121,24 @@ def settings(kind, more):
     return fixed | LAYOUTS[kind] | MORE[more]
 
 
+def wait():
+    while not Path(os.environ["LET"]).exists():
+        time.sleep(0.01)
+
+
 def store(result, place):
+    after = os.environ.get("AFTER", "")
+    if after == "raise":
+        raise ZeroDivisionError("no result")
+    if after == "hold gather":
+        print("held after training", flush=True)
+        wait()
     params, state = backstay.gather((result.params, result.state))
     np.savez(place, **params, **state, **result.metrics)
+    print("stored", flush=True)
+    if after == "hold end":
+        print("held after training", flush=True)
+        wait()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from backstay import _instrument
 from backstay._checkpoint import PosixFolder, Records
-from backstay._process import HANGS, _hanging, hang_report
+from backstay._process import HANGS, _hanging, hang_report, script_stacks
 from backstay._report._black_box import BlackBox, updated
 from backstay._report._timeline import SpanCollector
 from backstay._transport._control._spans import columns
@@ -202,6 +202,29 @@ def test_only_a_pod_that_does_the_same_for_long_hangs() -> None:
     found = hang_report(doing, 112.3)
     assert found is not None
     assert found.doing == "batch_wait of step 7, for 12.3 s"
+    other = hang_report(_instrument.Doing("batch_wait", 7, 100.0, member=2), 112.3, "Pod 2:\nFile x")
+    assert other is not None
+    assert (other.doing, other.stacks[:14]) == ("pod 2: batch_wait of step 7, for 12.3 s", "Pod 2:\nFile x\n")
+
+
+def test_the_threads_that_run_the_script_are_shown_alone() -> None:
+    ended = threading.Event()
+
+    def in_script() -> None:
+        ended.wait(LONG)
+
+    threads = [threading.Thread(target=in_script, name="batches"), threading.Thread(target=ended.wait, name="idle")]
+    for thread in threads:
+        thread.start()
+    try:
+        shown = script_stacks()
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+    assert "Thread batches:" in shown
+    assert "in in_script" in shown.partition("Thread batches:\n")[2].splitlines()[0], "not how the thread was started"
+    assert "idle" not in shown
 
 
 def test_a_server_that_takes_over_makes_the_reports_that_are_missing(tmp_path: Path) -> None:

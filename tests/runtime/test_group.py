@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from between import LONG, until
 
 from backstay._faults import ENV_FAULTS
 from backstay._process import SIGTERM_EXIT
@@ -19,6 +21,7 @@ from backstay_spec import contract
 
 JAX_ABORTS, GROUP_LOST_EXIT = 134, contract.GROUP_LOST_EXIT
 SCRIPT = Path(__file__).with_name("sharded.py")
+EXAMPLE = Path(__file__).parents[2] / "examples/bytes/large.py"
 
 
 class GroupJob(Job):
@@ -49,13 +52,15 @@ class GroupJob(Job):
 
 @pytest.fixture
 def group(tmp_path: Path, parent: Forker) -> Iterator[Any]:
-    """Makes jobs: ``group(kind, more, devices=2, shards=1, workers=1, **config)``."""
+    """Makes jobs: ``group(kind, more, devices=2, command=(script, ...), shards=1, workers=1, **config)``."""
     made: list[GroupJob] = []
 
-    def make(kind: str, more: str = "", *, devices: int = 2, **config: Any) -> GroupJob:
+    def make(
+        kind: str, more: str = "", *, devices: int = 2, command: Sequence[str] = (str(SCRIPT),), **config: Any
+    ) -> GroupJob:
         folder = tmp_path / f"job-{len(made)}"
         folder.mkdir()
-        job = GroupJob([sys.executable, str(SCRIPT)], folder, parent, **config)
+        job = GroupJob([sys.executable, *command], folder, parent, **config)
         job.environment = {"KIND": kind, "MORE": more, "DEVICES": str(devices), "DEVICES_OF_PARAMETER-SERVER": "1"}
         made.append(job)
         return job
@@ -75,6 +80,12 @@ def trained(job: GroupJob) -> dict[str, np.ndarray]:
     for other in found[1:]:
         assert all((found[0][name] == other[name]).all() for name in found[0])
     return found[0]
+
+
+def page(server: Pod) -> str:
+    """The status page of shard 0's server."""
+    with urllib.request.urlopen(f"http://{server.metrics}/status", timeout=LONG) as answer:
+        return str(answer.read().decode())
 
 
 def ends_too(pod: Pod) -> None:
@@ -201,6 +212,79 @@ def test_t8_a_stopped_pod_ends_its_rank(group: Any) -> None:
     same(job.params(again[0]), trained(group("", devices=1)))
 
 
+def test_t8_the_pod_that_others_wait_for_is_named_with_its_stack(group: Any) -> None:
+    """The other pod waits in a collective, which has no name for it."""
+    job = group("fsdp", devices=1, pods_per_rank=2)
+    server = job.server(0, 1)
+    waits = job.start(contract.ROLE_WORKER, 0, 1, environment={contract.ENV_MEMBER: "0"})
+    held = job.start(contract.ROLE_WORKER, 0, 1, environment={contract.ENV_MEMBER: "1", "HOLD": "2"})
+    job.wait_for(waits, "pod 1: waits for its input batch (step 2)")
+    said = waits.output().partition("nothing has changed in the pods of this rank for ")[2]
+    assert "pod 0: computes (step 2)" in said
+    assert "in batches" in said.partition("Pod 1:\nThread backstay-batches-0:\n")[2]
+    until(lambda: "pod 1 of worker 0 waits for its input batch" in page(server), "the server's page names it too")
+    (job.folder / "let").touch()
+    assert [pod.wait() for pod in (waits, held, server)] == [0] * 3
+    assert waits.output().count("nothing has changed") == 1
+
+
+@pytest.mark.parametrize("raises", [0, 1])
+def test_an_exception_after_training_in_one_pod_ends_the_other(group: Any, raises: int) -> None:
+    """The other one waits for it in a collective, or at its end."""
+    job = group("fsdp", devices=1, pods_per_rank=2)
+    server = job.server(0, 1)
+    pods = [
+        job.start(contract.ROLE_WORKER, 0, 1, environment={contract.ENV_MEMBER: str(member), **more})
+        for member, more in ((raises, {"AFTER": "raise"}), (1 - raises, {}))
+    ]
+    job.may_end_with(1, GROUP_LOST_EXIT, JAX_ABORTS)
+    assert pods[0].wait() == 1
+    assert pods[0].final_message()["result"] == "AfterTrainingFailed"
+    ends_too(pods[1])
+    assert server.wait() == 0
+
+
+def test_an_evaluate_that_raises_in_one_pod_ends_the_other(group: Any) -> None:
+    """The other one waits for it in a collective of `evaluate`."""
+    job = group("fsdp", devices=1, pods_per_rank=2)
+    server = job.server(0, 1)
+    waits = job.start(contract.ROLE_WORKER, 0, 1, environment={contract.ENV_MEMBER: "0"})
+    raises = job.start(contract.ROLE_WORKER, 0, 1, environment={contract.ENV_MEMBER: "1", "EVALUATE": "raise"})
+    job.may_end_with(1, GROUP_LOST_EXIT, JAX_ABORTS)
+    assert raises.wait() == 1
+    said = "evaluate raised in pod 1 of worker 0, and not in all others: ZeroDivisionError: no metrics"
+    assert raises.final_message()["message"] == said
+    ends_too(waits)
+    assert server.process.poll() is None
+
+
+def test_an_evaluate_that_raises_in_all_pods_costs_the_metrics(group: Any) -> None:
+    job = group("fsdp", devices=1, pods_per_rank=2)
+    job.environment["EVALUATE"] = "raise"
+    server, pods = job.server(0, 1), job.rank(0)
+    assert [pod.wait() for pod in (*pods, server)] == [0] * 3
+    assert server.final_message()["evaluationError"] == "ZeroDivisionError: no metrics"
+    assert "error" not in job.params(pods[0])
+
+
+@pytest.mark.parametrize("at", ["gather", "end"])
+def test_t7_a_pod_that_is_killed_after_training_ends_its_rank(group: Any, at: str) -> None:
+    """JAX would see it after ten minutes."""
+    job = group("fsdp", devices=1, pods_per_rank=2)
+    server = job.server(0, 1)
+    pods = [
+        job.start(contract.ROLE_WORKER, 0, 1, environment={contract.ENV_MEMBER: str(member), **more})
+        for member, more in ((0, {}), (1, {"AFTER": f"hold {at}"}))
+    ]
+    job.wait_for(pods[1], "held after training")
+    if at == "end":
+        job.wait_for(pods[0], "stored")
+    job.may_end_with(KILLED, GROUP_LOST_EXIT, JAX_ABORTS)
+    pods[1].process.kill()
+    ends_too(pods[0])
+    assert server.wait() == 0
+
+
 def test_each_pod_of_a_rank_keeps_what_it_compiled(group: Any, tmp_path: Path) -> None:
     """A replaced rank then starts in half the time. JAX alone would write in the first process only."""
     job = group("fsdp", devices=1, pods_per_rank=2)
@@ -252,3 +336,33 @@ def test_pods_with_other_devices_are_refused(group: Any) -> None:
     job.may_end_with(1, GROUP_LOST_EXIT, JAX_ABORTS)
     assert 1 in {pod.wait() for pod in pods}
     assert any("each of the 2 pods of a rank must have the same number" in pod.output() for pod in pods)
+
+
+def bits(printed: str) -> float:
+    """The metric that a pod of the example has printed."""
+    return float(printed.partition("bits per byte ")[2].split()[0])
+
+
+def test_the_example_trains_the_same_in_each_layout(group: Any) -> None:
+    """Tensor and pipeline parallelism in a rank of two pods, and one process."""
+
+    def trained_by(layout: str, pods: int) -> float:
+        command = (str(EXAMPLE), "--layout", layout, "--steps", "4")
+        job = group("", devices=1, command=command, pods_per_rank=pods)
+        server, workers = job.server(0, 1), job.rank(0)
+        assert [pod.wait() for pod in (*workers, server)] == [0] * (pods + 1)
+        assert ["bits per byte" in pod.output() for pod in workers] == [True] + [False] * (pods - 1)
+        return bits(workers[0].output())
+
+    alone = trained_by("replicate", 1)
+    assert trained_by("tensor", 2) == pytest.approx(alone, abs=2e-3)
+    assert trained_by("pipeline", 2) == pytest.approx(alone, abs=2e-3)
+
+
+def test_the_example_trains_with_local_steps_in_two_ranks_of_two_pods(group: Any) -> None:
+    command = (str(EXAMPLE), "--local-steps", "2", "--steps", "4")
+    job = group("", devices=1, command=command, pods_per_rank=2, workers=2)
+    server, workers = job.server(0, 1), [pod for rank in range(2) for pod in job.rank(rank)]
+    assert [pod.wait() for pod in (*workers, server)] == [0] * 5
+    assert "after 2 updates" in workers[0].output()
+    assert 0 < bits(workers[0].output()) < 9

@@ -41,11 +41,11 @@ def test_the_missing_ranks_are_named_with_what_they_do() -> None:
     waits.staged(13.0, 1, staged(0, 1))
     waits.staged(13.0, 0, staged(1, 1))
     waits.beat(41.0, beat(1, doing=Doing(point="exchange", seconds=28.0)))
-    waits.beat(41.0, beat(2, doing=Doing(point="batch_wait", step=1, has_step=True, seconds=27.0)))
+    waits.beat(41.0, beat(2, doing=Doing(point="batch_wait", step=1, has_step=True, seconds=27.0, member=3)))
     waits.beat(15.0, beat(3))
     report = waits.report(42.0)
     assert report.waits_for == (
-        "worker 1 has not reached server 1; worker 2 waits for its input batch, for 28 s; "
+        "worker 1 has not reached server 1; pod 3 of worker 2 waits for its input batch, for 28 s; "
         "worker 3 has sent no heartbeat for 27 s (2 of these 3 contributions are needed)"
     )
     assert [(entry.rank, entry.part, entry.updates) for entry in report.waited_for] == [(2, "send", 1)]

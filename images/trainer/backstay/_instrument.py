@@ -20,6 +20,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 __all__ = [
     "CAPACITY",
+    "DOES",
     "Doing",
     "FaultInjector",
     "Span",
@@ -41,6 +42,17 @@ __all__ = [
 
 CAPACITY: Final = 16_384
 """Spans that a pod keeps; the oldest are dropped. A span takes about 250 bytes."""
+
+DOES: Final = {
+    "batch_wait": "waits for its input batch",
+    "compute": "computes",
+    "compile": "compiles",
+    "evaluate": "evaluates",
+    "exchange": "sends its contribution, or waits for the servers",
+    "join": "tries to join the servers",
+    "first_pull": "receives the parameters",
+}
+"""The activity of a worker at each point, as the words after its name."""
 
 _T = TypeVar("_T")
 
@@ -74,11 +86,13 @@ class Doing:
         point: the innermost open span.
         step: the span's step; None: the span has no step.
         began: when the span began, in seconds of `time.monotonic`.
+        member: the pod of the rank that does it.
     """
 
     point: str
     step: int | None
     began: float
+    member: int = 0
 
 
 class FaultInjector(Protocol):

@@ -7,17 +7,20 @@ aborts.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import inspect
 import logging
 import os
 import socket
+import sys
+import threading
 import time
 from typing import Any, Protocol
 
 from backstay_spec import contract
 
-from .._process import Environment, Stop, write_termination
+from .._process import Environment, Stop, script_stacks, write_termination
 from .._transport import ALONE, TEXT, ControlClient, FollowingMember, LeadingMember, Members
 from ..errors import CheckpointError, ConfigurationError, PeerLost, WaitedTooLong
 
@@ -27,7 +30,8 @@ _LOG = logging.getLogger(__name__)
 
 _AGAIN = 0.1  # seconds between two calls of shard 0's server
 _INITIALIZE = 60  # seconds; all members are connected when it begins
-_SHUTDOWN = 3600  # seconds that the end of a process waits for the ends of the others
+_SHUTDOWN = 3600  # seconds that the end of a process waits in JAX for the ends of the others
+_CLEAN_UP = 5.0  # seconds for the clean-up of a script that has raised, and for JAX, which then waits for the others
 
 
 def form_rank(environment: Environment, stop: Stop) -> Members:
@@ -57,6 +61,7 @@ def form_rank(environment: Environment, stop: Stop) -> Members:
                 credentials=environment.credentials,
                 lost=lost,
                 interval=environment.timeouts.heartbeat,
+                where=script_stacks,
             )
             _lead(environment, leader, place, stop)
         else:
@@ -66,6 +71,7 @@ def form_rank(environment: Environment, stop: Stop) -> Members:
     own = environment.pod_ip
     address = members.share("JAX coordinator", TEXT, lambda: _address(own, _free_port(own)))
     _initialize(environment, address)
+    atexit.register(_end_together, members)
     return members
 
 
@@ -144,6 +150,7 @@ def _follow(environment: Environment, place: _MeetingPlace, stop: Stop, lost: _L
                     credentials=environment.credentials,
                     lost=lost,
                     interval=environment.timeouts.heartbeat,
+                    where=script_stacks,
                 )
         except PeerLost as error:
             _LOG.debug("pod 0 cannot be found: %s", error)
@@ -199,6 +206,20 @@ def _initialize(environment: Environment, address: str) -> None:
             "the script used a device of JAX before it called train. In a rank of several pods, JAX must first know "
             "the other pods: compute in init, loss and batches, or after train"
         ) from error
+
+
+def _end_together(members: Members) -> None:
+    """Wait at the end of the script for the ends of the others, before JAX does. JAX would not see that one is lost.
+
+    A script that has raised does not wait, because the others may wait for this pod in a collective. The end of this
+    process ends them too.
+    """
+    if getattr(sys, "last_type", None) is None:  # Python sets it when an exception ends the script
+        members.close()
+        return
+    late = threading.Timer(_CLEAN_UP, os._exit, (1,))  # functions that were registered before run meanwhile
+    late.daemon = True
+    late.start()
 
 
 def _let_all_write() -> None:

@@ -19,7 +19,7 @@ from ._environment import Environment
 from ._exit import SIGTERM_EXIT, Stop, end_after_script, end_process, write_termination
 from ._failure import describe, printed
 from ._guard import ConnectionGuard, Warnings
-from ._hanging import HANGS, hang_report, keep_output, output_end, stacks
+from ._hanging import HANGS, hang_report, keep_output, output_end, script_stacks, stacks
 from ._interrupts import Interrupts
 from ._logs import Reporter, configure
 from ._sockets import NO_LINGER, Address, listening_socket, peer_address, reset_peers, socket_address
@@ -59,6 +59,7 @@ __all__ = [
     "peer_address",
     "printed",
     "reset_peers",
+    "script_stacks",
     "show_role",
     "socket_address",
     "stacks",

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from ..errors import PeerLost, StorageError
 
-__all__ = ["Failure", "describe", "printed"]
+__all__ = ["Failure", "describe", "is_ours", "is_script", "printed"]
 
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
 _LIBRARIES: Final = (
@@ -64,7 +64,7 @@ class Failure:
 def describe(error: BaseException) -> Failure:
     """The failure for an exception, with Python's traceback and the paths of the script."""
     frames = traceback.extract_tb(error.__traceback__)
-    places = [(frame.filename, frame.lineno) for frame in frames if _is_script(frame.filename)]
+    places = [(frame.filename, frame.lineno) for frame in frames if is_script(frame.filename)]
     reason, message = type(error).__name__, _text(error) + _folder_of(error)
     if found := _raised_in_callback(str(error)):
         reason, message, place = found
@@ -84,7 +84,7 @@ def _raised_in_callback(text: str) -> tuple[str, str, tuple[str, int | None]] | 
     The runtime raises another error there, whose text has the traceback of the callback.
     """
     _, begin, trace = text.partition("Traceback (most recent call last):")
-    own = [found for found in _FRAME.finditer(trace) if _is_script(found[1])]
+    own = [found for found in _FRAME.finditer(trace) if is_script(found[1])]
     frames = list(_FRAME.finditer(trace))
     # The first such line: the text of the exception may have several lines.
     after = trace[frames[-1].end() :].splitlines()[1:] if frames else []
@@ -125,7 +125,7 @@ def printed(error: BaseException) -> str:
             continue
         seen.add(id(each))
         todo += [each.__cause__, each.__context__, *(each.exceptions or ())]
-        if any(_is_script(frame.filename) for frame in each.stack):
+        if any(is_script(frame.filename) for frame in each.stack):
             kept = [frame for frame in each.stack if not _is_machinery(frame.filename)]
             hidden += len(each.stack) - len(kept)
             each.stack = traceback.StackSummary.from_list(kept)
@@ -138,7 +138,7 @@ def _lines(error: BaseException) -> Iterator[str]:
     shown = [
         traceback.FrameSummary(_short(frame.filename), frame.lineno, frame.name, line=frame.line)
         for frame in traceback.extract_tb(error.__traceback__)
-        if _is_script(frame.filename)
+        if is_script(frame.filename)
     ]
     if shown:
         yield "Traceback (most recent call last):\n"
@@ -154,16 +154,22 @@ def _bounded(text: str) -> str:
     return text if len(text) <= _TRACEBACK_CHARS else "...\n" + text[-(_TRACEBACK_CHARS - 4) :]
 
 
-def _is_script(filename: str) -> bool:
+def is_script(filename: str) -> bool:
+    """Whether a file of Python belongs to the script, and not to Backstay or a library."""
     if filename.startswith("<"):
         return filename == "<string>"
     path = str(Path(filename).absolute())
     return not path.startswith(_LIBRARIES) and not any(part in path for part in _PACKAGES)
 
 
+def is_ours(filename: str) -> bool:
+    """Whether a file of Python belongs to Backstay."""
+    return str(Path(filename).absolute()).startswith(str(_PACKAGE) + os.sep)
+
+
 def _is_machinery(filename: str) -> bool:
     path = str(Path(filename).absolute())
-    return path.startswith(str(_PACKAGE) + os.sep) or any(f"{part}jax{os.sep}" in path for part in _PACKAGES)
+    return is_ours(filename) or any(f"{part}jax{os.sep}" in path for part in _PACKAGES)
 
 
 def _short(filename: str) -> str:

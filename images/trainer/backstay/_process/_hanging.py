@@ -7,20 +7,24 @@ import sys
 import threading
 import traceback
 from collections import deque
+from types import FrameType
 from typing import TYPE_CHECKING, Final, TextIO
 
 from backstay_rpc.control_pb2 import HangReport
 
+from ._failure import is_ours, is_script
+
 if TYPE_CHECKING:
     from .._instrument import Doing
 
-__all__ = ["HANGS", "hang_report", "keep_output", "output_end", "stacks"]
+__all__ = ["HANGS", "hang_report", "keep_output", "output_end", "script_stacks", "stacks"]
 
 HANGS: Final = 5.0
 """Seconds after which a pod that gets SIGTERM, and whose main thread did nothing else meanwhile, reports its stacks."""
 
 _OUTPUT_CHARS: Final = 16_384
 _STACKS_CHARS: Final = 65_536
+_SCRIPT_CHARS: Final = 8_192
 _WRITES: Final = 1_000
 
 _written: deque[str] = deque(maxlen=_WRITES)
@@ -64,14 +68,41 @@ def stacks() -> str:
     return "\n".join(parts)[:_STACKS_CHARS]
 
 
-def hang_report(doing: Doing | None, now: float) -> HangReport | None:
+def script_stacks() -> str:
+    """The calls of each thread that runs code of the script; if none does, the main thread's. At most 8,192 characters.
+
+    A thread in a library that the script called runs code of the script. A thread in Backstay, or in a library that
+    Backstay called, does not. Calls outside of the script's are left out.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main, frames = threading.main_thread().ident, sys._current_frames()
+    found = {thread: _of_script(frame) for thread, frame in frames.items() if thread != threading.get_ident()}
+    if not any(found.values()) and main in frames:
+        found = {main: traceback.extract_stack(frames[main])}
+    parts = [f"Thread {names.get(one, one)}:\n{''.join(stack.format())}" for one, stack in found.items() if stack]
+    return "\n".join(parts)[-_SCRIPT_CHARS:]
+
+
+def _of_script(frame: FrameType) -> traceback.StackSummary:
+    """The calls from the one by which Backstay, or Python, has entered the script; empty: the thread has left it."""
+    stack = traceback.extract_stack(frame)
+    ours = [at for at, call in enumerate(stack) if is_ours(call.filename)]
+    inner = stack[ours[-1] + 1 :] if ours else stack[:]
+    first = next((at for at, call in enumerate(inner) if is_script(call.filename)), len(inner))
+    return traceback.StackSummary.from_list(inner[first:])
+
+
+def hang_report(doing: Doing | None, now: float, others: str = "") -> HangReport | None:
     """The state of this pod, which gets SIGTERM; None: it does not hang.
 
     Args:
-        doing: what the main thread does.
+        doing: what the main thread does, or that of another pod of the rank, for which it waits.
         now: seconds of `time.monotonic`.
+        others: the stacks of other pods of the rank.
     """
     if doing is None or now - doing.began < HANGS:
         return None
+    pod = f"pod {doing.member}: " if doing.member else ""
     step = "" if doing.step is None else f" of step {doing.step}"
-    return HangReport(stacks=stacks(), output=output_end(), doing=f"{doing.point}{step}, for {now - doing.began:.1f} s")
+    does = f"{pod}{doing.point}{step}, for {now - doing.began:.1f} s"
+    return HangReport(stacks="\n".join(filter(None, (others, stacks()))), output=output_end(), doing=does)

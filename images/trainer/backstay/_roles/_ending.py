@@ -17,16 +17,18 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from backstay_rpc.control_pb2 import Done, Written
 from backstay_rpc.refusals import JOIN_AGAIN
 
 from .. import _instrument
-from .._process import ALREADY_COMPLETE, STOPPED_EARLY
+from .._process import ALREADY_COMPLETE, STOPPED_EARLY, end_process, write_termination
 from .._transport import ALONE, TEXT, ControlClient, Form, Heartbeats, JobState, Members
+from .._watchdog import at_most
 from ..errors import JobFailed, PeerLost, Refused, WaitedTooLong
 from ._script import Script
 
@@ -56,6 +58,9 @@ __all__ = [
 ]
 
 _LOG = logging.getLogger(__name__)
+
+_PATIENCE: Final = 15
+"""A pod whose `evaluate` raised waits for the intervals of so many heartbeats until those of its rank raise too."""
 
 # ---- Servers ----
 
@@ -375,7 +380,16 @@ def _seen_end_in(data: bytes) -> _SeenEnd:
     return _SeenEnd(None if fields["job"] is None else JobState(**fields["job"]), fields["stopped"])
 
 
+_EVALUATED: Final[Form[tuple[dict[str, float], str]]] = Form(
+    lambda result: json.dumps(result).encode(), lambda data: tuple(json.loads(data))
+)
+
 _SEEN_END: Final[Form[_SeenEnd]] = Form(lambda outcome: json.dumps(asdict(outcome)).encode(), _seen_end_in)
+
+
+def _first_error(results: Sequence[tuple[dict[str, float], str]]) -> tuple[dict[str, float], str]:
+    """The evaluation of a rank, from those of its pods."""
+    return next((({}, error) for _, error in results if error), results[0])
 
 
 class WorkerEnd:
@@ -405,26 +419,38 @@ class WorkerEnd:
         """
         if self._script.evaluate is None or self._rank != 0 or self._env.config.evaluator:
             return {}
-        metrics: dict[str, float] = {}
-        error = ""
-        at = (term, step)
-        try:
-            if self._evaluation is None or self._evaluation[0] != at:
-                if why := self._members.share("evaluate", TEXT, lambda: refused_evaluation(self._control, step)):
-                    raise EvaluationGivenUp(why)
-                with _instrument.span("evaluate", step):
-                    found = self._script.evaluation(params, state)
-                self._evaluation = at, found
-            metrics = self._evaluation[1]
-        except EvaluationGivenUp as given_up:
-            _LOG.error("step %d is not evaluated: %s", step, given_up)
-            error = str(given_up)
-        except Exception as failure:  # noqa: BLE001  # an error of the script
-            _LOG.exception("evaluate raised")
-            error = f"{type(failure).__name__}: {failure}"
+        if self._evaluation is not None and self._evaluation[0] == (term, step):
+            metrics, error = self._evaluation[1], ""
+        elif error := self._members.share("evaluate", TEXT, lambda: refused_evaluation(self._control, step)):
+            _LOG.error("step %d is not evaluated: %s", step, error)
+            metrics = {}
+        else:
+            metrics, error = self._evaluated(step, params, state)
+            self._evaluation = None if error else ((term, step), metrics)
         if self._members.member == 0:
             report_evaluation(self._control, self._stop, step, metrics, error)
         return metrics
+
+    def _evaluated(self, step: int, params: Any, state: Any) -> tuple[dict[str, float], str]:
+        """The metrics of the first member of the rank, or the error of one for which `evaluate` raised."""
+        metrics: dict[str, float] = {}
+        error = ""
+        try:
+            with _instrument.span("evaluate", step):
+                metrics = self._script.evaluation(params, state)
+        except Exception as failure:  # noqa: BLE001  # an error of the script
+            _LOG.exception("evaluate raised")
+            error = f"{type(failure).__name__}: {failure}"
+        alone = partial(self._raised_alone, error)
+        with at_most(_PATIENCE * self._env.timeouts.heartbeat, alone) if error else contextlib.nullcontext():
+            return self._members.agree("evaluated", _EVALUATED, lambda: (metrics, error), _first_error)
+
+    def _raised_alone(self, error: str) -> None:
+        """End this process, because the others may wait for it in a collective of `evaluate`."""
+        text = f"evaluate raised in pod {self._members.member} of worker {self._rank}, and not in all others: {error}"
+        _LOG.error("%s", text)
+        write_termination(self._env.termination_log, {"reason": "EvaluateRaised", "message": text})
+        end_process(1)
 
     def wait(self, step: int, *, went_back: Callable[[], bool], moved: Callable[[], bool]) -> JobState | None:
         """The result of `_wait` in the first member of the rank. Raises as it does."""

@@ -101,7 +101,9 @@ class Worker:
         self._rank = environment.index
         self._peer = environment.peer
         self.ready = self.returned = False
-        self._control = ControlClient(environment.servers, environment.credentials, self._peer, environment.timeouts)
+        self._control = ControlClient(
+            environment.servers, environment.credentials, self._peer, environment.timeouts, members.doing
+        )
         self._streams: ShardedClient | None = None
         self._observer = observer
         self._protocol = WorkerProtocol(environment.config.mode, self._rank, environment.incarnation)
@@ -137,19 +139,17 @@ class Worker:
             Exception: any that `batches` and `loss` raise.
         """
         _instrument.follow_this_thread()
-        together = False  # whether all members of the rank end here
+        have_failed = False  # whether all members of the rank have the error
         try:
-            result = self._run()
-            together = True
-            return result
-        except (Stopped, BackstayError) as error:
-            together = isinstance(error, Stopped) or self._members.has_raised(error)
+            return self._run()
+        except BackstayError as error:
+            have_failed = self._members.has_raised(error)
             raise
         except jax.errors.JaxRuntimeError:
             self._members.settle()  # a collective fails when another pod of the rank is lost
             raise
         finally:
-            self._close(together=together)
+            self._close(have_failed=have_failed)
 
     @property
     def seconds(self) -> SecondsObserver:
@@ -170,7 +170,8 @@ class Worker:
 
     def _leave(self) -> None:
         """Drop the contribution after SIGTERM, and leave although the script may still be computing it."""
-        if (found := hang_report(_instrument.doing(), time.monotonic())) is not None:
+        doing, others = self._members.doing(), self._members.stacks()
+        if self._leads and (found := hang_report(doing, time.monotonic(), others)) is not None:
             self._heart.report_hang(found)
         self._silent(0, "this pod received SIGTERM")
         if not self._gone.wait(self._env.timeouts.stop):
@@ -479,10 +480,11 @@ class Worker:
         params, state = model if self._script.has_state else (model, None)
         return self._frozen.whole(params), state
 
-    def _close(self, *, together: bool) -> None:
+    def _close(self, *, have_failed: bool) -> None:
         """
         Args:
-            together: whether all members of the rank end here. Otherwise the end of this process shows the others.
+            have_failed: whether all members of the rank have the error that ends this one. They wait for each other
+                then. Otherwise the end of the process ends their connections.
         """
         self._heart.activity = LEAVING
         self._observer.close()
@@ -492,7 +494,7 @@ class Worker:
         if self._leads:
             self._control.leave(trained=self.returned)
         self._control.close()
-        if together:
+        if have_failed:
             self._members.close()
         self.ready = self.returned  # the pod stays ready while the script continues
         self._gone.set()

@@ -32,15 +32,6 @@ LONG: Final = 20.0
 _NAMED: Final = 3
 _AGAIN: Final = 60.0
 _SILENT: Final = 6.0
-_DOES: Final = {
-    "batch_wait": "waits for its input batch",
-    "compute": "computes",
-    "compile": "compiles",
-    "evaluate": "evaluates",
-    "exchange": "sends its contribution, or waits for the servers",
-    "join": "tries to join the servers",
-    "first_pull": "receives the parameters",
-}
 
 
 class UpdateWaits:
@@ -203,8 +194,8 @@ class UpdateWaits:
             return f"worker {rank} has not reached server {', '.join(map(str, shards))}"
         if doing is None:
             return f"worker {rank} is in no part of a step"
-        point = _DOES.get(doing.point, doing.point)
-        return f"worker {rank} {point}, for {doing.seconds + now - at:.0f} s"
+        who = f"pod {doing.member} of worker {rank}" if doing.member else f"worker {rank}"
+        return f"{who} {_instrument.DOES.get(doing.point, doing.point)}, for {doing.seconds + now - at:.0f} s"
 
 
 def _text(one: Blamed, *, sync: bool) -> str:

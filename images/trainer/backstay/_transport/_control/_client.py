@@ -36,6 +36,7 @@ from backstay_rpc.refusals import RefusalCode
 from backstay_spec import contract
 
 from ... import _instrument
+from ..._instrument import Doing
 from ..._timeouts import Timeouts
 from ...errors import JobFailed, PeerLost, Refused, Superseded, WaitedTooLong
 from ._agreement import Agreement
@@ -73,7 +74,12 @@ class ControlClient:
     """The control services of all shards. Thread-safe."""
 
     def __init__(
-        self, servers: Sequence[str], credentials: Credentials, peer: Peer, timeouts: Timeouts | None = None
+        self,
+        servers: Sequence[str],
+        credentials: Credentials,
+        peer: Peer,
+        timeouts: Timeouts | None = None,
+        doing: Callable[[], Doing | None] = _instrument.doing,
     ) -> None:
         """
         Args:
@@ -81,7 +87,9 @@ class ControlClient:
             credentials: the credentials of this pod.
             peer: the pod that calls.
             timeouts: None for the usual ones.
+            doing: returns what heartbeats report as the activity of this pod's rank.
         """
+        self._doing = doing
         self.peer = peer
         self.timeouts = timeouts or Timeouts()
         self._servers = tuple(servers)
@@ -196,8 +204,9 @@ class ControlClient:
             hang_report=hang_report,
         )
         began = time.monotonic()
-        if (doing := _instrument.doing()) is not None:
+        if (doing := self._doing()) is not None:
             request.doing.point, request.doing.seconds = doing.point, began - doing.began
+            request.doing.member = doing.member
             request.doing.step, request.doing.has_step = doing.step or 0, doing.step is not None
         if shard == 0:
             self._beaten = incarnation

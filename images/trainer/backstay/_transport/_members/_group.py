@@ -13,18 +13,22 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeVar
 
+from backstay_rpc.control_pb2 import Doing as DoingMessage
 from backstay_rpc.control_pb2 import Hello, MemberMessage, Peer
 from backstay_rpc.credentials import Credentials
 from backstay_rpc.refusals import RefusalCode
 
+from ... import _instrument
+from ..._instrument import Doing
 from ..._timeouts import Timeouts
 from ...errors import BackstayError, PeerLost
 from .._streams import ClientStream, Listener, Refusal, ServerStream, frames
 from ._forms import Form, error_in, travels, with_error
-from ._line import BROKEN, END, MemberLine, MemberLost
+from ._line import BROKEN, END, LineEnd, MemberLine, MemberLost
+from ._progress import LONG, MemberActivity, MemberProgress
 
 __all__ = ["FollowingMember", "LeadingMember", "Members"]
 
@@ -117,6 +121,14 @@ class Members(ABC):
         """Whether all members have this error, because `share` or `agree` has raised it."""
 
     @abstractmethod
+    def doing(self) -> Doing | None:
+        """The activity of this process; in the leader, that of the member that the others wait for. Thread-safe."""
+
+    @abstractmethod
+    def stacks(self) -> str:
+        """In the leader, the stacks of the other members that have done the same thing for long. Thread-safe."""
+
+    @abstractmethod
     def settle(self) -> None:
         """Waits some seconds for the loss of a member, which an error of a collective may follow from."""
 
@@ -126,18 +138,27 @@ class Members(ABC):
 
 
 class _LinkedMember(Members):
-    """A member of a rank of several pods."""
+    """A member of a rank of several pods.
 
-    def __init__(self, member: int, count: int) -> None:
+    Args:
+        interval: the seconds between two pings; None: the usual ones.
+        where: returns the stacks of the threads that run code of the script.
+    """
+
+    def __init__(self, member: int, count: int, interval: float | None, where: Callable[[], str]) -> None:
         super().__init__(member, count)
-        self._points = _Points()
+        self._interval = Timeouts().heartbeat if interval is None else interval
+        self._points, self._where = _Points(), where
+        self._waits: MemberActivity | None = None  # for other members
         self._raised: BaseException | None = None  # the last error of all members
 
     def share(self, point: str, form: Form[_T], make: Callable[[], _T]) -> _T:
         own = self._points.next(point)
         if self.member == 0:
             _fill(own, form, make)
-        return self._outcome(self._shared(own), form)
+        with self._waiting(point):
+            answer = self._shared(own)
+        return self._outcome(answer, form)
 
     def agree(
         self,
@@ -155,7 +176,32 @@ class _LinkedMember(Members):
         def merged(every: Sequence[MemberMessage]) -> bytes:
             return form.encode(merge([form.decode(message.value) for message in every]))
 
-        return self._outcome(self._agreed(own, merged), form)
+        with self._waiting(point):
+            answer = self._agreed(own, merged)
+        return self._outcome(answer, form)
+
+    @contextlib.contextmanager
+    def _waiting(self, point: str) -> Iterator[None]:
+        self._waits = MemberActivity(point, None, time.monotonic(), waits=True)
+        try:
+            yield
+        finally:
+            self._waits = None
+
+    def _activity(self) -> MemberActivity:
+        """The activity of this member."""
+        if (waits := self._waits) is not None:
+            return waits
+        if (doing := _instrument.doing()) is None:
+            return MemberActivity()
+        lasts = time.monotonic() - doing.began >= (LONG - 1) * self._interval
+        return MemberActivity(doing.point, doing.step, doing.began, stacks=self._where() if lasts else "")
+
+    def doing(self) -> Doing | None:
+        return _instrument.doing()
+
+    def stacks(self) -> str:
+        return ""
 
     def has_raised(self, error: BaseException) -> bool:
         return error is self._raised
@@ -229,6 +275,7 @@ class LeadingMember(_LinkedMember):
         credentials: Credentials,
         lost: Callable[[int, str], None],
         interval: float | None = None,
+        where: Callable[[], str] = str,
     ) -> None:
         """
         Args:
@@ -238,10 +285,11 @@ class LeadingMember(_LinkedMember):
             credentials: the credentials of this pod.
             lost: called from another thread with the index of a member that is lost, and why.
             interval: the seconds between two pings; None: the usual ones.
+            where: returns the stacks of the threads that run code of the script.
         """
-        super().__init__(0, count)
+        super().__init__(0, count, interval, where)
         self._peer, self._lost_member = peer, lost
-        self._interval = Timeouts().heartbeat if interval is None else interval
+        self._progress = MemberProgress(count, self._interval, _longest)
         self._lines: dict[int, MemberLine] = {}
         self._changed = threading.Condition()
         self._listener = Listener(host, 0, credentials, self._serve)
@@ -252,6 +300,13 @@ class LeadingMember(_LinkedMember):
         with self._changed:
             self._changed.wait_for(lambda: len(self._lines) == self.count - 1, timeout)
             return [member for member in range(1, self.count) if member not in self._lines]
+
+    def doing(self) -> Doing | None:
+        self._progress.reports(0, self._activity())
+        return self._progress.held_up_by() or _instrument.doing()
+
+    def stacks(self) -> str:
+        return self._progress.stacks(but=0)
 
     def _shared(self, own: MemberMessage) -> MemberMessage:
         if own.point == END:
@@ -294,6 +349,13 @@ class LeadingMember(_LinkedMember):
         self._lost_member(member, why)
         self._give_up(f"member {member} is lost: {why}")
 
+    def _pinged(self, member: int, ping: MemberMessage) -> None:
+        now = time.monotonic()
+        self._progress.reports(member, _received(ping, now))
+        self._progress.reports(0, self._activity())
+        if complaint := self._progress.complaint(now):
+            _LOG.warning("%s", complaint)
+
     def _give_up(self, why: str) -> None:
         for line in list(self._lines.values()):
             line.give_up(why)
@@ -301,9 +363,12 @@ class LeadingMember(_LinkedMember):
     def _serve(self, hello: Hello, stream: ServerStream) -> None:
         peer, member = hello.peer, hello.peer.member
         own = self._peer.role, self._peer.index, self._peer.incarnation
-        line = MemberLine(
-            stream, self._interval, lambda why: self._lose(member, why), lambda number: self._break(number, member)
+        end = LineEnd(
+            lambda why: self._lose(member, why),
+            lambda number: self._break(number, member),
+            pinged=lambda ping: self._pinged(member, ping),
         )
+        line = MemberLine(stream, self._interval, end)
         with self._changed:
             if (peer.role, peer.index, peer.incarnation) != own or not 0 < member < self.count:
                 refusal = f"{peer.role} {peer.index}, member {member}, of incarnation {peer.incarnation} is not of this"
@@ -332,23 +397,21 @@ class FollowingMember(_LinkedMember):
         credentials: Credentials,
         lost: Callable[[int, str], None],
         interval: float | None = None,
+        where: Callable[[], str] = str,
     ) -> None:
         """
         Args:
             address: ``host:port`` of member 0.
             peer: this pod.
-            count, credentials, lost, interval: see `LeadingMember`.
+            count, credentials, lost, interval, where: see `LeadingMember`.
 
         Raises:
             errors.PeerLost: nothing listens there.
         """
-        super().__init__(peer.member, count)
-        self._line = MemberLine(
-            ClientStream(address, Hello(peer=peer), credentials),
-            Timeouts().heartbeat if interval is None else interval,
-            lambda why: lost(0, why),
-            self._points.broken,
-        )
+        super().__init__(peer.member, count, interval, where)
+        stream = ClientStream(address, Hello(peer=peer), credentials)
+        end = LineEnd(lambda why: lost(0, why), self._points.broken, ping=self._ping)
+        self._line = MemberLine(stream, self._interval, end)
         threading.Thread(target=self._line.serve, name="backstay-member", daemon=True).start()
 
     def _shared(self, own: MemberMessage) -> MemberMessage:
@@ -361,8 +424,28 @@ class FollowingMember(_LinkedMember):
         self._line.send(own)
         return self._shared(own)
 
+    def _ping(self) -> MemberMessage:
+        point, step, began, waits, stacks = self._activity()
+        if not point:
+            return MemberMessage()
+        seconds = time.monotonic() - began
+        doing = DoingMessage(point=point, step=step or 0, has_step=step is not None, seconds=seconds)
+        return MemberMessage(doing=doing, waits=waits, stacks=stacks)
+
     def _break(self, number: int) -> None:
         self._line.send(MemberMessage(number=number, point=BROKEN))
 
     def _leave(self) -> None:
         self._line.close()
+
+
+def _received(ping: MemberMessage, now: float) -> MemberActivity:
+    """The content of a ping that has arrived now."""
+    found = ping.doing
+    step = found.step if found.has_step else None
+    return MemberActivity(found.point, step, now - found.seconds, ping.waits, ping.stacks)
+
+
+def _longest(point: str) -> float:
+    """The seconds of the longest span at `point` that this process still has."""
+    return max((span.ended - span.began for span in _instrument.spans() if span.point == point), default=0.0)

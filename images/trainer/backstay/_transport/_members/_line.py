@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from backstay_rpc.control_pb2 import Frame, MemberMessage
@@ -12,7 +13,7 @@ from backstay_rpc.control_pb2 import Frame, MemberMessage
 from ...errors import BackstayError, PeerLost
 from .._streams import ClientStream, Refusal, ServerStream, kind_of
 
-__all__ = ["BROKEN", "END", "SILENT_PINGS", "MemberLine", "MemberLost"]
+__all__ = ["BROKEN", "END", "SILENT_PINGS", "LineEnd", "MemberLine", "MemberLost"]
 
 SILENT_PINGS: Final = 5
 """A member that has not answered so many pings in a row is lost. Pings are counted and not seconds, because the process
@@ -31,19 +32,36 @@ class MemberLost(BackstayError):  # noqa: N818
     """Another member of the rank is lost, so this one must end."""
 
 
+def _ignored(ping: MemberMessage) -> None:
+    """A ping that reports nothing."""
+
+
+@dataclass(frozen=True)
+class LineEnd:
+    """The functions that one end of a connection calls, in its threads.
+
+    Attributes:
+        lost: called once, when the other end is lost.
+        broken: called with the number of a point at which another member has an error.
+        ping: returns the next ping.
+        pinged: called with each ping of the other end.
+    """
+
+    lost: Callable[[str], None]
+    broken: Callable[[int], None]
+    ping: Callable[[], MemberMessage] = MemberMessage
+    pinged: Callable[[MemberMessage], None] = _ignored
+
+
 class MemberLine:
     """One end of a connection between two members. One thread reads it, and another one sends pings."""
 
-    def __init__(
-        self, stream: _Stream, interval: float, lost: Callable[[str], None], broken: Callable[[int], None]
-    ) -> None:
+    def __init__(self, stream: _Stream, interval: float, end: LineEnd) -> None:
         """
         Args:
             interval: the seconds between two pings.
-            lost: called once, when the other end is lost.
-            broken: called with the number of a point at which another member has an error.
         """
-        self._stream, self._interval, self._lost, self._broken = stream, interval, lost, broken
+        self._stream, self._interval, self._owner = stream, interval, end
         self._lock = threading.Lock()
         self._received: queue.SimpleQueue[MemberMessage | None] = queue.SimpleQueue()
         self._unanswered = 0
@@ -67,11 +85,12 @@ class MemberLine:
                 if frame.member.point == END:
                     self._over.set()  # the connection may end now
                 if frame.member.point == BROKEN:
-                    self._broken(frame.member.number)
+                    self._owner.broken(frame.member.number)
                 elif frame.member.number:
                     self._received.put(frame.member)
                 elif not frame.member.answer:
                     self._post(MemberMessage(answer=True))
+                    self._owner.pinged(frame.member)
         except (PeerLost, Refusal) as error:
             why = str(error)
         self._end(why)
@@ -115,7 +134,7 @@ class MemberLine:
             first, self._why = not self._why, self._why or why
         if first and not self._over.is_set():
             self._over.set()
-            self._lost(self._why)  # which usually ends the process
+            self._owner.lost(self._why)  # which usually ends the process
         self._received.put(None)
 
     def _ping(self) -> None:
@@ -126,6 +145,6 @@ class MemberLine:
                 if self._unanswered > SILENT_PINGS:
                     self._end(f"it has not answered {SILENT_PINGS} pings")
                     return
-                self._post(MemberMessage())
+                self._post(self._owner.ping())
         except PeerLost as error:
             self._end(str(error))

@@ -1,0 +1,101 @@
+"""The warning about a rank names, once, the member that the others wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backstay._transport._members._progress import LONG, MemberActivity, MemberProgress
+
+PING = 2.0
+LIMIT = LONG * PING
+POINTS = ("batch_wait", "evaluate", "compute", "compile", "exchange", "join")
+
+
+def reported(members: Sequence[MemberActivity], longest: float = 0.0) -> MemberProgress:
+    progress = MemberProgress(len(members), PING, lambda point: longest)
+    for member, one in enumerate(members):
+        progress.reports(member, one)
+    return progress
+
+
+def does(point: str, began: float = 0.0, step: int | None = 7, stacks: str = "") -> MemberActivity:
+    return MemberActivity(point, step, began, stacks=stacks)
+
+
+def test_the_member_that_reads_its_batch_holds_up_those_in_a_collective() -> None:
+    batch = does("batch_wait", 1.0, stacks='File "train.py", line 3, in batches')
+    progress = reported([does("compute", stacks="x"), batch, does("compute"), MemberActivity("stop", waits=True)])
+    assert progress.complaint(LIMIT + 0.9) == ""
+    assert progress.complaint(LIMIT + 2.0) == (
+        "nothing has changed in the pods of this rank for 21 s:\n"
+        "  pod 0, 2: computes (step 7), for 22 s\n"
+        "  pod 1: waits for its input batch (step 7), for 21 s\n"
+        "  pod 3: waits for the others at 'stop', for 22 s\n"
+        "Pod 1:\n"
+        'File "train.py", line 3, in batches'
+    )
+    held = progress.held_up_by()
+    assert held is not None
+    assert (held.point, held.step, held.began, held.member) == ("batch_wait", 7, 1.0, 1)
+    assert progress.stacks(but=0) == 'Pod 1:\nFile "train.py", line 3, in batches'
+    progress.reports(1, does("batch_wait", 1.5))
+    assert progress.complaint(LIMIT + 9.0) == "", "clocks differ a little: it is the same batch"
+    progress.reports(1, does("batch_wait", 1.0, step=8))
+    assert progress.complaint(LIMIT + 9.0)
+
+
+@pytest.mark.parametrize(
+    ("members", "why"),
+    [
+        ([does("exchange"), does("exchange")], "they wait for servers"),
+        ([does("compute"), MemberActivity()], "the script of one has got its result"),
+        ([does("compute"), does("compute", LIMIT)], "one has only begun"),
+        ([does("compile"), does("compile")], "compiling takes longer"),
+    ],
+)
+def test_a_rank_that_waits_for_others_or_compiles_is_not_named(members: Sequence[MemberActivity], why: str) -> None:
+    assert reported(members).complaint(LIMIT + 1.0) == "", why
+
+
+def test_steps_that_always_take_long_are_not_named() -> None:
+    members = [does("compute"), does("compute")]
+    assert reported(members, longest=LIMIT).complaint(LIMIT * 3 - 1) == ""
+    assert reported(members, longest=LIMIT).complaint(LIMIT * 3 + 1)
+
+
+def test_no_warning_comes_before_all_have_reported() -> None:
+    progress = MemberProgress(3, PING, lambda point: 0.0)
+    progress.reports(0, does("compute"))
+    progress.reports(2, does("compute"))
+    assert progress.complaint(1e6) == ""
+
+
+@given(
+    members=st.lists(
+        st.builds(
+            MemberActivity, st.sampled_from(("", *POINTS)), st.just(7), st.floats(0, 100), st.booleans(), st.just("")
+        ),
+        min_size=2,
+        max_size=5,
+    ),
+    now=st.floats(0, 400),
+)
+def test_the_named_member_is_one_that_does_not_wait(members: Sequence[MemberActivity], now: float) -> None:
+    progress = reported(members)
+    held = progress.held_up_by()
+    if held is not None:
+        assert not members[held.member].waits
+        busy = [one.point for one in members if one.point and not one.waits]
+        assert POINTS.index(held.point) == min(map(POINTS.index, busy))
+    if complaint := progress.complaint(now):
+        assert held is not None
+        assert all(one.point and now - one.began >= LIMIT for one in members)
+        assert progress.complaint(now) == ""
+        lines = complaint.splitlines()[1:]
+        assert sorted(int(m) for line in lines for m in line.split(":")[0].replace("  pod ", "").split(", ")) == list(
+            range(len(members))
+        )
