@@ -7,12 +7,14 @@ from typing import Any, Final
 
 from backstay_spec import contract
 
-__all__ = ["gpus_of", "prepare"]
+__all__ = ["gpus_of", "prepare", "shared"]
 
 _GPU: Final = "nvidia.com/gpu"
 _NAMES: Final = (_GPU, "nvidia.com/mig-")  # such as nvidia.com/gpu.shared and nvidia.com/mig-1g.10gb
+_PARTS: Final = ("nvidia.com/gpu.shared", "nvidia.com/mig-")
 _PLATFORMS: Final = "JAX_PLATFORMS"
 _VISIBLE: Final = "NVIDIA_VISIBLE_DEVICES"
+_NCCL_LOG: Final = "NCCL_DEBUG"
 _MEMORY: Final = "/dev/shm"  # noqa: S108  # the folder of shared memory
 _VOLUME: Final = "backstay-shared-memory"
 
@@ -24,12 +26,19 @@ def gpus_of(container: Mapping[str, Any]) -> int:
     return sum(int(value) for value in asked if value.isascii() and value.isdigit())
 
 
-def prepare(spec: dict[str, Any], container: dict[str, Any], role: str) -> None:
+def shared(container: Mapping[str, Any]) -> bool:
+    """Whether a container requests a part of a GPU, or one that others use too."""
+    limits = (container.get("resources") or {}).get("limits") or {}
+    return any(str(name).startswith(_PARTS) for name in limits)
+
+
+def prepare(spec: dict[str, Any], container: dict[str, Any], role: str, members: int = 1) -> None:
     """Add to a pod what its GPUs need, unless the template says something else.
 
     - Variables: JAX uses CUDA, and the CPU beside it. The trainer refuses to train on the CPU instead.
     - A toleration of the taint that keeps other pods away from nodes with GPUs. Only some clouds add it.
-    - With several GPUs, shared memory for NCCL. The default of 64 MiB is too small.
+    - With several GPUs, or several pods in a rank, shared memory for NCCL. The default of 64 MiB is too small.
+    - With several pods in a rank, the warnings of NCCL.
 
     A server or evaluator without a GPU gets a variable that hides the GPUs of its node. The CUDA image sees them all if
     NVIDIA's runtime is the default one, and JAX takes most of the memory of each.
@@ -38,6 +47,7 @@ def prepare(spec: dict[str, Any], container: dict[str, Any], role: str) -> None:
         spec: the pod's spec, with the template merged.
         container: its container `trainer`.
         role: a value of `BACKSTAY_ROLE`.
+        members: the number of pods in the pod's rank.
     """
     number, variables = gpus_of(container), container.setdefault("env", [])
     if not number or role == contract.ROLE_SERVER:  # servers apply updates on the CPU
@@ -51,6 +61,8 @@ def prepare(spec: dict[str, Any], container: dict[str, Any], role: str) -> None:
     if not any(item.get("key") in (_GPU, None) and item.get("effect") in ("NoSchedule", None) for item in tolerations):
         tolerations.append({"key": _GPU, "operator": "Exists", "effect": "NoSchedule"})
     mounts = container.setdefault("volumeMounts", [])
-    if number > 1 and not any(item.get("mountPath") == _MEMORY for item in mounts):
+    if members > 1 and not any(item.get("name") == _NCCL_LOG for item in variables):
+        variables.append({"name": _NCCL_LOG, "value": "WARN"})
+    if number * members > 1 and not any(item.get("mountPath") == _MEMORY for item in mounts):
         spec.setdefault("volumes", []).append({"name": _VOLUME, "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}})
         mounts.append({"name": _VOLUME, "mountPath": _MEMORY})

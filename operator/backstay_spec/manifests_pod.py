@@ -145,7 +145,7 @@ def pod(
     metadata.pop("generateName", None)
     spec["restartPolicy"] = "Never"
     ours = _protect_container(spec, built["spec"]["containers"][0], environment)
-    gpus.prepare(spec, ours, slot.role)
+    gpus.prepare(spec, ours, slot.role, 1 if member is None else job.spec.workers.pods_per_rank)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from backstay_spec import grace
+from backstay_spec import gpus, grace
 from backstay_spec.contract import CONTAINER, ENV_PREFIX, GROUP, LABEL_JOB
 
 __all__ = ["BOUNDS", "CHANGES", "MAX_NAME", "RULES", "FieldBound", "FieldChange", "FieldRule"]
@@ -250,6 +250,12 @@ def _has_image(container: Any) -> bool:
     return container["name"] == CONTAINER or "image" in container
 
 
+def _whole_gpus(workers: Any) -> bool:
+    """NCCL refuses two processes on one GPU, and a part of a GPU has no fast way to another one."""
+    containers = ((workers.get("template") or {}).get("spec") or {}).get("containers") or ()
+    return workers["podsPerRank"] == 1 or not any(gpus.shared(container) for container in containers)
+
+
 def _good_name(job: Any) -> bool:
     name = job["metadata"]["name"]
     return len(name) <= MAX_NAME and re.search(DNS_LABEL.replace("$", r"\Z"), name) is not None
@@ -439,6 +445,15 @@ RULES: Final[tuple[FieldRule, ...]] = (
             "Linux limits what it passes to a program. Mount files from a ConfigMap instead",
         )
         for at in ("spec", *(f"{template}.spec.containers[]" for template in TEMPLATES))
+    ),
+    FieldRule(
+        at="spec.workers",
+        field="podsPerRank",
+        reads=("podsPerRank", "template.spec.containers"),
+        cel=None,
+        holds=_whole_gpus,
+        message="must be 1 where pods get a part of a GPU (nvidia.com/mig-* or nvidia.com/gpu.shared): NCCL connects "
+        "whole GPUs only",
     ),
     *(
         FieldRule(

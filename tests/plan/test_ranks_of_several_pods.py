@@ -89,6 +89,17 @@ def test_the_pods_of_a_rank_lie_near_each_other(running, how):
     assert all("affinity" not in pod["spec"] for name, pod in cluster.pods.items() if "-worker-" not in name)
 
 
+def test_the_pods_of_a_rank_with_gpus_can_use_nccl(running):
+    """They may share a node, and NCCL connects them there by shared memory."""
+    container = {"name": "trainer", "resources": {"limits": {"nvidia.com/gpu": 1}}}
+    workers = {"replicas": 1, "podsPerRank": 2, "template": {"spec": {"containers": [container]}}}
+    cluster = running({**GROUPS, "workers": workers})
+    for name in pods_of(cluster, 0):
+        (trainer,) = cluster.pods[name]["spec"]["containers"]
+        assert "/dev/shm" in [mount["mountPath"] for mount in trainer["volumeMounts"]]
+        assert {"name": "NCCL_DEBUG", "value": "WARN"} in trainer["env"]
+
+
 @pytest.mark.parametrize("first", [0, 2])
 def test_the_death_of_one_pod_replaces_its_rank_and_is_charged_once(running, first):
     cluster = running(GROUPS)

@@ -143,6 +143,9 @@ def store(result, place):
 
 if __name__ == "__main__":
     more = os.environ.get("MORE", "")
+    if "INITIALIZE" in os.environ:
+        backstay.initialize()
+        assert jax.device_count() == len(jax.local_devices()) * (2 if os.environ["BACKSTAY_ROLE"] == "worker" else 1)
     if "USES_JAX" in os.environ and os.environ["BACKSTAY_ROLE"] == "worker":
         jnp.zeros(3).block_until_ready()
     found = backstay.train(**settings(KIND, more))

@@ -313,6 +313,24 @@ def test_a_script_that_uses_a_device_before_train_is_refused_with_the_cure(group
     assert any("the script used a device of JAX before it called train" in pod.output() for pod in pods)
 
 
+def test_a_script_that_initializes_its_rank_may_use_devices_before_train(group: Any) -> None:
+    job = group("fsdp", devices=1, pods_per_rank=2)
+    job.environment |= {"USES_JAX": "1", "INITIALIZE": "1"}
+    server, pods = job.server(0, 1), job.rank(0)
+    assert [pod.wait() for pod in (*pods, server)] == [0] * 3
+    assert "error" in job.params(pods[1])
+
+
+def test_sigterm_ends_a_pod_that_waits_for_its_rank(group: Any) -> None:
+    job = group("", devices=1, pods_per_rank=2)
+    job.server(0, 1)
+    pod = job.start(contract.ROLE_WORKER, 0, 1, environment={contract.ENV_MEMBER: "1"})
+    job.wait_for(pod, "waiting: pod 0 of worker 0 has not reported its address")
+    pod.may_end_with(SIGTERM_EXIT)
+    pod.process.send_signal(signal.SIGTERM)
+    assert pod.wait() == SIGTERM_EXIT
+
+
 def test_a_script_that_exits_in_one_pod_ends_the_rank_with_its_code(group: Any) -> None:
     job = group("fsdp", devices=1, pods_per_rank=2)
     server = job.server(0, 1)

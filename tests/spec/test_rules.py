@@ -311,6 +311,21 @@ def test_a_container_without_image_is_a_misspelt_trainer_and_a_sidecar_has_one()
         assert all("write name: trainer" in error.message for error in found)
 
 
+@pytest.mark.parametrize("resource", ["nvidia.com/mig-1g.10gb", "nvidia.com/gpu.shared", "nvidia.com/gpu"])
+@pytest.mark.parametrize("pods", [1, 2])
+def test_a_rank_of_several_pods_needs_whole_gpus(resource: str, pods: int) -> None:
+    container = {"name": "trainer", "resources": {"limits": {resource: 1}}}
+    workers = {"podsPerRank": pods, "template": {"spec": {"containers": [container]}}}
+    job = {"metadata": {"name": "a"}, "spec": {"image": "i", "workers": workers}}
+    found = refusals({"apiVersion": "backstay.dev/v1alpha1", "kind": "TrainingJob", **job})
+    if pods == 1 or resource == "nvidia.com/gpu":
+        assert not found
+    else:
+        (error,) = found
+        assert error.path == "spec.workers.podsPerRank"
+        assert "must be 1 where pods get a part of a GPU" in error.message
+
+
 def test_an_amount_that_is_none_is_refused_by_its_name() -> None:
     template = {"spec": {"containers": [{"name": "trainer", "resources": {"limits": {"memory": "lots"}}}]}}
     job = {"metadata": {"name": "a"}, "spec": {"image": "i", "workers": {"template": template}}}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ._data import BatchKey, TokenFile, from_dataset, from_iterator
     from ._result import History, Result
     from ._serving import ServingPorts, serve
-    from ._train import train
+    from ._train import initialize, train
     from ._update import LocalSteps, Wire, outer_optimizer
     from .errors import BackstayError
 
@@ -48,6 +48,7 @@ __all__ = [
     "from_dataset",
     "from_iterator",
     "gather",
+    "initialize",
     "load",
     "outer_optimizer",
     "serve",
@@ -72,6 +73,7 @@ _HOMES: Final = {
     "from_dataset": "._data",
     "from_iterator": "._data",
     "gather": "._compute",
+    "initialize": "._train",
     "load": "._checkpoint",
     "outer_optimizer": "._update",
     "serve": "._serving",

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ._single import AloneStorage, InterruptedAt
     from ._update import Wire
 
-__all__ = ["train"]
+__all__ = ["initialize", "train"]
 
 _LOG = logging.getLogger(__name__)
 _CALLED: list[int] = []  # the process that called `train`; a process that it forks inherits it
@@ -50,6 +50,31 @@ class _Signalled(Exception):  # noqa: N818
     def __init__(self, reason: KeyboardInterrupt | SystemExit) -> None:
         super().__init__(str(reason))
         self.reason = reason
+
+
+def initialize() -> None:
+    """Connect the pods of this rank, so that JAX knows all of their devices.
+
+    A script that uses a device of JAX before it calls `train` calls this first. In a rank of one pod, in servers and in
+    a single process it does nothing.
+
+    Raises:
+        ConfigurationError: in a single process, the environment is not valid.
+    """
+    environment: Environment | None = None
+    try:
+        environment = Environment.read(os.environ)
+        if environment is None or environment.members == 1:
+            return
+        from ._pod import initialize as connect
+
+        connect(environment)
+    except Exception as error:
+        if environment is None:
+            raise
+        from ._pod import fail
+
+        fail(environment, error)
 
 
 def train(

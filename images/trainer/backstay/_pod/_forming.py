@@ -20,13 +20,15 @@ from typing import Any, Protocol
 
 from backstay_spec import contract
 
-from .._process import Environment, Stop, script_stacks, write_termination
+from .._process import SIGTERM_EXIT, Environment, Stop, script_stacks, write_termination
 from .._transport import ALONE, TEXT, ControlClient, FollowingMember, LeadingMember, Members
 from ..errors import CheckpointError, ConfigurationError, PeerLost, WaitedTooLong
 
 __all__ = ["form_rank"]
 
 _LOG = logging.getLogger(__name__)
+
+_FORMED: list[Members] = []  # by this process
 
 _AGAIN = 0.1  # seconds between two calls of shard 0's server
 _INITIALIZE = 60  # seconds; all members are connected when it begins
@@ -37,13 +39,27 @@ _CLEAN_UP = 5.0  # seconds for the clean-up of a script that has raised, and for
 def form_rank(environment: Environment, stop: Stop) -> Members:
     """The pods of this worker's rank, once all of them are connected; of any other pod, itself.
 
+    The second call returns the same.
+
     Raises:
-        Stopped: the pod received SIGTERM.
+        SystemExit: the pod received SIGTERM.
         Superseded: the pod was replaced.
         WaitedTooLong: the pods did not find each other.
+        ConfigurationError: the script has used a device already.
     """
+    from .._roles import Stopped
+
     if environment.members == 1:
         return ALONE
+    if not _FORMED:
+        try:
+            _FORMED.append(_form(environment, stop))
+        except Stopped:
+            sys.exit(SIGTERM_EXIT)
+    return _FORMED[0]
+
+
+def _form(environment: Environment, stop: Stop) -> Members:
     lost = _Lost(environment)
     peer, count = environment.peer, environment.members
     place: _MeetingPlace
@@ -204,7 +220,7 @@ def _initialize(environment: Environment, address: str) -> None:
             raise
         raise ConfigurationError(
             "the script used a device of JAX before it called train. In a rank of several pods, JAX must first know "
-            "the other pods: compute in init, loss and batches, or after train"
+            "the other pods: call backstay.initialize() before, or compute in init, loss and batches, or after train"
         ) from error
 
 

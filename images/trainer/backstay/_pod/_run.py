@@ -43,10 +43,21 @@ if TYPE_CHECKING:
     from .._roles import Script, Worker
     from .._update import Wire
 
-__all__ = ["fail", "run"]
+__all__ = ["fail", "initialize", "run"]
 
 _LOG = logging.getLogger(__name__)
 _RETURNED: Final = threading.Event()
+
+
+def initialize(environment: Environment) -> None:
+    """Connect the pods of this rank now, and not in `run`. Raises as `form_rank`."""
+    configure(environment.config.log_format, environment.name, environment.job)
+    stop = Stop()
+    stop.install()
+    try:
+        form_rank(environment, stop)
+    finally:
+        stop.release()
 
 
 def run(environment: Environment, script: Script, began: float, checkpoint: object) -> Result:
