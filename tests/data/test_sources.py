@@ -64,6 +64,9 @@ def test_each_kind_of_source_gives_the_same_batches(tmp_path: Path, kind: str, t
         np.testing.assert_array_equal(batch["y"], numbers)
         np.testing.assert_array_equal(batch["x"], X[numbers] * (2 if transformed else 1))
         assert batch["x"].shape == (4, 3)
+        part = batches.rows(key, slice(1, 3))  # for a pod of a rank
+        np.testing.assert_array_equal(part["x"], batch["x"][1:3])
+        np.testing.assert_array_equal(part["y"], batch["y"][1:3])
 
 
 class OnDisk:

@@ -82,6 +82,24 @@ def batches(key):
     return x, np.sin(x[:, :3])
 
 
+class Samples:
+    """A data set that knows which of its samples were read."""
+
+    def __init__(self):
+        self.read = set()
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        self.read.add(index)
+        x = np.random.default_rng(index).normal(size=32)
+        return x, np.sin(x[:3])
+
+
+SAMPLES = Samples()
+
+
 def evaluate(params, state):
     if "EVALUATE" in os.environ:
         raise ZeroDivisionError("no metrics")
@@ -112,6 +130,11 @@ MORE = {
     "": {"optimizer": optax.adamw(1e-2), "clip_norm": 0.5},
     "local": {"local": backstay.LocalSteps(2, optax.adam(1e-2), inner_state="keep")},
     "frozen": {"optimizer": optax.sgd(1e-1, momentum=0.9), "frozen": lambda name: name == "stages"},
+    "rows": {
+        "batches": backstay.from_dataset(SAMPLES, batch_size=8, shuffle=False),
+        "optimizer": optax.adamw(1e-2),
+        "clip_norm": 0.5,
+    },
     "factored": {"optimizer": optax.adafactor(1e-2, min_dim_size_to_factor=32)},
 }
 
@@ -135,7 +158,7 @@ def store(result, place):
         wait()
     params, state = backstay.gather((result.params, result.state))
     np.savez(place, **params, **state, **result.metrics)
-    print("stored", flush=True)
+    print("rows", sorted({index % 8 for index in SAMPLES.read}), "stored", flush=True)
     if after == "hold end":
         print("held after training", flush=True)
         wait()

@@ -107,7 +107,7 @@ def same(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray], rtol: float 
 @pytest.mark.parametrize(
     ("kind", "more", "config"),
     [
-        ("fsdp", "", {"shards": 2, "workers": 2}),
+        ("fsdp", "rows", {"shards": 2, "workers": 2}),
         ("tensor", "local", {"shards": 2, "workers": 2, "wire": {"gradients": "Int8", "parameters": "BFloat16"}}),
         ("pipeline", "frozen", {"mode": "Async"}),
         ("whole", "factored", {"shards": 2, "grace_seconds": 5.0, "workers": 2}),
@@ -116,7 +116,11 @@ def same(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray], rtol: float 
 def test_t4_ranks_of_two_pods_train_as_ranks_of_one(group: Any, kind: str, more: str, config: dict[str, Any]) -> None:
     """The pods of a rank are two processes whose devices JAX uses as one. The servers get only their number."""
     alone = trained(group(kind, more, devices=4, **config))
-    same(trained(group(kind, more, pods_per_rank=2, **config)), alone)
+    job = group(kind, more, pods_per_rank=2, **config)
+    same(trained(job), alone)
+    if more == "rows":  # each pod reads the samples of the rows that its devices get
+        read = [pod.output().partition("rows ")[2].partition("]")[0] for pod in job.pods if pod.role == "worker"]
+        assert read == ["[0, 1, 2, 3", "[4, 5, 6, 7"] * 2
 
 
 def test_three_pods_whose_devices_divide_nothing_train_too(group: Any) -> None:

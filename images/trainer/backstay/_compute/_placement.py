@@ -170,13 +170,37 @@ class Placement:
         if self.on_host:
             return batches
 
+        size: int = getattr(batches, "batch_size", 0)
+        own = self._own_rows(size) if size and hasattr(batches, "rows") else None
+
         def placed(key: Any) -> Any:
-            return self.batch(batches(key))
+            if own is None:
+                return self.batch(batches(key))
+            batch: Any = batches.rows(key, own)  # type: ignore[attr-defined]
+            return jax.tree_util.tree_map(lambda leaf: self._of_rows(np.asarray(leaf), own, size), batch)
 
         for name in ("workers", "ahead", "ahead_bytes"):  # how a prefetcher calls it
             if hasattr(batches, name):
                 setattr(placed, name, getattr(batches, name))
         return placed
+
+    def _own_rows(self, size: int) -> slice | None:
+        """The rows of a batch that the devices of this process get; None: it needs all of them."""
+        if not self.spans or size % self._parts:
+            return None
+        places: Any = self._split.addressable_devices_indices_map((size,))
+        held = [rows.indices(size) for (rows,) in places.values()]
+        own = slice(min(start for start, _, _ in held), max(stop for _, stop, _ in held))
+        return None if own == slice(0, size) else own
+
+    def _of_rows(self, leaf: np.ndarray[Any, Any], own: slice, size: int) -> Any:
+        """An array of `size` rows on the devices of all processes, of which this one has its own rows."""
+
+        def of_device(index: Any) -> np.ndarray[Any, Any]:
+            start, stop, _ = index[0].indices(size)
+            return leaf[start - own.start : stop - own.start]
+
+        return jax.make_array_from_callback((size, *leaf.shape[1:]), self._split, of_device)
 
     def on(self, *platforms: str) -> bool:
         """Whether all devices are of these platforms."""

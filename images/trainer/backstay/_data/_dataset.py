@@ -91,7 +91,11 @@ class Batches:
 
     def __call__(self, key: BatchKey) -> Any:
         """Returns the batch as a pytree of arrays with a leading axis of `batch_size`."""
-        numbers, epochs = self.places(key)
+        return self.rows(key, slice(None))
+
+    def rows(self, key: BatchKey, rows: slice) -> Any:
+        """Returns some rows of the batch. Only their samples are read."""
+        numbers, epochs = (all_of[rows] for all_of in self.places(key))
         seed = key.seed if self._seed is None else self._seed
         if self._transform is None:
             return check_numbers(self._source.batch(numbers, epochs, seed))

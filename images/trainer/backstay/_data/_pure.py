@@ -27,6 +27,7 @@ class CheckedBatches:
     Attributes:
         impure: whether the first key had two different batches; False until it was passed.
         workers, ahead, ahead_bytes: the attributes of `batches`, for `Prefetcher`.
+        rows, batch_size: the attributes of a data set of `from_dataset`; other batches have none.
     """
 
     def __init__(self, batches: Callable[[BatchKey], Any]) -> None:
@@ -36,6 +37,8 @@ class CheckedBatches:
         for name in ("workers", "ahead", "ahead_bytes"):
             if hasattr(batches, name):
                 setattr(self, name, getattr(batches, name))
+        if isinstance(batches, Batches):
+            self.rows, self.batch_size = batches.rows, batches.batch_size
 
     def __call__(self, key: BatchKey) -> Any:
         """The batch of a key.

@@ -220,7 +220,7 @@ def _initialize(environment: Environment, address: str) -> None:
             raise
         raise ConfigurationError(
             "the script used a device of JAX before it called train. In a rank of several pods, JAX must first know "
-            "the other pods: call backstay.initialize() before, or compute in init, loss and batches, or after train"
+            "the other pods. Call backstay.initialize() before, or compute in init, loss and batches, or after train"
         ) from error
 
 
