@@ -145,6 +145,7 @@ class BenchJob:
         grace: str = "0s",
         local: int = 0,
         wire: dict[str, Any] | None = None,
+        pods_per_rank: int = 1,
     ) -> None:
         self.cluster, self.name, self.local = on, name, local
         self.steps, self.workers, self.servers, self.backups, self.mode = steps, workers, servers, backups, mode
@@ -174,6 +175,8 @@ class BenchJob:
             "wire": wire or {},
             "checkpoint": {"uri": str(self.checkpoints), "everySteps": every_steps},
         }
+        if pods_per_rank > 1:
+            self.spec["workers"]["podsPerRank"] = pods_per_rank
         self._path = f"{JOBS}/namespaces/{NAMESPACE}/{contract.PLURAL}"
         self.status: dict[str, Any] = {}
         self.history: list[Any] = []

@@ -214,7 +214,7 @@ class Chaos:
         return ChaosTarget(seconds=away)
 
 
-def inside(rng: random.Random, steps: int, workers: int, servers: int, standbys: int, seconds: float) -> str:
+def inside(rng: random.Random, steps: int, workers: Sequence[str], servers: int, standbys: int, seconds: float) -> str:
     """A fault script with points of a step that cannot be timed from outside the pods."""
     script = []
     pods = 1 + standbys  # of a shard at the same time, so each replacement of both uses that many incarnations
@@ -222,7 +222,7 @@ def inside(rng: random.Random, steps: int, workers: int, servers: int, standbys:
         step = rng.randrange(5, max(6, steps))
         # An estimate of the incarnation that runs then. A later one has the fault when it starts.
         life = 1 + round(rng.uniform(0.4, 1.0) * seconds * step / steps / LIFE_SECONDS)
-        worker, server = f"worker/{rng.randrange(workers)}#{life}", f"server/{rng.randrange(servers)}#{life * pods}"
+        worker, server = f"worker/{rng.choice(workers)}#{life}", f"server/{rng.randrange(servers)}#{life * pods}"
         only_with_standbys = [
             f"kill {server} @{step} norm",
             f"stop {server} @{step} norm {rng.uniform(0.5, 3):.1f}s",
@@ -365,6 +365,7 @@ async def mixed(on: BenchCluster, mode: str, arguments: argparse.Namespace, seco
     shape: dict[str, Any] = {
         "steps": steps,
         "workers": arguments.workers,
+        "pods_per_rank": arguments.pods_per_rank,
         "servers": 2,
         "mode": mode,
         "overlap": arguments.overlap,
@@ -377,7 +378,10 @@ async def mixed(on: BenchCluster, mode: str, arguments: argparse.Namespace, seco
         "wire": {"gradients": arguments.gradients, "parameters": arguments.parameters},
     }
     rng = random.Random(arguments.seed)
-    script = inside(rng, steps, arguments.workers, 2, arguments.standbys, seconds)
+    names = [str(rank) for rank in range(arguments.workers)]
+    if arguments.pods_per_rank > 1:
+        names = [f"{rank}.{member}" for rank in names for member in range(arguments.pods_per_rank)]
+    script = inside(rng, steps, names, 2, arguments.standbys, seconds)
     print(f"\n{mode}: {steps} updates, 2 servers, {arguments.standbys} standbys, {arguments.workers} workers, "
           f"seed {arguments.seed}\nFAULT_INJECTION={script!r}", flush=True)  # fmt: skip
     job = BenchJob(on, f"chaos-{mode.lower()}", env={"FAULT_INJECTION": script}, **shape)
@@ -433,6 +437,7 @@ def main() -> None:
     parser.add_argument("--mode", choices=("both", *_ORDER), default="both")
     parser.add_argument("--overlap", action="store_true", help="train in Async mode, with update.overlap")
     parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--pods-per-rank", type=int, default=1)
     parser.add_argument("--gradients", choices=("Exact", "BFloat16", "Int8", "Int4"), default="Exact")
     parser.add_argument("--parameters", choices=("Exact", "BFloat16"), default="Exact")
     parser.add_argument("--backups", type=int, default=0, help="backup workers, in Sync mode")

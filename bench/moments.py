@@ -4,7 +4,7 @@ Random faults seldom happen at these points. One example is between the decision
 Others are while a standby receives the state, at the last update, and in all pods at the same time. Each job runs
 without standbys or with them. In Sync mode, the bits must be those of a run without faults.
 
-    python bench/moments.py [--seconds 120] [--standbys 0|1] [SCRIPT ...]
+    python bench/moments.py [--seconds 120] [--standbys 0|1] [--pods-per-rank N] [SCRIPT ...]
 
 A SCRIPT has the form that docs/faults.md describes. It replaces the scripts of this file.
 """
@@ -75,11 +75,26 @@ LOST = (
 """Faults that kill both servers of a shard. The job goes back to the checkpoint."""
 
 
+OF_RANKS = (
+    "kill worker/0.0 @20; kill worker/1.1 @30 push",
+    "kill worker/1.0 @30 push; kill server/0 @31 commit",
+    "exit worker/0.1 @25 1; exit worker/0.0#2 @35 0",
+    "stop worker/1.1 @20; stop worker/0.0 @40 push",
+    "hang worker/0.1 @20",
+    "cut worker/0.0 @20; cut worker/1.1 @30; corrupt worker/0.1 @40",
+    f"kill worker/0.1 @{STEPS} done",
+    f"kill worker/0.0 @{STEPS} done",
+    "kill server/0 @30 commit; kill worker/*.1 @30",
+    "nan worker/1.1 @20",
+)
+"""Faults of pods of ranks that have two or more."""
+
+
 class Moments:
     """The jobs of one run, and the runs without faults that they are compared with."""
 
-    def __init__(self, on: BenchCluster, seconds: float) -> None:
-        self._on, self._seconds = on, seconds
+    def __init__(self, on: BenchCluster, seconds: float, pods_per_rank: int) -> None:
+        self._on, self._seconds, self._pods = on, seconds, pods_per_rank
         self._quiet: dict[int, dict[str, np.ndarray]] = {}
         self._number = 0
 
@@ -123,6 +138,7 @@ class Moments:
         return BenchJob(
             self._on, f"moment-{self._number}-{mode.lower()}", steps=STEPS, workers=WORKERS, servers=2, mode=mode,
             pause=0.03, standbys=standbys, every_steps=EVERY_STEPS, stall_seconds=STALL_SECONDS, env=env,
+            pods_per_rank=self._pods,
         )  # fmt: skip
 
 
@@ -131,19 +147,21 @@ def _in_sync(job: BenchJob) -> bool:
     return any(each["type"] == "StandbysInSync" and each["status"] == "True" for each in conditions)
 
 
-async def measure(scripts: Sequence[str], standbys: Sequence[int], seconds: float) -> bool:
+async def measure(scripts: Sequence[str], standbys: Sequence[int], seconds: float, pods_per_rank: int) -> bool:
     """Run each script in both modes."""
     print(
         f"{'mode':<6}{'standbys':>8}  {'FAULT_INJECTION':<80}{'faults':>7}{'lost':>6}{'twice':>7}{'redone':>8}"
         f"{'bits':>6}{'no update':>10}{'took':>10}"
     )
     todo = [(script, number, False) for number in standbys for script in scripts]
-    if not scripts:
+    if not scripts and pods_per_rank > 1:
+        todo += [(script, number, False) for number in standbys for script in OF_RANKS]
+    elif not scripts:
         todo += [(script, 0, False) for script in SCRIPTS if 0 in standbys]
         todo += [(script, 1, True) for script in KEPT if 1 in standbys]
         todo += [(script, 1, False) for script in LOST if 1 in standbys]
     async with cluster() as on:
-        moments = Moments(on, seconds)
+        moments = Moments(on, seconds, pods_per_rank)
         return all(
             [
                 await moments.one(mode, script, standbys=number, free=free)
@@ -159,10 +177,12 @@ def main() -> None:
     parser.add_argument("scripts", nargs="*", metavar="SCRIPT")
     parser.add_argument("--seconds", type=float, default=120, help="the time limit of each job")
     parser.add_argument("--standbys", type=int, choices=(0, 1), help="only scripts with this number of standbys")
+    parser.add_argument("--pods-per-rank", type=int, default=1, help="pods of each rank; above 1: faults of its pods")
     arguments = parser.parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # for reading checkpoints here
     standbys = (0, 1) if arguments.standbys is None else (arguments.standbys,)
-    sys.exit(0 if asyncio.run(measure(arguments.scripts, standbys, arguments.seconds)) else 1)
+    done = asyncio.run(measure(arguments.scripts, standbys, arguments.seconds, arguments.pods_per_rank))
+    sys.exit(0 if done else 1)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ def faults(draw: st.DrawFn) -> Fault:
         point=POINTS[role][0] if action == "nan" else draw(st.sampled_from(POINTS[role])),
         seconds=seconds,
         code=draw(st.integers(0, 255)) if action == "exit" else None,
+        member=draw(st.none() | st.integers(0, 99)) if role == contract.ROLE_WORKER else None,
     )
 
 
@@ -56,6 +57,8 @@ def test_any_text_is_a_script_or_refused_by_name(text: str) -> None:
         ("kill worker @12", "'worker' is not a pod: must be such as worker/1"),
         ("kill ps/1 @12", "'ps/1' is not a pod"),
         ("kill worker/-1 @12", "'-1' is not an index"),
+        ("kill worker/1.x @12", "'1.x' is not a pod of a rank: must be such as worker/1.0"),
+        ("kill server/1.0 @12", "'1.0' is not a pod of a rank: must be such as worker/1.0, for a worker"),
         ("kill worker/1#0 @12", "'0' is not an incarnation: must be 1 or more"),
         ("kill worker/1 12", "'12' is not a step: must be such as @12"),
         ("kill worker/1", "'' is not a step"),
@@ -88,3 +91,6 @@ def test_a_fault_is_for_the_first_incarnation_unless_it_names_another() -> None:
     assert not one.matches(contract.ROLE_SERVER, 1, 1)
     (every,) = parse("kill worker/*#* @12")
     assert every.matches(contract.ROLE_WORKER, 7, 9)
+    (second,) = parse("kill worker/*.1 @12")
+    assert [second.matches(contract.ROLE_WORKER, 7, 1, member) for member in range(3)] == [False, True, False]
+    assert [one.matches(contract.ROLE_WORKER, 1, 1, member) for member in range(3)] == [True] * 3

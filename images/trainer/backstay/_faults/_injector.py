@@ -37,9 +37,9 @@ _CONTINUE: Final = (
 class Injector:
     """The faults of one process. Thread-safe."""
 
-    def __init__(self, faults: tuple[Fault, ...], role: str, index: int, incarnation: int) -> None:
+    def __init__(self, faults: tuple[Fault, ...], role: str, index: int, incarnation: int, member: int = 0) -> None:
         self._lock = threading.Lock()
-        self._waiting = [fault for fault in faults if fault.matches(role, index, incarnation)]
+        self._waiting = [fault for fault in faults if fault.matches(role, index, incarnation, member)]
         self._step = -1
         self._full_until = 0.0
         self._corrupt = 0
@@ -142,5 +142,6 @@ def install(environment: Environment, variables: Mapping[str, str]) -> None:
         faults = parse(text)
     except ValueError as error:
         raise ConfigurationError(str(error)) from None
-    found = Injector(faults, environment.role, environment.index, environment.incarnation) if faults else None
+    pod = environment.role, environment.index, environment.incarnation, environment.member
+    found = Injector(faults, *pod) if faults else None
     _instrument.inject_with(found)

@@ -1,7 +1,7 @@
 """The language of fault scripts, such as ``kill worker/1 @12; stop server/0 @30 5s``. Pure.
 
-One fault is ``ACTION ROLE/INDEX[#INCARNATION] @STEP [POINT] [DURATION | CODE]``; faults are separated by ``;`` or line
-ends. A misspelt fault must not be skipped silently, so all unknown words are errors.
+One fault is ``ACTION ROLE/INDEX[.POD][#INCARNATION] @STEP [POINT] [DURATION | CODE]``; faults are separated by ``;`` or
+line ends. A misspelt fault must not be skipped silently, so all unknown words are errors.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class Fault:
         point: one of the role's `POINTS`.
         seconds: how long it lasts; None where it has no end, or no duration.
         code: the exit status of ``exit``.
+        member: a pod of a rank of several; None for every one.
     """
 
     action: str
@@ -70,12 +71,14 @@ class Fault:
     point: str
     seconds: float | None = None
     code: int | None = None
+    member: int | None = None
 
-    def matches(self, role: str, index: int, incarnation: int) -> bool:
+    def matches(self, role: str, index: int, incarnation: int, member: int = 0) -> bool:
         """Whether it is for that pod."""
         return (
             self.role == role
             and self.index in (None, index)
+            and self.member in (None, member)
             # Pods of the operator count from 1; a process without an operator has no incarnation, which is 0.
             and (self.incarnation is None or self.incarnation == max(1, incarnation))
         )
@@ -84,7 +87,8 @@ class Fault:
         short = next(name for name, role in ROLES.items() if role == self.role)
         index = "*" if self.index is None else str(self.index)
         incarnation = "#*" if self.incarnation is None else "" if self.incarnation == 1 else f"#{self.incarnation}"
-        parts = [self.action, f"{short}/{index}{incarnation}", f"@{self.step}"]
+        pod = "" if self.member is None else f".{self.member}"
+        parts = [self.action, f"{short}/{index}{pod}{incarnation}", f"@{self.step}"]
         if self.point != POINTS[self.role][0]:
             parts.append(self.point)
         if self.seconds is not None:
@@ -108,7 +112,7 @@ def _one(clause: str) -> Fault:
     action = next(words)
     if action not in DURATIONS:
         raise _wrong(clause, f"{action!r} is not an action: must be one of {', '.join(DURATIONS)}")
-    role, index, incarnation = _target(clause, next(words, ""))
+    role, index, member, incarnation = _target(clause, next(words, ""))
     step = next(words, "")
     if not step.startswith("@") or (at := _whole(step[1:])) is None:
         raise _wrong(clause, f"{step!r} is not a step: must be such as @12")
@@ -119,20 +123,24 @@ def _one(clause: str) -> Fault:
         raise _wrong(clause, "only workers compute: must be such as nan worker/1 @12")
     if action == "corrupt" and role == contract.ROLE_EVALUATOR:
         raise _wrong(clause, "an evaluator sends no tensors: must be a worker or a server")
-    return Fault(action, role, index, incarnation, at, point or POINTS[role][0], seconds, code)
+    return Fault(action, role, index, incarnation, at, point or POINTS[role][0], seconds, code, member)
 
 
-def _target(clause: str, text: str) -> tuple[str, int | None, int | None]:
+def _target(clause: str, text: str) -> tuple[str, int | None, int | None, int | None]:
     name, slash, rest = text.partition("/")
     if name not in ROLES or not slash:
         raise _wrong(clause, f"{text!r} is not a pod: must be such as worker/1, server/0 or evaluator/0")
-    number, hash_, life = rest.partition("#")
+    whole, hash_, life = rest.partition("#")
+    number, dot, part = whole.partition(".")
+    member = _whole(part) if dot else None
+    if dot and (member is None or name != "worker"):
+        raise _wrong(clause, f"{whole!r} is not a pod of a rank: must be such as worker/1.0, for a worker")
     index, incarnation = _whole(number), _whole(life) if hash_ else 1
     if index is None and number != "*":
         raise _wrong(clause, f"{number!r} is not an index: must be 0 or more, or * for every one")
     if (incarnation is None and life != "*") or incarnation == 0:
         raise _wrong(clause, f"{life!r} is not an incarnation: must be 1 or more, or * for every one")
-    return ROLES[name], index, incarnation
+    return ROLES[name], index, member, incarnation
 
 
 def _rest(clause: str, action: str, role: str, words: Iterator[str]) -> tuple[str, float | None, int | None]:
