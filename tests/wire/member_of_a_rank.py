@@ -12,7 +12,7 @@ import time
 
 from certificates import credentials_of
 
-from backstay._transport import FLAG, FollowingMember, LeadingMember
+from backstay._transport import FLAG, FollowingMember, LeadingMember, OwnMember
 from backstay_rpc.control_pb2 import Peer
 
 LOST = 81
@@ -27,16 +27,13 @@ def main() -> None:
     member, count, token, certificates, interval = sys.argv[1:6]
     peer = Peer(role="worker", index=3, incarnation=1, member=int(member))
     credentials = credentials_of(token, certificates)
+    own = OwnMember(peer, int(count), credentials, lost, float(interval))
     if peer.member == 0:
-        group = LeadingMember(
-            peer, int(count), host="127.0.0.1", credentials=credentials, lost=lost, interval=float(interval)
-        )
+        group = LeadingMember(own, "127.0.0.1")
         print(group.port, flush=True)
         assert group.linked(600) == []
     else:
-        group = FollowingMember(
-            sys.argv[6], peer, int(count), credentials=credentials, lost=lost, interval=float(interval)
-        )
+        group = FollowingMember(own, sys.argv[6])
     ended, passed = threading.Event(), 0
 
     def read() -> None:

@@ -19,7 +19,17 @@ from between import LONG
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backstay._transport import ALONE, FLAG, FollowingMember, Form, LeadingMember, MemberLost, Members, messages
+from backstay._transport import (
+    ALONE,
+    FLAG,
+    FollowingMember,
+    Form,
+    LeadingMember,
+    MemberLost,
+    Members,
+    OwnMember,
+    messages,
+)
 from backstay.errors import ConfigurationError, JobFailed, PeerLost, Refused, Superseded, WaitedTooLong
 from backstay_rpc.control_pb2 import JoinReply, Peer
 from backstay_rpc.credentials import Credentials
@@ -49,11 +59,11 @@ class Rank:
         self.lost: list[tuple[int, int, str]] = []  # who saw it, the lost member, and why
         self.changed = threading.Condition()
         self.credentials = credentials
-        leader = LeadingMember(peer(0), count, host="127.0.0.1", credentials=credentials, lost=self.seen_by(0))
+        leader = LeadingMember(OwnMember(peer(0), count, credentials, self.seen_by(0)), "127.0.0.1")
         self.address = f"127.0.0.1:{leader.port}"
         self.members: list[Any] = [leader]
         self.members += [
-            FollowingMember(self.address, peer(member), count, credentials=credentials, lost=self.seen_by(member))
+            FollowingMember(OwnMember(peer(member), count, credentials, self.seen_by(member)), self.address)
             for member in range(1, count)
         ]
         assert leader.linked(LONG) == []
@@ -199,9 +209,8 @@ def test_an_exception_that_is_not_of_backstay_is_raised_in_its_member_alone(cred
 def test_t6_pods_that_are_not_of_the_rank_are_refused(credentials: Credentials, other: Peer, why: str) -> None:
     lost: list[str] = []
     with rank_of(2, credentials) as rank:
-        stranger = FollowingMember(
-            rank.address, other, 2, credentials=credentials, lost=lambda member, text: lost.append(text)
-        )
+        own = OwnMember(other, 2, credentials, lambda member, text: lost.append(text))
+        stranger = FollowingMember(own, rank.address)
         with pytest.raises(MemberLost, match=why):
             stranger.share("x", FLAG, lambda: True)
         assert len(lost) == 1
@@ -212,7 +221,8 @@ def test_t6_pods_that_are_not_of_the_rank_are_refused(credentials: Credentials, 
 def test_a_pod_without_the_token_is_refused(credentials: Credentials) -> None:
     with rank_of(2, credentials) as rank:
         other = SimpleNamespace(token="b" * 32, accepts=None, connects=None)
-        stranger = FollowingMember(rank.address, peer(1), 2, credentials=other, lost=lambda member, why: None)  # type: ignore[arg-type]
+        own = OwnMember(peer(1), 2, other, lambda member, why: None)  # type: ignore[arg-type]
+        stranger = FollowingMember(own, rank.address)
         with pytest.raises(MemberLost, match="belongs to another job"):
             stranger.share("x", FLAG, lambda: True)
         stranger._line.close()

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from backstay_spec import contract
 
 from .._process import SIGTERM_EXIT, Environment, Stop, script_stacks, write_termination
-from .._transport import ALONE, TEXT, ControlClient, FollowingMember, LeadingMember, Members
+from .._transport import ALONE, TEXT, ControlClient, FollowingMember, LeadingMember, Members, OwnMember
 from ..errors import CheckpointError, ConfigurationError, PeerLost, WaitedTooLong
 
 __all__ = ["form_rank"]
@@ -60,32 +60,30 @@ def form_rank(environment: Environment, stop: Stop) -> Members:
 
 
 def _form(environment: Environment, stop: Stop) -> Members:
-    lost = _Lost(environment)
-    peer, count = environment.peer, environment.members
+    own = OwnMember(
+        environment.peer,
+        environment.members,
+        environment.credentials,
+        _Lost(environment),
+        environment.timeouts.heartbeat,
+        script_stacks,
+    )
     place: _MeetingPlace
     if environment.trained is None:
-        place = ControlClient(environment.servers[:1], environment.credentials, peer, environment.timeouts)
+        place = ControlClient(environment.servers[:1], environment.credentials, own.peer, environment.timeouts)
     else:
         place = _StoredAddress(environment)
     try:
         members: LeadingMember | FollowingMember
         if environment.member == 0:
-            members = leader = LeadingMember(
-                peer,
-                count,
-                host=environment.bind,
-                credentials=environment.credentials,
-                lost=lost,
-                interval=environment.timeouts.heartbeat,
-                where=script_stacks,
-            )
+            members = leader = LeadingMember(own, environment.bind)
             _lead(environment, leader, place, stop)
         else:
-            members = _follow(environment, place, stop, lost)
+            members = _follow(environment, place, stop, own)
     finally:
         place.close()
-    own = environment.pod_ip
-    address = members.share("JAX coordinator", TEXT, lambda: _address(own, _free_port(own)))
+    ip = environment.pod_ip
+    address = members.share("JAX coordinator", TEXT, lambda: _address(ip, _free_port(ip)))
     _initialize(environment, address)
     atexit.register(_end_together, members)
     return members
@@ -153,21 +151,13 @@ def _lead(environment: Environment, leader: LeadingMember, place: _MeetingPlace,
             _LOG.debug("the address of this pod was not reported: %s", error)
 
 
-def _follow(environment: Environment, place: _MeetingPlace, stop: Stop, lost: _Lost) -> FollowingMember:
+def _follow(environment: Environment, place: _MeetingPlace, stop: Stop, own: OwnMember) -> FollowingMember:
     wait = _Meeting(environment, stop)
     while True:
         wait.check(f"pod 0 of {environment.role} {environment.index} has not reported its address")
         try:
             if address := place.meet():
-                return FollowingMember(
-                    address,
-                    environment.peer,
-                    environment.members,
-                    credentials=environment.credentials,
-                    lost=lost,
-                    interval=environment.timeouts.heartbeat,
-                    where=script_stacks,
-                )
+                return FollowingMember(own, address)
         except PeerLost as error:
             _LOG.debug("pod 0 cannot be found: %s", error)
         time.sleep(_AGAIN)

@@ -42,6 +42,7 @@ from ._members import (
     LeadingMember,
     MemberLost,
     Members,
+    OwnMember,
     messages,
     pulled_together,
 )
@@ -123,6 +124,7 @@ __all__ = [
     "MemberLost",
     "Members",
     "Outbox",
+    "OwnMember",
     "ParamBuffers",
     "Peers",
     "Pulled",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ._alone import ALONE
 from ._forms import FLAG, TEXT, Form, messages
-from ._group import FollowingMember, LeadingMember, Members
+from ._group import FollowingMember, LeadingMember, Members, OwnMember
 from ._line import MemberLost
 from ._pulled import pulled_together
 
@@ -17,6 +17,7 @@ __all__ = [
     "LeadingMember",
     "MemberLost",
     "Members",
+    "OwnMember",
     "messages",
     "pulled_together",
 ]

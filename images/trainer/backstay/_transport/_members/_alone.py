@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
-from ... import _instrument
-from ..._instrument import Doing
 from ._forms import Form
 from ._group import Members
 
@@ -32,12 +30,6 @@ class _Alone(Members):
     ) -> _T:
         del point, form, cancel
         return merge([make()])
-
-    def doing(self) -> Doing | None:
-        return _instrument.doing()
-
-    def stacks(self) -> str:
-        return ""
 
     def has_raised(self, error: BaseException) -> bool:
         del error

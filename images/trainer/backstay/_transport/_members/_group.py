@@ -14,6 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from backstay_rpc.control_pb2 import Doing as DoingMessage
@@ -30,7 +31,7 @@ from ._forms import Form, error_in, travels, with_error
 from ._line import BROKEN, END, LineEnd, MemberLine, MemberLost
 from ._progress import LONG, MemberActivity, MemberProgress
 
-__all__ = ["FollowingMember", "LeadingMember", "Members"]
+__all__ = ["FollowingMember", "LeadingMember", "Members", "OwnMember"]
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -72,6 +73,27 @@ class _Points:
             cancel = self._cancel if number == self._number else None
         if cancel is not None:
             cancel()
+
+
+@dataclass(frozen=True)
+class OwnMember:
+    """This pod as a member of its rank.
+
+    Attributes:
+        peer: this pod.
+        count: the number of members.
+        credentials: the credentials of this pod.
+        lost: called from another thread with the index of a member that is lost, and why.
+        interval: the seconds between two pings.
+        where: returns the stacks of the threads that run code of the script.
+    """
+
+    peer: Peer
+    count: int
+    credentials: Credentials
+    lost: Callable[[int, str], None]
+    interval: float = Timeouts().heartbeat
+    where: Callable[[], str] = str
 
 
 class Members(ABC):
@@ -120,13 +142,13 @@ class Members(ABC):
     def has_raised(self, error: BaseException) -> bool:
         """Whether all members have this error, because `share` or `agree` has raised it."""
 
-    @abstractmethod
     def doing(self) -> Doing | None:
         """The activity of this process; in the leader, that of the member that the others wait for. Thread-safe."""
+        return _instrument.doing()
 
-    @abstractmethod
     def stacks(self) -> str:
         """In the leader, the stacks of the other members that have done the same thing for long. Thread-safe."""
+        return ""
 
     @abstractmethod
     def settle(self) -> None:
@@ -138,17 +160,11 @@ class Members(ABC):
 
 
 class _LinkedMember(Members):
-    """A member of a rank of several pods.
+    """A member of a rank of several pods."""
 
-    Args:
-        interval: the seconds between two pings; None: the usual ones.
-        where: returns the stacks of the threads that run code of the script.
-    """
-
-    def __init__(self, member: int, count: int, interval: float | None, where: Callable[[], str]) -> None:
-        super().__init__(member, count)
-        self._interval = Timeouts().heartbeat if interval is None else interval
-        self._points, self._where = _Points(), where
+    def __init__(self, own: OwnMember) -> None:
+        super().__init__(own.peer.member, own.count)
+        self._own, self._points = own, _Points()
         self._waits: MemberActivity | None = None  # for other members
         self._raised: BaseException | None = None  # the last error of all members
 
@@ -194,14 +210,8 @@ class _LinkedMember(Members):
             return waits
         if (doing := _instrument.doing()) is None:
             return MemberActivity()
-        lasts = time.monotonic() - doing.began >= (LONG - 1) * self._interval
-        return MemberActivity(doing.point, doing.step, doing.began, stacks=self._where() if lasts else "")
-
-    def doing(self) -> Doing | None:
-        return _instrument.doing()
-
-    def stacks(self) -> str:
-        return ""
+        lasts = time.monotonic() - doing.began >= (LONG - 1) * self._own.interval
+        return MemberActivity(doing.point, doing.step, doing.began, stacks=self._own.where() if lasts else "")
 
     def has_raised(self, error: BaseException) -> bool:
         return error is self._raised
@@ -266,33 +276,16 @@ class LeadingMember(_LinkedMember):
         port: the port on which it listens.
     """
 
-    def __init__(
-        self,
-        peer: Peer,
-        count: int,
-        *,
-        host: str,
-        credentials: Credentials,
-        lost: Callable[[int, str], None],
-        interval: float | None = None,
-        where: Callable[[], str] = str,
-    ) -> None:
+    def __init__(self, own: OwnMember, host: str) -> None:
         """
         Args:
-            peer: this pod.
-            count: the number of members.
             host: the address to bind.
-            credentials: the credentials of this pod.
-            lost: called from another thread with the index of a member that is lost, and why.
-            interval: the seconds between two pings; None: the usual ones.
-            where: returns the stacks of the threads that run code of the script.
         """
-        super().__init__(0, count, interval, where)
-        self._peer, self._lost_member = peer, lost
-        self._progress = MemberProgress(count, self._interval, _longest)
+        super().__init__(own)
+        self._progress = MemberProgress(own.count, own.interval, _longest)
         self._lines: dict[int, MemberLine] = {}
         self._changed = threading.Condition()
-        self._listener = Listener(host, 0, credentials, self._serve)
+        self._listener = Listener(host, 0, own.credentials, self._serve)
         self.port = self._listener.bound
 
     def linked(self, timeout: float) -> list[int]:
@@ -346,7 +339,7 @@ class LeadingMember(_LinkedMember):
                     line.send(MemberMessage(number=number, point=BROKEN))
 
     def _lose(self, member: int, why: str) -> None:
-        self._lost_member(member, why)
+        self._own.lost(member, why)
         self._give_up(f"member {member} is lost: {why}")
 
     def _pinged(self, member: int, ping: MemberMessage) -> None:
@@ -362,13 +355,13 @@ class LeadingMember(_LinkedMember):
 
     def _serve(self, hello: Hello, stream: ServerStream) -> None:
         peer, member = hello.peer, hello.peer.member
-        own = self._peer.role, self._peer.index, self._peer.incarnation
+        own = self._own.peer.role, self._own.peer.index, self._own.peer.incarnation
         end = LineEnd(
             lambda why: self._lose(member, why),
             lambda number: self._break(number, member),
             pinged=lambda ping: self._pinged(member, ping),
         )
-        line = MemberLine(stream, self._interval, end)
+        line = MemberLine(stream, self._own.interval, end)
         with self._changed:
             if (peer.role, peer.index, peer.incarnation) != own or not 0 < member < self.count:
                 refusal = f"{peer.role} {peer.index}, member {member}, of incarnation {peer.incarnation} is not of this"
@@ -388,30 +381,18 @@ class LeadingMember(_LinkedMember):
 class FollowingMember(_LinkedMember):
     """Any other member of a rank. It connects to member 0."""
 
-    def __init__(
-        self,
-        address: str,
-        peer: Peer,
-        count: int,
-        *,
-        credentials: Credentials,
-        lost: Callable[[int, str], None],
-        interval: float | None = None,
-        where: Callable[[], str] = str,
-    ) -> None:
+    def __init__(self, own: OwnMember, address: str) -> None:
         """
         Args:
             address: ``host:port`` of member 0.
-            peer: this pod.
-            count, credentials, lost, interval, where: see `LeadingMember`.
 
         Raises:
             errors.PeerLost: nothing listens there.
         """
-        super().__init__(peer.member, count, interval, where)
-        stream = ClientStream(address, Hello(peer=peer), credentials)
-        end = LineEnd(lambda why: lost(0, why), self._points.broken, ping=self._ping)
-        self._line = MemberLine(stream, self._interval, end)
+        super().__init__(own)
+        stream = ClientStream(address, Hello(peer=own.peer), own.credentials)
+        end = LineEnd(lambda why: own.lost(0, why), self._points.broken, ping=self._ping)
+        self._line = MemberLine(stream, own.interval, end)
         threading.Thread(target=self._line.serve, name="backstay-member", daemon=True).start()
 
     def _shared(self, own: MemberMessage) -> MemberMessage:
