@@ -86,8 +86,30 @@ def compare(members: int, axes: dict[str, int], sharding: Any, shards: int, code
     return compared
 
 
+def check_memory() -> None:
+    """No device gets a large leaf whole on the way to the rows or back, if the members divide it."""
+    tree = describe({"layers": jax.ShapeDtypeStruct((12, 240, 360), np.float32)})
+    parts = partition(tree, analyse(optax.adam(1e-3), tree), 2, members=3)
+    for axis in range(3):
+        spec = PartitionSpec(*[None] * axis, "batch")
+        placement = placement_of(tree, {"batch": 6}, lambda mesh, shapes, spec=spec: {"layers": spec})
+        (leaf,) = placement.shapes(tree)
+        one = DividedArrangement(parts, placement.model(tree), 0)
+        packed = jax.jit(one.pack, out_shardings=one.packed_shardings())
+        rows = [
+            jax.ShapeDtypeStruct(row.shape, row.dtype, sharding=place)
+            for row, place in zip(jax.eval_shape(packed, [leaf]), one.packed_shardings(), strict=True)
+        ]
+        there = packed.lower([leaf]).compile().memory_analysis()
+        back = one._unpack_jit.lower(rows).compile().memory_analysis()
+        for found in (there, back):
+            assert found.temp_size_in_bytes < tree.nbytes / 2, (axis, found)  # a part is a sixth
+            assert found.output_size_in_bytes <= tree.nbytes / 6 + 4096, (axis, found)
+
+
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)
+    check_memory()
     cases = [
         (2, {"batch": 6}, "fsdp", 1, "Exact"),
         (3, {"batch": 6}, "fsdp", 2, "Int8"),
