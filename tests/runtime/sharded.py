@@ -164,7 +164,24 @@ def store(result, place):
         wait()
 
 
+def connect_late():
+    """Hold this pod once between joining the servers and connecting to them."""
+    from backstay._roles import _worker
+
+    connect = _worker.connect
+
+    def late(*arguments, **more):
+        _worker.connect = connect
+        print("connects late", flush=True)
+        wait()
+        return connect(*arguments, **more)
+
+    _worker.connect = late
+
+
 if __name__ == "__main__":
+    if "LATE" in os.environ:
+        connect_late()
     more = os.environ.get("MORE", "")
     if "INITIALIZE" in os.environ:
         backstay.initialize()

@@ -155,6 +155,24 @@ def test_t4_a_server_dies_and_its_ranks_continue(group: Any, tmp_path: Path) -> 
     same(job.params(pods[0]), trained(group("", devices=1)))
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_t4_a_server_dies_before_each_pod_of_a_rank_has_connected(group: Any, late: int) -> None:
+    """All pods join again. One of them waited at another decision than the others."""
+    job = group("fsdp", devices=1, pods_per_rank=2, shards=2)
+    first, dies = job.server(0, 1), job.server(1, 1)
+    pods = [
+        job.start(contract.ROLE_WORKER, 0, 1, environment={contract.ENV_MEMBER: str(member), **more})
+        for member, more in ((late, {"LATE": "1"}), (1 - late, {}))
+    ]
+    job.wait_for(pods[0], "connects late")
+    dies.process.kill()
+    assert dies.may_end_with(KILLED).wait() == KILLED
+    (job.folder / "let").touch()
+    again = job.server(1, 2)
+    assert [pod.wait() for pod in (*pods, first, again)] == [0] * 4
+    same(job.params(pods[0]), trained(group("", devices=1)))
+
+
 def test_sigterm_of_one_pod_ends_its_rank_in_order(group: Any) -> None:
     job = group("fsdp", devices=1, pods_per_rank=2, workers=2)
     job.environment["HOLD"] = "2"

@@ -55,15 +55,15 @@ def peer(member: int, *, rank: int = 3, incarnation: int = 1) -> Peer:
 class Rank:
     """The members of a rank in threads of one process."""
 
-    def __init__(self, count: int, credentials: Credentials) -> None:
+    def __init__(self, count: int, credentials: Credentials, interval: float = 2.0) -> None:
         self.lost: list[tuple[int, int, str]] = []  # who saw it, the lost member, and why
         self.changed = threading.Condition()
         self.credentials = credentials
-        leader = LeadingMember(OwnMember(peer(0), count, credentials, self.seen_by(0)), "127.0.0.1")
+        leader = LeadingMember(OwnMember(peer(0), count, credentials, self.seen_by(0), interval), "127.0.0.1")
         self.address = f"127.0.0.1:{leader.port}"
         self.members: list[Any] = [leader]
         self.members += [
-            FollowingMember(OwnMember(peer(member), count, credentials, self.seen_by(member)), self.address)
+            FollowingMember(OwnMember(peer(member), count, credentials, self.seen_by(member), interval), self.address)
             for member in range(1, count)
         ]
         assert leader.linked(LONG) == []
@@ -101,8 +101,8 @@ class Rank:
 
 
 @contextlib.contextmanager
-def rank_of(count: int, credentials: Credentials) -> Iterator[Rank]:
-    rank = Rank(count, credentials)
+def rank_of(count: int, credentials: Credentials, interval: float = 2.0) -> Iterator[Rank]:
+    rank = Rank(count, credentials, interval)
     try:
         yield rank
     finally:
@@ -263,6 +263,20 @@ def test_t8_a_lost_process_ends_the_others(stack: ExitStack, what: str) -> None:
             assert text.startswith(f"member {0 if member else killed} is lost: "), text
     if what == "SIGSTOP":
         every[killed].kill()
+
+
+def test_t8_members_that_wait_for_each_other_end(credentials: Credentials) -> None:
+    """This is a defect, after which a new incarnation may work."""
+
+    def run(group: Members) -> Any:
+        if group.member == 0:
+            return group.agree("pull", NUMBER, lambda: 1, sum)
+        return group.share("reconnect", FLAG, lambda: True)
+
+    with rank_of(2, credentials, interval=0.05) as rank:
+        results = rank.each(run)
+        assert [type(result) for result in results] == [MemberLost, MemberLost]
+        assert "pod 0: waits for the others at 'pull'" in rank.wait_lost(1)[0][2]
 
 
 @pytest.mark.parametrize("broken", range(3))

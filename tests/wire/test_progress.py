@@ -61,6 +61,18 @@ def test_a_rank_that_waits_for_others_or_compiles_is_not_named(members: Sequence
     assert reported(members).complaint(LIMIT + 1.0) == "", why
 
 
+def test_members_that_all_wait_for_each_other_are_a_deadlock() -> None:
+    """One of them is at another decision, so no answer will come."""
+    first, second = MemberActivity("pull", waits=True), MemberActivity("reconnect", None, 5.0, waits=True)
+    assert reported([first, second]).deadlock(LIMIT + 4.0) == ""
+    assert reported([first, second]).deadlock(LIMIT + 5.0) == (
+        "all pods of the rank wait for each other: pod 0: waits for the others at 'pull', for 25 s; "
+        "pod 1: waits for the others at 'reconnect', for 20 s"
+    )
+    assert reported([first, does("compute")]).deadlock(1e6) == ""
+    assert reported([first, MemberActivity()]).deadlock(1e6) == "", "its script may take long"
+
+
 def test_steps_that_always_take_long_are_not_named() -> None:
     members = [does("compute"), does("compute")]
     assert reported(members, longest=LIMIT).complaint(LIMIT * 3 - 1) == ""

@@ -328,6 +328,15 @@ class Worker:
             with _instrument.span("frozen"):
                 self._frozen.read(replies[0].frozen_from)
             return self._join()  # with their digests
+        # A server may be lost before each member of the rank has connected to it.
+        self._members.agree("connect", FLAG, partial(self._connect, replies), all)
+        self.ready = True
+        self._contributions.use(self._frozen.arrays)
+        self._contributions.compile()
+        with _instrument.span("first_pull"):
+            return self._pull(None, 0)
+
+    def _connect(self, replies: Sequence[JoinReply]) -> bool:
         self._streams = connect(
             [reply.data_address for reply in replies],
             self._plan.partition.shards,
@@ -337,11 +346,7 @@ class Worker:
             wires=self._wires,
             carried=self._observer.carried,
         )
-        self.ready = True
-        self._contributions.use(self._frozen.arrays)
-        self._contributions.compile()
-        with _instrument.span("first_pull"):
-            return self._pull(None, 0)
+        return True
 
     def _joined_all(self) -> Sequence[JoinReply]:
         return self._control.join_all(

@@ -348,6 +348,8 @@ class LeadingMember(_LinkedMember):
         self._progress.reports(0, self._activity())
         if complaint := self._progress.complaint(now):
             _LOG.warning("%s", complaint)
+        if deadlock := self._progress.deadlock(now):
+            self._lose(member, deadlock)
 
     def _give_up(self, why: str) -> None:
         for line in list(self._lines.values()):

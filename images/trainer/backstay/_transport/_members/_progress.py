@@ -97,6 +97,19 @@ class MemberProgress:
             stacks = self._stacks(doing.member for doing in found[:_SHOWN])
             return f"nothing has changed in the pods of this rank for {unchanged:.0f} s:\n{does}\n{stacks}".rstrip()
 
+    def deadlock(self, now: float) -> str:
+        """Describes each member if all of them wait for each other; otherwise empty. This is a defect of Backstay.
+
+        Args:
+            now: seconds of `time.monotonic`.
+        """
+        with self._lock:
+            every = list(self._members.values())
+            waits = len(every) == self._count and all(one.waits for one in every)
+            if not waits or now - max(one.began for one in every) < LONG * self._interval:
+                return ""
+            return "all pods of the rank wait for each other: " + "; ".join(self._described(now))
+
     def _suspects(self) -> Sequence[Doing]:
         """The activities that the others may wait for, the oldest first."""
         doing = [Doing(one.point, one.step, one.began, at) for at, one in self._members.items() if not one.waits]
