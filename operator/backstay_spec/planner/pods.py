@@ -186,7 +186,7 @@ def ended_at(view: PodView) -> datetime | None:
 
 
 def cause_due(view: PodView) -> datetime | None:
-    """When the pod that ended a rank is known at the latest; None: it is known, or there is no such pod.
+    """The time until which the planner waits for the pod that ended a rank; None: it is known, or there is none.
 
     The pods of a rank end within milliseconds of each other, but each kubelet reports its own. The pod that has the
     cause may still seem to run. On a lost node it does so for long.

@@ -215,7 +215,7 @@ def _initialize(environment: Environment, address: str) -> None:
 
 
 def _end_together(members: Members) -> None:
-    """Wait at the end of the script for the ends of the others, before JAX does. JAX would not see that one is lost.
+    """Wait at the end of the script for the ends of the others, before JAX does. JAX would not notice a lost one.
 
     A script that has raised does not wait, because the others may wait for this pod in a collective. The end of this
     process ends them too.

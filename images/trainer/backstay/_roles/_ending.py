@@ -60,7 +60,7 @@ __all__ = [
 _LOG = logging.getLogger(__name__)
 
 _PATIENCE: Final = 15
-"""A pod whose `evaluate` raised waits for the intervals of so many heartbeats until those of its rank raise too."""
+"""Intervals of heartbeats for which a pod whose `evaluate` raised waits for the other pods of its rank to raise too."""
 
 # ---- Servers ----
 

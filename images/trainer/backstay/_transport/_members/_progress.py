@@ -15,14 +15,14 @@ from ..._instrument import DOES, Doing
 __all__ = ["LONG", "MemberActivity", "MemberProgress"]
 
 LONG: Final = 10
-"""A member that does the same thing for so many pings also reports its stacks."""
+"""The number of pings after which a member that does the same thing also reports its stacks."""
 
 _LIMITS: Final = {"batch_wait": LONG, "evaluate": 90, "compute": LONG, "compile": 90}
 """The number of pings after which a point is reported. The first ones are more likely to be what others wait for: a
 batch needs no other member, and a collective waits within a computation."""
 
 _TIMES: Final = 3.0
-"""A point that has taken long before is reported after so many times of that."""
+"""A point is reported only after this multiple of its longest duration so far."""
 
 _SHOWN: Final = 2  # members whose stacks a complaint has
 _APART: Final = 2.0  # seconds
