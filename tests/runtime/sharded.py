@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
@@ -23,6 +24,8 @@ WIDTH = 256  # large enough that fsdp divides a matrix
 
 
 def init(key):
+    if "INIT_EXITS" in os.environ:
+        sys.exit(3)
     keys = jax.random.split(key, 4)
     params = {
         "in": jax.random.normal(keys[0], (32, WIDTH)) / 6,
@@ -149,6 +152,11 @@ def wait():
         time.sleep(0.01)
 
 
+def wait_at_exit():
+    print("held after training", flush=True)
+    wait()
+
+
 def store(result, place):
     after = os.environ.get("AFTER", "")
     if after == "raise":
@@ -182,13 +190,15 @@ def connect_late():
 if __name__ == "__main__":
     if "LATE" in os.environ:
         connect_late()
+    if os.environ.get("AFTER") == "late atexit":  # it runs after those of Backstay
+        atexit.register(wait_at_exit)
     more = os.environ.get("MORE", "")
     if "INITIALIZE" in os.environ:
         backstay.initialize()
         assert jax.device_count() == len(jax.local_devices()) * (2 if os.environ["BACKSTAY_ROLE"] == "worker" else 1)
     if "USES_JAX" in os.environ and os.environ["BACKSTAY_ROLE"] == "worker":
         jnp.zeros(3).block_until_ready()
-    found = backstay.train(**settings(KIND, more))
+    found = backstay.train(**settings(os.environ.get("OTHER_KIND", KIND), more))
     if KIND in ("fsdp", "tensor"):
         assert {leaf.sharding.is_fully_replicated for leaf in found.params.values()} == {True, False}
         for name, leaf in found.params.items():

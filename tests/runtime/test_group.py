@@ -289,6 +289,64 @@ def test_an_evaluate_that_raises_in_all_pods_costs_the_metrics(group: Any) -> No
     assert "error" not in job.params(pods[0])
 
 
+def test_t7_a_pod_that_is_killed_after_all_scripts_have_ended_ends_nothing(group: Any) -> None:
+    """JAX would wait for it for ten minutes, although all scripts have ended."""
+    job = group("fsdp", devices=1, pods_per_rank=2)
+    server = job.server(0, 1)
+    pods = [
+        job.start(contract.ROLE_WORKER, 0, 1, environment={contract.ENV_MEMBER: str(member), **more})
+        for member, more in ((0, {}), (1, {"AFTER": "late atexit"}))
+    ]
+    job.wait_for(pods[1], "held after training")
+    pods[1].process.kill()
+    assert pods[1].may_end_with(KILLED).wait() == KILLED
+    assert [pods[0].wait(), server.wait()] == [0, 0]
+
+
+@pytest.mark.parametrize("exits", [0, 1])
+def test_a_script_that_exits_in_init_of_one_pod_ends_the_other(group: Any, exits: int) -> None:
+    job = group("fsdp", devices=1, pods_per_rank=2)
+    job.server(0, 1)
+    pods = [
+        job.start(contract.ROLE_WORKER, 0, 1, environment={contract.ENV_MEMBER: str(member), **more})
+        for member, more in ((exits, {"INIT_EXITS": "1"}), (1 - exits, {}))
+    ]
+    job.may_end_with(3, GROUP_LOST_EXIT, JAX_ABORTS)
+    assert pods[0].wait() == 3
+    ends_too(pods[1])
+
+
+def test_pods_with_another_script_are_refused(group: Any) -> None:
+    """They waited for each other in a collective."""
+    job = group("fsdp", devices=1, pods_per_rank=2)
+    job.server(0, 1)
+    first = job.start(contract.ROLE_WORKER, 0, 1, environment={contract.ENV_MEMBER: "0"})
+    other = job.start(
+        contract.ROLE_WORKER, 0, 1, environment={contract.ENV_MEMBER: "1", "OTHER_KIND": "", "MORE": "frozen"}
+    )
+    job.may_end_with(1)
+    for pod in (first, other):
+        assert pod.wait() == 1
+        assert pod.final_message()["result"] == "Refused"
+        message = pod.final_message()["message"]
+        assert message.startswith("the parameters of pod 1 of worker 0 are not those of pod 0 of worker 0: pod 0 of")
+
+
+def test_pods_with_another_sharding_are_refused_by_its_name(group: Any) -> None:
+    job = group("fsdp", devices=1, pods_per_rank=2)
+    job.server(0, 1)
+    pods = [
+        job.start(contract.ROLE_WORKER, 0, 1, environment={contract.ENV_MEMBER: str(member), **more})
+        for member, more in ((0, {}), (1, {"OTHER_KIND": ""}))
+    ]
+    job.may_end_with(1)
+    assert [pod.wait() for pod in pods] == [1, 1]
+    message = pods[1].final_message()["message"]
+    assert message.startswith(
+        "pod 1 of worker 0 differs from pod 0 of worker 0: sharding is nothing in pod 1 of worker 0"
+    )
+
+
 @pytest.mark.parametrize("at", ["gather", "end"])
 def test_t7_a_pod_that_is_killed_after_training_ends_its_rank(group: Any, at: str) -> None:
     """JAX would see it after ten minutes."""

@@ -12,7 +12,7 @@ from backstay._transport._members._progress import LONG, MemberActivity, MemberP
 
 PING = 2.0
 LIMIT = LONG * PING
-POINTS = ("batch_wait", "evaluate", "compute", "compile", "exchange", "join")
+POINTS = ("batch_wait", "evaluate", "compute", "compile", "script", "exchange", "join")
 
 
 def reported(members: Sequence[MemberActivity], longest: float = 0.0) -> MemberProgress:
@@ -71,6 +71,16 @@ def test_members_that_all_wait_for_each_other_are_a_deadlock() -> None:
     )
     assert reported([first, does("compute")]).deadlock(1e6) == ""
     assert reported([first, MemberActivity()]).deadlock(1e6) == "", "its script may take long"
+
+
+def test_other_code_of_the_script_has_three_minutes() -> None:
+    """One pod waits for the other at the end, or in a collective that it began after training."""
+    ends = MemberActivity("end", waits=True)
+    progress = reported([does("script", step=None, stacks="File x"), ends])
+    assert progress.complaint(9 * LIMIT - 1) == ""
+    complaint = progress.complaint(9 * LIMIT)
+    assert "pod 0: runs other code of the script, for 180 s" in complaint
+    assert complaint.endswith("Pod 0:\nFile x")
 
 
 def test_steps_that_always_take_long_are_not_named() -> None:

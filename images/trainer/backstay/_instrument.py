@@ -51,6 +51,7 @@ DOES: Final = {
     "exchange": "sends its contribution, or waits for the servers",
     "join": "tries to join the servers",
     "first_pull": "receives the parameters",
+    "script": "runs other code of the script",
 }
 """The activity of a worker at each point, as the words after its name."""
 

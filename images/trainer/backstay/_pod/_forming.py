@@ -33,13 +33,17 @@ _FORMED: list[Members] = []  # by this process
 _AGAIN = 0.1  # seconds between two calls of shard 0's server
 _INITIALIZE = 60  # seconds; all members are connected when it begins
 _SHUTDOWN = 3600  # seconds that the end of a process waits in JAX for the ends of the others
-_CLEAN_UP = 5.0  # seconds for the clean-up of a script that has raised, and for JAX, which then waits for the others
+_CLEAN_UP = 5.0  # seconds for the clean-up of a script that has raised
+_LEAVE = 10.0  # seconds for the same, when the scripts of all have ended
 
 
-def form_rank(environment: Environment, stop: Stop) -> Members:
+def form_rank(environment: Environment, stop: Stop, returned: threading.Event) -> Members:
     """The pods of this worker's rank, once all of them are connected; of any other pod, itself.
 
     The second call returns the same.
+
+    Args:
+        returned: set when `train` has returned a result.
 
     Raises:
         SystemExit: the pod received SIGTERM.
@@ -54,6 +58,7 @@ def form_rank(environment: Environment, stop: Stop) -> Members:
     if not _FORMED:
         try:
             _FORMED.append(_form(environment, stop))
+            atexit.register(_end_together, _FORMED[0], returned)
         except Stopped:
             sys.exit(SIGTERM_EXIT)
     return _FORMED[0]
@@ -85,7 +90,6 @@ def _form(environment: Environment, stop: Stop) -> Members:
     ip = environment.pod_ip
     address = members.share("JAX coordinator", TEXT, lambda: _address(ip, _free_port(ip)))
     _initialize(environment, address)
-    atexit.register(_end_together, members)
     return members
 
 
@@ -214,18 +218,55 @@ def _initialize(environment: Environment, address: str) -> None:
         ) from error
 
 
-def _end_together(members: Members) -> None:
+def _end_together(members: Members, returned: threading.Event) -> None:
     """Wait at the end of the script for the ends of the others, before JAX does. JAX would not notice a lost one.
 
-    A script that has raised does not wait, because the others may wait for this pod in a collective. The end of this
+    A script that ends early does not wait, because the others may wait for this pod in a collective. The end of this
     process ends them too.
+
+    Args:
+        returned: set when `train` has returned a result.
     """
-    if getattr(sys, "last_type", None) is None:  # Python sets it when an exception ends the script
-        members.close()
+    raised = getattr(sys, "last_type", None) is not None  # Python sets it when an exception ends the script
+    if raised:  # what it has begun on its devices may wait for the others too
+        late = threading.Timer(_CLEAN_UP, os._exit, (1,))
+        late.daemon = True
+        late.start()
+    if raised or not returned.is_set():
+        _forget_jax()
         return
-    late = threading.Timer(_CLEAN_UP, os._exit, (1,))  # functions that were registered before run meanwhile
-    late.daemon = True
-    late.start()
+    members.close()
+    left = threading.Event()
+    threading.Thread(target=_leave_jax, args=(left,), name="backstay-leaves-jax", daemon=True).start()
+    if not left.wait(_LEAVE):  # another pod has died since then
+        _forget_jax()
+
+
+def _leave_jax(left: threading.Event) -> None:
+    """Disconnect JAX from the other processes, which do the same now."""
+    import jax
+
+    shutdown: Any = jax.distributed.shutdown  # which JAX leaves untyped
+    with contextlib.suppress(Exception):  # the scripts have ended
+        shutdown()
+    left.set()
+
+
+def _forget_jax() -> None:
+    """Let this process end without JAX, which would wait for the others."""
+    with contextlib.suppress(ImportError, AttributeError):
+        from jax._src import distributed
+
+        state = distributed.global_state
+        kept = state.client, state.service  # their destructors would wait too
+        threading.Thread(target=_keep, args=kept, name="backstay-keeps", daemon=True).start()
+        state.client = state.service = None
+
+
+def _keep(*objects: object) -> None:
+    """Keep objects until the process ends. Python does not take them from a daemon thread."""
+    threading.Event().wait()
+    del objects
 
 
 def _let_all_write() -> None:

@@ -55,7 +55,7 @@ def initialize(environment: Environment) -> None:
     stop = Stop()
     stop.install()
     try:
-        form_rank(environment, stop)
+        form_rank(environment, stop, _RETURNED)
     finally:
         stop.release()
 
@@ -97,7 +97,7 @@ def run(environment: Environment, script: Script, began: float, checkpoint: obje
         # An unknown scheme ends the job before JAX is imported and anything is compiled.
         open_folder(environment.checkpoint_uri)
     _share_compilations()
-    members = form_rank(environment, stop)
+    members = form_rank(environment, stop, _RETURNED)
     script = replace(script, spans=members.count > 1)
     use_devices(environment.role, os.environ)
     plan = script.plan(environment.config.shards, _wire_of(environment), environment.config.pods_per_rank)

@@ -49,6 +49,7 @@ from ._beginning import FrozenPart
 from ._contributions import Contributions
 from ._ending import Stopped, WorkerEnd
 from ._observers import SecondsObserver, WorkerObserver
+from ._same_script import check_same_script
 from ._script import Script, ScriptPlan
 from ._worker_protocol import Fate, WorkerProtocol, may_be_result
 
@@ -180,6 +181,7 @@ class Worker:
             end_after_script(SIGTERM_EXIT, self._stop)
 
     def _run(self) -> Result:
+        check_same_script(self._members, self._script, self._plan, self._peer)
         pulled, params = self._start()
         self.seconds.ended("starting")
         while True:

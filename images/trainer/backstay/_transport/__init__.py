@@ -16,6 +16,7 @@ from __future__ import annotations
 from ._control import (
     CONSTANTS,
     LAYOUT,
+    OF_RANK,
     PROGRAM,
     SOFTWARE,
     STRUCTURE,
@@ -88,6 +89,7 @@ __all__ = [
     "CONSTANTS",
     "FLAG",
     "LAYOUT",
+    "OF_RANK",
     "PROGRAM",
     "QUIET_CHECKS",
     "SOFTWARE",

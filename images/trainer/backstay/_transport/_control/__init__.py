@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from ._agreement import CONSTANTS, LAYOUT, PROGRAM, SOFTWARE, STRUCTURE, VERSION, Agreement, first_difference
+from ._agreement import CONSTANTS, LAYOUT, OF_RANK, PROGRAM, SOFTWARE, STRUCTURE, VERSION, Agreement, first_difference
 from ._client import ControlClient, Heartbeats, JobState
 from ._link import Link
 from ._links import Links
@@ -17,6 +17,7 @@ from ._spans import Kept, Outbox
 __all__ = [
     "CONSTANTS",
     "LAYOUT",
+    "OF_RANK",
     "PROGRAM",
     "SOFTWARE",
     "STRUCTURE",

@@ -11,7 +11,17 @@ from typing import Final
 
 from backstay_rpc.control_pb2 import Leaf
 
-__all__ = ["CONSTANTS", "LAYOUT", "PROGRAM", "SOFTWARE", "STRUCTURE", "VERSION", "Agreement", "first_difference"]
+__all__ = [
+    "CONSTANTS",
+    "LAYOUT",
+    "OF_RANK",
+    "PROGRAM",
+    "SOFTWARE",
+    "STRUCTURE",
+    "VERSION",
+    "Agreement",
+    "first_difference",
+]
 
 STRUCTURE: Final = "optimizer_state"
 PROGRAM: Final = "optimizer"
@@ -19,6 +29,9 @@ CONSTANTS: Final = "optimizer_constants"
 LAYOUT: Final = "layout"
 SOFTWARE: Final = "software"
 VERSION: Final = "version"
+OF_RANK: Final = ("mesh", "sharding", "frozen", "average", "evaluate")
+"""Further arguments that must be the same in the pods of one rank, which compute together."""
+
 _SHOWN: Final = 6
 
 
@@ -49,12 +62,20 @@ class Agreement:
         text = json.dumps(compared, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).digest()
 
-    def difference(self, leaves: Sequence[Leaf], settings: Mapping[str, str], peer: str, here: str) -> str:
+    def difference(
+        self,
+        leaves: Sequence[Leaf],
+        settings: Mapping[str, str],
+        peer: str,
+        here: str,
+        names: tuple[str, str, str] = ("the server", "on the server", "the caller"),
+    ) -> str:
         """Why a peer cannot train with this pod; empty if both agree.
 
         Args:
             leaves, settings: the peer's leaves and settings.
             peer, here: how the message names the peer and this pod.
+            names: how it names them beside a leaf; see `first_difference`.
         """
         if self.settings.get(VERSION) != settings.get(VERSION):  # it may be the reason of every other difference
             mine, theirs = self.settings.get(VERSION, "an older one"), settings.get(VERSION, "an older one")
@@ -62,26 +83,26 @@ class Agreement:
                 f"the version of Backstay is {theirs} in {peer} and {mine} in {here}: all pods of a job must have the "
                 "same version. Suspend the job, set spec.image, and resume the job."
             )
-        leaf = first_difference(self.leaves, leaves)
+        leaf = first_difference(self.leaves, leaves, *names)
         if leaf:
             return (
                 f"the parameters of {peer} are not those of {here}: {leaf}; init must return the same tree in every pod"
                 f"{self._software(settings, peer, here)}"
             )
-        names = sorted((self.settings.keys() | settings.keys()) - {CONSTANTS, SOFTWARE})
-        names = [name for name in names if self.settings.get(name) != settings.get(name)]
-        found = [self._words(name, settings.get(name), peer, here) for name in names if name in _ARGUMENTS]
-        if PROGRAM in names or STRUCTURE in names:
-            found.append(self._optimizer(STRUCTURE in names, settings.get(CONSTANTS, ""), peer, here))
-        if names and not found:
-            found = [f"the number of shards, or a setting, is not the same ({', '.join(names)})"]
+        every = sorted((self.settings.keys() | settings.keys()) - {CONSTANTS, SOFTWARE})
+        other = [name for name in every if self.settings.get(name) != settings.get(name)]
+        found = [self._words(name, settings.get(name), peer, here) for name in other if name in _ARGUMENTS]
+        if PROGRAM in other or STRUCTURE in other:
+            found.append(self._optimizer(STRUCTURE in other, settings.get(CONSTANTS, ""), peer, here))
+        if other and not found:
+            found = [f"the number of shards, or a setting, is not the same ({', '.join(other)})"]
         if not found:
             return ""
         text = f"{peer} differs from {here}: {'; '.join(found)}."
-        of_wire = {name for name in names if name.startswith("wire.")}
+        of_wire = {name for name in other if name.startswith("wire.")}
         if of_wire:
             text += f" {_WIRE}"
-            if not set(names) - of_wire - {LAYOUT}:  # codecs change the layout too
+            if not set(other) - of_wire - {LAYOUT}:  # codecs change the layout too
                 return text
         return f"{text} The script must be the same in every pod{self._software(settings, peer, here) or '.'}"
 
@@ -126,6 +147,7 @@ _ARGUMENTS: Final = frozenset(
         "local.overlap",
         "local.mixing",
         "local.optimizer",
+        *OF_RANK,
     }
 )
 
@@ -136,15 +158,26 @@ def _some(texts: Sequence[str]) -> str:
     return some_of(texts, _SHOWN) or "none"
 
 
-def first_difference(mine: Sequence[Leaf], theirs: Sequence[Leaf]) -> str:
-    """A description of the first leaf in which two trees differ; empty when they are equal."""
+def first_difference(
+    mine: Sequence[Leaf],
+    theirs: Sequence[Leaf],
+    here: str = "the server",
+    within: str = "on the server",
+    there: str = "the caller",
+) -> str:
+    """A description of the first leaf in which two trees differ; empty when they are equal.
+
+    Args:
+        here, within: how it names the process of `mine`, alone and after a leaf.
+        there: how it names the process of `theirs`.
+    """
     for own, other in zip(mine, theirs, strict=False):
         if own.path != other.path:
-            return f"the server has the leaf {own.path} where the caller has {other.path}"
+            return f"{here} has the leaf {own.path} where {there} has {other.path}"
         if tuple(own.shape) != tuple(other.shape) or own.dtype != other.dtype:
-            return f"{own.path} is {_kind(own)} on the server and {_kind(other)} in the caller"
+            return f"{own.path} is {_kind(own)} {within} and {_kind(other)} in {there}"
     if len(mine) != len(theirs):
-        longer, where = (mine, "on the server") if len(mine) > len(theirs) else (theirs, "in the caller")
+        longer, where = (mine, within) if len(mine) > len(theirs) else (theirs, f"in {there}")
         return f"{longer[min(len(mine), len(theirs))].path} exists only {where}"
     return ""
 

@@ -29,7 +29,7 @@ from ...errors import BackstayError, PeerLost
 from .._streams import ClientStream, Listener, Refusal, ServerStream, frames
 from ._forms import Form, error_in, travels, with_error
 from ._line import BROKEN, END, LineEnd, MemberLine, MemberLost
-from ._progress import LONG, MemberActivity, MemberProgress
+from ._progress import LONG, SCRIPT, MemberActivity, MemberProgress
 
 __all__ = ["FollowingMember", "LeadingMember", "Members", "OwnMember"]
 
@@ -166,6 +166,7 @@ class _LinkedMember(Members):
         super().__init__(own.peer.member, own.count)
         self._own, self._points = own, _Points()
         self._waits: MemberActivity | None = None  # for other members
+        self._idle: tuple[int, float] | None = None  # without an open span since then; the newest span that had ended
         self._raised: BaseException | None = None  # the last error of all members
 
     def share(self, point: str, form: Form[_T], make: Callable[[], _T]) -> _T:
@@ -208,9 +209,13 @@ class _LinkedMember(Members):
         """The activity of this member."""
         if (waits := self._waits) is not None:
             return waits
-        if (doing := _instrument.doing()) is None:
-            return MemberActivity()
-        lasts = time.monotonic() - doing.began >= (LONG - 1) * self._own.interval
+        doing, now = _instrument.doing(), time.monotonic()
+        if doing is None:
+            newest = next((span.number for span in _instrument.spans(most=1)), -1)
+            if self._idle is None or self._idle[0] != newest:
+                self._idle = newest, now
+            doing = Doing(SCRIPT, None, self._idle[1])
+        lasts = now - doing.began >= (LONG - 1) * self._own.interval
         return MemberActivity(doing.point, doing.step, doing.began, stacks=self._own.where() if lasts else "")
 
     def has_raised(self, error: BaseException) -> bool:
@@ -296,7 +301,8 @@ class LeadingMember(_LinkedMember):
 
     def doing(self) -> Doing | None:
         self._progress.reports(0, self._activity())
-        return self._progress.held_up_by() or _instrument.doing()
+        found = self._progress.held_up_by()
+        return _instrument.doing() if found is None or found.point == SCRIPT else found
 
     def stacks(self) -> str:
         return self._progress.stacks(but=0)
@@ -409,8 +415,6 @@ class FollowingMember(_LinkedMember):
 
     def _ping(self) -> MemberMessage:
         point, step, began, waits, stacks = self._activity()
-        if not point:
-            return MemberMessage()
         seconds = time.monotonic() - began
         doing = DoingMessage(point=point, step=step or 0, has_step=step is not None, seconds=seconds)
         return MemberMessage(doing=doing, waits=waits, stacks=stacks)

@@ -12,12 +12,15 @@ from typing import Final, NamedTuple
 
 from ..._instrument import DOES, Doing
 
-__all__ = ["LONG", "MemberActivity", "MemberProgress"]
+__all__ = ["LONG", "SCRIPT", "MemberActivity", "MemberProgress"]
 
 LONG: Final = 10
 """The number of pings after which a member that does the same thing also reports its stacks."""
 
-_LIMITS: Final = {"batch_wait": LONG, "evaluate": 90, "compute": LONG, "compile": 90}
+SCRIPT: Final = "script"
+"""The activity of a member without an open span. It runs code of the script before or after training."""
+
+_LIMITS: Final = {"batch_wait": LONG, "evaluate": 90, "compute": LONG, "compile": 90, SCRIPT: 90}
 """The number of pings after which a point is reported. The first ones are more likely to be what others wait for: a
 batch needs no other member, and a collective waits within a computation."""
 
@@ -32,7 +35,7 @@ class MemberActivity(NamedTuple):
     """The activity of a member.
 
     Attributes:
-        point: the innermost open span of its main thread; empty: none is open.
+        point: the innermost open span of its main thread, or `SCRIPT`; empty: it is not known.
         step: the step of the span; None: the span has no step.
         began: when that began, in seconds of `time.monotonic` of this process.
         waits: whether it waits for the other members; `point` is then the name of a decision.
