@@ -14,10 +14,17 @@ from backstay_cli import listing
 from backstay_cli.picture import Picture, page
 from backstay_client.show.curve import Losses, bar, curve, thin
 from backstay_client.view import explain
-from backstay_client.view.follow import JobView, view_of, with_page
-from backstay_client.view.pods import rows
+from backstay_client.view.follow import JobView, PodActivity, view_of, with_page
+from backstay_client.view.pods import doing_words, rows
 from backstay_client.words import clock, duration
 from backstay_spec.job_report import JobReport
+
+
+def test_a_pod_of_a_rank_that_waits_for_another_one_says_for_which() -> None:
+    assert (
+        doing_words(PodActivity("batch_wait", 30, 3.0, member=1))
+        == "waits for pod 1, which waits for its batch, its step 30"
+    )
 
 
 @pytest.mark.parametrize("width", [80, 160])

@@ -33,6 +33,11 @@ def end(cluster, name, code, message=""):
     cluster.end(name, code, message)
 
 
+def ready_of(cluster):
+    (condition,) = (one for one in cluster.status["conditions"] if one["type"] == "PodsReady")
+    return condition["message"]
+
+
 def created(todo):
     return [action.manifest["metadata"]["name"] for action in todo.actions if isinstance(action, CreatePod)]
 
@@ -59,6 +64,14 @@ def test_a_rank_has_its_pods_and_counts_once(running):
     open_to = policy["spec"]["ingress"][-1]
     assert "ports" not in open_to, "JAX chooses its ports"
     assert open_to["from"][0]["podSelector"]["matchLabels"][contract.LABEL_ROLE] == WORKER
+
+
+def test_the_pods_of_a_rank_are_counted_one_by_one(running):
+    cluster = running(GROUPS)
+    assert ready_of(cluster) == "7 of 7 pods are ready"
+    cluster.pods[pods_of(cluster, 1)[2]]["status"]["conditions"] = []
+    cluster.settle()
+    assert ready_of(cluster).startswith("6 of 7 pods are ready")
 
 
 def test_a_rank_of_one_pod_is_named_and_guarded_as_before(running):
@@ -185,7 +198,7 @@ def test_a_pod_that_cannot_be_created_is_an_obstacle_and_no_death(make_cluster):
         cluster.settle()
     assert cluster.status["incarnations"]["worker-1"] == 1
     assert not cluster.deaths
-    assert "exceeded quota" in cluster.condition("PodsReady")["message"]
+    assert "exceeded quota" in ready_of(cluster)
     cluster.refuse = {}
     cluster.tick(6)
     cluster.settle()

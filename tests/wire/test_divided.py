@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -24,6 +25,16 @@ def test_t1_the_members_parts_are_the_leaves_with_any_sharding() -> None:
     ended = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=LONG, check=False)
     assert ended.returncode == 0, ended.stderr
     assert int(ended.stdout) > 100
+
+
+@pytest.mark.parametrize("processes", [(0, 1, 0, 1), (1, 1, 0, 0), (0, 0, 1, 2)])
+def test_devices_in_another_order_than_the_pods_are_refused(processes: tuple[int, ...]) -> None:
+    tree = describe({"w": np.zeros(40_000, np.float32)})
+    parts = partition(tree, analyse(optax.sgd(0.1), tree), 1, members=2)
+    devices = np.asarray([SimpleNamespace(process_index=process) for process in processes])
+    sharding = SimpleNamespace(mesh=SimpleNamespace(devices=devices))
+    with pytest.raises(ConfigurationError, match="They must be in the order of the pods"):
+        DividedArrangement(parts, [sharding], 0)  # type: ignore[list-item]
 
 
 def test_a_mesh_whose_devices_the_members_do_not_divide_is_refused() -> None:

@@ -16,7 +16,7 @@ from backstay_client.finding.clusters import FoundCluster
 from backstay_client.jobfiles.jobfile import BadInput
 from backstay_client.kube import ApiRequestError
 from backstay_client.view.follow import TERMINAL
-from backstay_client.view.pods import active_pods, slot_of
+from backstay_client.view.pods import active_pods, member_of, slot_of
 from backstay_client.words import printable
 from backstay_spec import contract
 
@@ -74,7 +74,7 @@ async def log_lines(cluster: FoundCluster, job: str, wanted: WantedLogs) -> Asyn
     if not chosen and not wanted.follow:
         raise BadInput(_nothing(job, wanted, pods))
     # With one pod, lines have no prefix, so that other programs can process the output.
-    many = wanted.role is None or wanted.rank is None
+    many = wanted.role is None or wanted.rank is None or any(member_of(pod) is not None for pod in pods)
     if wanted.follow:
         async with contextlib.aclosing(_follow(cluster, job, wanted, many=many)) as lines:
             async for line in lines:
@@ -107,7 +107,8 @@ def _previous(pods: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _prefixed(pod: dict[str, Any], line: str, *, many: bool) -> str:
     role, index, incarnation = slot_of(pod)
-    name = f"{_SHORT.get(role, role)} {index}" + (f" #{incarnation}" if incarnation > 1 else "")
+    own = "" if (member := member_of(pod)) is None else f".{member}"
+    name = f"{_SHORT.get(role, role)} {index}{own}" + (f" #{incarnation}" if incarnation > 1 else "")
     return f"{name:<12}| {line}" if many else line
 
 

@@ -49,6 +49,7 @@ class PodActivity:
         seconds: seconds since the activity began.
         activity: a value of `Activity` in control.proto.
         heartbeat: seconds since the heartbeat.
+        member: the pod of the rank that does this; the others wait for it.
     """
 
     point: str
@@ -56,6 +57,7 @@ class PodActivity:
     seconds: float
     activity: str = ""
     heartbeat: float = 0.0
+    member: int = 0
 
 
 @dataclass(frozen=True)
@@ -306,6 +308,7 @@ def with_page(view: JobView, page: dict[str, Any]) -> JobView:
             float(pod.get("seconds") or 0.0),
             str(pod.get("activity") or ""),
             float(pod.get("heartbeatSeconds") or 0.0),
+            int(pod.get("member") or 0),
         )
         for pod in page.get("pods") or []
     }

@@ -155,6 +155,8 @@ def doing_words(doing: PodActivity) -> str:
     if doing.heartbeat >= _SILENT_SECONDS:
         return f"no heartbeat for {duration(doing.heartbeat)}"
     text = _POINTS.get(doing.point) or doing.point.replace("_", " ") or _ACTIVITIES.get(doing.activity, "")
+    if text and doing.member:
+        text = f"waits for pod {doing.member}, which {text}"
     if text and doing.step is not None:
         text += f", its step {doing.step:,}"
     return f"{text}, for {duration(doing.seconds)}" if text and doing.seconds >= 2 * _SILENT_SECONDS else text

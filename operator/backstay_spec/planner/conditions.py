@@ -215,8 +215,9 @@ def pods_ready(facts: Facts, record: Record, slots: Sequence[Slot], obstructed: 
     """How many pods are ready, including standbys, and why the others are not."""
     kind = status.PODS_READY
     standbys = [slot for slot in slots if facts.has_standbys and slot.role == contract.ROLE_SERVER]
-    ready = len(_ready(facts, record, slots)) + sum(_has_ready_standby(facts, record, slot) for slot in standbys)
-    wanted = len(slots) + len(standbys)
+    ready = sum(_ready_pods(facts, record, slot) for slot in slots)
+    ready += sum(_has_ready_standby(facts, record, slot) for slot in standbys)
+    wanted = sum(len(facts.members(slot)) for slot in slots) + len(standbys)
     message = f"{ready} of {wanted} pods are ready"
     if ready == wanted:
         return Statement(kind, True, "AllReady", message)
@@ -397,6 +398,12 @@ def _ready(facts: Facts, record: Record, slots: Sequence[Slot]) -> set[Slot]:
         return pod is not None and pod.alive and pod.ready
 
     return {slot for slot in slots if is_ready(facts.pod(slot, record.current(slot)))}
+
+
+def _ready_pods(facts: Facts, record: Record, slot: Slot) -> int:
+    """How many of the slot's current pods are ready: a rank may have several."""
+    view = facts.pod(slot, record.current(slot))
+    return 0 if view is None else sum(pod.alive and pod.ready for pod in view.pods)
 
 
 def standbys_in_sync(facts: Facts, record: Record, obstructed: Sequence[Obstructed]) -> list[Statement]:

@@ -13,7 +13,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from .._update import TreeSpec, on_host
-from ._sharding import BATCH, MeshAxes, ModelSharding, Shardings, mesh_of, partition_spec, shardings_of
+from ._sharding import (
+    BATCH,
+    MeshAxes,
+    ModelSharding,
+    Shardings,
+    mesh_of,
+    owner_of_devices,
+    partition_spec,
+    shardings_of,
+)
 
 __all__ = ["Placement", "placement_of"]
 
@@ -232,7 +241,9 @@ class Placement:
                 "rows: use a multiple of %d",
                 shape[0],
                 self._parts,
-                "this process" if self._parts == len(self.devices) else f"the axis {self._mesh.axis_names[0]!r}",
+                owner_of_devices(self.devices)
+                if self._parts == len(self.devices)
+                else f"the axis {self._mesh.axis_names[0]!r}",
                 self._parts,
             )
         return self.everywhere

@@ -19,7 +19,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .._update import LeafSpec, TreeSpec, some_of
 from ..errors import ConfigurationError
 
-__all__ = ["MeshAxes", "ModelSharding", "Shardings", "mesh_of", "partition_spec", "shardings_of"]
+__all__ = [
+    "MeshAxes",
+    "ModelSharding",
+    "Shardings",
+    "mesh_of",
+    "owner_of_devices",
+    "partition_spec",
+    "shardings_of",
+]
 
 _LOG = logging.getLogger(__name__)
 
@@ -76,7 +84,7 @@ def mesh_of(axes: MeshAxes | None, devices: Sequence[Any]) -> Mesh:
             "function of the devices that returns the mesh. Parameter servers import this script too, and have other "
             "devices"
         )
-    have = f"the devices of this process ({len(devices)} {devices[0].platform})"
+    have = f"the devices of {owner_of_devices(devices)} ({len(devices)} {devices[0].platform})"
     made = _returned_by("mesh", have, axes, devices) if callable(axes) else _mesh_of_sizes(axes, devices)
     if not isinstance(made, Mesh):
         raise ConfigurationError(f"mesh returned {type(made).__name__}: must return a jax.sharding.Mesh")
@@ -90,6 +98,11 @@ def mesh_of(axes: MeshAxes | None, devices: Sequence[Any]) -> Mesh:
             "axis_types=(jax.sharding.AxisType.Auto,) * N, because XLA divides the computation"
         )
     return made
+
+
+def owner_of_devices(devices: Sequence[Any]) -> str:
+    """The words for the process, or the rank of several pods, that has these devices."""
+    return "this rank" if len({device.process_index for device in devices}) > 1 else "this process"
 
 
 def _returned_by(argument: str, given: str, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -122,8 +135,8 @@ def _mesh_of_sizes(axes: Any, devices: Sequence[Any]) -> Mesh:
     if math.prod(sizes.values()) != len(devices):
         shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ConfigurationError(
-            f"mesh has the axes {shown}, and this process has {len(devices)} devices ({devices[0].platform}): the "
-            f"product of the sizes must be {len(devices)}"
+            f"mesh has the axes {shown}, and {owner_of_devices(devices)} has {len(devices)} devices "
+            f"({devices[0].platform}): the product of the sizes must be {len(devices)}"
         )
     return Mesh(np.asarray(devices).reshape(tuple(sizes.values())), tuple(sizes))
 

@@ -39,7 +39,7 @@ class PodRunner:
         from .._report import WorkerMeasurements
         from .._roles import Worker
 
-        measurements = WorkerMeasurements(self.script, self.plan, self.metrics)
+        measurements = WorkerMeasurements(self.script, self.plan, self.metrics, leads=self.members.member == 0)
         worker = Worker(self.environment, self.script, self.plan, self.stop, measurements, self.members)
         measurements.start()
         return worker

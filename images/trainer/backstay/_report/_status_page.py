@@ -27,6 +27,7 @@ class _PodBeat:
     step: int | None
     began: float  # of the span, by this process's clock
     at: float
+    member: int = 0  # of its rank, which does this
 
 
 class StatusPage:
@@ -64,6 +65,7 @@ class StatusPage:
                 doing.step if doing is not None and doing.has_step else None,
                 now if doing is None else now - doing.seconds,
                 now,
+                0 if doing is None else doing.member,
             )
 
     def left(self, peer: Peer) -> None:
@@ -91,6 +93,7 @@ def _pod(now: float, beat: _PodBeat) -> dict[str, Any]:
         "pod": beat.peer.pod,
         "activity": Activity.Name(beat.activity),
         "doing": beat.point,
+        "member": beat.member,
         "step": beat.step,
         "seconds": round(max(0.0, now - beat.began), 3),
         "heartbeatSeconds": round(max(0.0, now - beat.at), 3),

@@ -36,8 +36,12 @@ class WorkerMeasurements:
         seconds: the parts of the time of this process.
     """
 
-    def __init__(self, script: Script, plan: ScriptPlan, metrics: PodMetrics) -> None:
-        self._metrics, self._steps = metrics, script.steps
+    def __init__(self, script: Script, plan: ScriptPlan, metrics: PodMetrics, *, leads: bool = True) -> None:
+        """
+        Args:
+            leads: whether this pod counts the contributions of its rank. The other pods of a rank send parts of them.
+        """
+        self._metrics, self._steps, self._leads = metrics, script.steps, leads
         self.seconds = WorkerSeconds(age=process_age())
         self._utilization, self._overlap = Utilization(metrics), OverlapTimer()
         self._rate, self._carried = Rate(), Carried(plan.wires)
@@ -78,7 +82,7 @@ class WorkerMeasurements:
 
     def answered(self, fate: Fate, pulled: Pulled, info: GradientInfo, *, began: float, ended: float) -> None:
         """See `WorkerObserver`."""
-        self._metrics.worker_contributions(fate.label).inc()
+        self._count(fate, info.examples)
         beside = self._overlap.seconds(began, ended)
         sent, answered = pulled.pushed_at - began, pulled.answered_at - began
         self.seconds.exchanged(sent, answered, applied_at=fate.applied_at, beside=beside)
@@ -87,7 +91,6 @@ class WorkerMeasurements:
         self._utilization.contributed(now)
         self._metrics.step.set(pulled.version)
         self._metrics.worker_loss.set(info.loss)
-        self._metrics.worker_examples.inc(info.examples)
         rate, last = self._rate.per_second(now), pulled.version >= self._steps
         self._reporter.report(now, pulled.version, info.loss, rate, info.metrics, force=last)
 
@@ -97,7 +100,12 @@ class WorkerMeasurements:
             self.seconds.applied(fate.applied_at)
         else:
             self.seconds.abandoned()
-        self._metrics.worker_contributions(fate.label).inc()
+        self._count(fate, 0)
+
+    def _count(self, fate: Fate, examples: int) -> None:
+        if self._leads:
+            self._metrics.worker_contributions(fate.label).inc()
+            self._metrics.worker_examples.inc(examples)
 
     def reconnects(self, why: Exception) -> None:
         """See `WorkerObserver`."""

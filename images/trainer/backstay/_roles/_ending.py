@@ -461,6 +461,8 @@ class WorkerEnd:
             except Stopped:
                 return _SeenEnd(None, stopped=True)
 
+        if self._members.member:  # the first one reaches it within `outcome`
+            _instrument.reach("done", step)
         ended = self._members.share("end of the job", _SEEN_END, outcome)
         if ended.stopped:
             raise Stopped

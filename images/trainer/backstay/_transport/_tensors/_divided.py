@@ -298,7 +298,8 @@ def _devices_of(mesh: Any, members: int, member: int) -> list[Any]:
     count = len(devices) // members
     processes = [device.process_index for device in devices]
     parts = [set(processes[own * count : (own + 1) * count]) for own in range(members)]
-    if len(devices) % members or any(len(part) != 1 for part in parts):
+    firsts = [min(part) for part in parts if part]
+    if len(devices) % members or any(len(part) != 1 for part in parts) or firsts != sorted(firsts):
         raise ConfigurationError(
             f"the mesh has {len(devices)} devices, of the processes {processes}: each of the {members} pods of a rank "
             "must have the same number. They must be in the order of the pods, as in the list that a function `mesh` "
