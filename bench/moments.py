@@ -85,7 +85,6 @@ OF_RANKS = (
     f"kill worker/0.1 @{STEPS} done",
     f"kill worker/0.0 @{STEPS} done",
     "kill server/0 @30 commit; kill worker/*.1 @30",
-    "nan worker/1.1 @20",
 )
 """Faults of pods of ranks that have two or more."""
 
