@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["fail", "initialize", "run"]
 
 _LOG = logging.getLogger(__name__)
+_FIRST: Final = 0.5  # seconds
 _RETURNED: Final = threading.Event()
 
 
@@ -226,4 +227,6 @@ def fail(environment: Environment, error: Exception, position: Mapping[str, int]
     if environment.role == contract.ROLE_WORKER and environment.members == 1:
         raise SystemExit(1) from None
     # The other pods of a rank end now. The end of an interpreter would wait for them in JAX.
+    if environment.members > 1 and environment.member == 0:
+        time.sleep(_FIRST)  # JAX aborts the other processes when this one ends, and they may write their messages
     end_process(1)

@@ -12,7 +12,7 @@ from typing import Final
 
 from backstay_rpc.control_pb2 import JoinRequest, Peer
 
-from .._transport import OF_RANK, Agreement, Members, messages
+from .._transport import FLAG, OF_RANK, Agreement, Members, messages
 from ..errors import ConfigurationError
 from ._script import Script, ScriptPlan
 
@@ -42,8 +42,14 @@ def check_same_script(members: Members, script: Script, plan: ScriptPlan, peer: 
         (first,), *others = every
         return next(([other, first] for (other,) in others if _difference(other, first)), [])
 
-    if found := members.agree("script", _REQUESTS, lambda: [request], different):
-        raise ConfigurationError(_difference(*found))
+    found = members.agree("script", _REQUESTS, lambda: [request], different)
+
+    def check() -> bool:
+        if found:
+            raise ConfigurationError(_difference(*found))
+        return True
+
+    members.agree("same script", FLAG, check, all)  # so that all members have the error, and end together
 
 
 def _difference(other: JoinRequest, first: JoinRequest) -> str:
