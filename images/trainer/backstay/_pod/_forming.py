@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from backstay_spec import contract
 
-from .._process import SIGTERM_EXIT, Environment, Stop, script_stacks, write_termination
+from .._process import SIGTERM_EXIT, Environment, Stop, end_now, script_stacks
 from .._transport import ALONE, TEXT, ControlClient, FollowingMember, LeadingMember, Members, OwnMember
 from ..errors import CheckpointError, ConfigurationError, PeerLost, WaitedTooLong
 
@@ -37,13 +37,13 @@ _CLEAN_UP = 5.0  # seconds for the clean-up of a script that has raised
 _LEAVE = 10.0  # seconds for the same, when the scripts of all have ended
 
 
-def form_rank(environment: Environment, stop: Stop, returned: threading.Event) -> Members:
+def form_rank(environment: Environment, stop: Stop, in_order: threading.Event) -> Members:
     """The pods of this worker's rank, once all of them are connected; of any other pod, itself.
 
     The second call returns the same.
 
     Args:
-        returned: set when `train` has returned a result.
+        in_order: set when the other pods of the rank end as this one: `train` has returned, or all were stopped.
 
     Raises:
         SystemExit: the pod received SIGTERM.
@@ -58,7 +58,7 @@ def form_rank(environment: Environment, stop: Stop, returned: threading.Event) -
     if not _FORMED:
         try:
             _FORMED.append(_form(environment, stop))
-            atexit.register(_end_together, _FORMED[0], returned)
+            atexit.register(_end_together, _FORMED[0], in_order)
         except Stopped:
             sys.exit(SIGTERM_EXIT)
     return _FORMED[0]
@@ -139,8 +139,7 @@ class _Lost:
         environment = self._environment
         text = f"pod {member} of {environment.role} {environment.index} is lost: {why}"
         _LOG.warning("%s", text)
-        write_termination(environment.termination_log, {"reason": "GroupLost", "message": text})
-        os._exit(contract.GROUP_LOST_EXIT)
+        end_now(environment.termination_log, {"reason": "GroupLost", "message": text}, contract.GROUP_LOST_EXIT)
 
 
 def _lead(environment: Environment, leader: LeadingMember, place: _MeetingPlace, stop: Stop) -> None:
@@ -218,21 +217,21 @@ def _initialize(environment: Environment, address: str) -> None:
         ) from error
 
 
-def _end_together(members: Members, returned: threading.Event) -> None:
+def _end_together(members: Members, in_order: threading.Event) -> None:
     """Wait at the end of the script for the ends of the others, before JAX does. JAX would not notice a lost one.
 
     A script that ends early does not wait, because the others may wait for this pod in a collective. The end of this
     process ends them too.
 
     Args:
-        returned: set when `train` has returned a result.
+        in_order: set when the other pods of the rank end as this one: `train` has returned, or all were stopped.
     """
     raised = getattr(sys, "last_type", None) is not None  # Python sets it when an exception ends the script
     if raised:  # what it has begun on its devices may wait for the others too
         late = threading.Timer(_CLEAN_UP, os._exit, (1,))
         late.daemon = True
         late.start()
-    if raised or not returned.is_set():
+    if raised or not in_order.is_set():
         _forget_jax()
         return
     members.close()

@@ -48,6 +48,7 @@ __all__ = ["fail", "initialize", "run"]
 _LOG = logging.getLogger(__name__)
 _FIRST: Final = 0.5  # seconds
 _RETURNED: Final = threading.Event()
+_IN_ORDER: Final = threading.Event()  # the other pods of the rank end as this one
 
 
 def initialize(environment: Environment) -> None:
@@ -56,7 +57,7 @@ def initialize(environment: Environment) -> None:
     stop = Stop()
     stop.install()
     try:
-        form_rank(environment, stop, _RETURNED)
+        form_rank(environment, stop, _IN_ORDER)
     finally:
         stop.release()
 
@@ -98,7 +99,7 @@ def run(environment: Environment, script: Script, began: float, checkpoint: obje
         # An unknown scheme ends the job before JAX is imported and anything is compiled.
         open_folder(environment.checkpoint_uri)
     _share_compilations()
-    members = form_rank(environment, stop, _RETURNED)
+    members = form_rank(environment, stop, _IN_ORDER)
     script = replace(script, spans=members.count > 1)
     use_devices(environment.role, os.environ)
     plan = script.plan(environment.config.shards, _wire_of(environment), environment.config.pods_per_rank)
@@ -128,6 +129,7 @@ def _work(pod: PodRunner) -> Result:
             result = pod.restore(environment.trained)
     except Stopped:
         write_termination(environment.termination_log, _last_message(worker))
+        _IN_ORDER.set()  # the pods of a rank have agreed on it
         pod.stop.call_script()
         sys.exit(SIGTERM_EXIT)
     except SystemExit as end:
@@ -136,13 +138,16 @@ def _work(pod: PodRunner) -> Result:
         # The end of an interpreter would wait in JAX for the other pods, which wait for this one.
         end_process(end.code if isinstance(end.code, int) else 1 if end.code else 0)
     except Exception as error:  # noqa: BLE001  # the end of this process
+        if worker is None:
+            pod.members.settle(error)
         fail(environment, error, {} if worker is None else worker.position)
     ended = {"step": result.step, "checkpoint": result.checkpoint or "", "metrics": dict(result.metrics)}
     ended |= _last_message(worker)
     if result.step < pod.script.steps and "reason" not in ended:
         ended["reason"] = STOPPED_EARLY
-    hand_over(environment.termination_log, ended, pod.stop)
+    hand_over(environment.termination_log, ended, pod.stop, pod.members.settle)
     _RETURNED.set()
+    _IN_ORDER.set()
     return result
 
 

@@ -27,7 +27,7 @@ ALREADY_COMPLETE: Final = "AlreadyComplete"
 _KEPT: Final = 1000
 
 
-def hand_over(path: Path | None, fields: dict[str, Any], stop: Stop) -> None:
+def hand_over(path: Path | None, fields: dict[str, Any], stop: Stop, settle: Callable[[BaseException], None]) -> None:
     """Prepare the process for the code after `train`, which returns now.
 
     The termination message states that training has ended, even if the process is killed from now on. An exception
@@ -37,11 +37,12 @@ def hand_over(path: Path | None, fields: dict[str, Any], stop: Stop) -> None:
         path: the file of the termination message; None where there is none.
         fields: the message's fields, besides its result.
         stop: what has handled SIGTERM until now.
+        settle: called with an exception of the script before it is written; it may end the process for the cause.
     """
     stop.release()
     write_termination(path, {"result": TRAINED, **fields})
     if path is not None:
-        end = _ScriptEnd(path, fields)
+        end = _ScriptEnd(path, fields, settle)
         end.previous, sys.excepthook = sys.excepthook, end.raised
         atexit.register(end.ended)
 
@@ -52,12 +53,13 @@ class _ScriptEnd:
     Args:
         path: the file of the termination message.
         fields: the message's fields for a script that has not ended yet.
+        settle: see `hand_over`.
     """
 
     previous: Callable[..., Any]
 
-    def __init__(self, path: Path, fields: dict[str, Any]) -> None:
-        self._path, self._fields = path, fields
+    def __init__(self, path: Path, fields: dict[str, Any], settle: Callable[[BaseException], None]) -> None:
+        self._path, self._fields, self._settle = path, fields, settle
         self._owner = os.getpid()
         self._raised = False
         self._errors = _Tail(sys.stderr)
@@ -66,6 +68,7 @@ class _ScriptEnd:
         """Handle an exception that ends the script, as `sys.excepthook`."""
         if os.getpid() == self._owner:  # a process that the script has forked is not the pod's
             self._raised = True
+            self._settle(error)
             said = {**self._fields, **describe(error).fields()}  # a failure of the script leaves the result where it is
             write_termination(self._path, {"result": AFTER_TRAINING_FAILED, **said})
         self.previous(kind, error, trace)

@@ -18,7 +18,15 @@ from typing import Any, Final, NoReturn
 
 from backstay_spec.job_report import LEAST_NEEDED
 
-__all__ = ["SIGTERM_EXIT", "Stop", "end_after_script", "end_process", "termination_message", "write_termination"]
+__all__ = [
+    "SIGTERM_EXIT",
+    "Stop",
+    "end_after_script",
+    "end_now",
+    "end_process",
+    "termination_message",
+    "write_termination",
+]
 
 _LOG = logging.getLogger(__name__)
 
@@ -28,6 +36,7 @@ SIGTERM_EXIT: Final = 128 + signal.SIGTERM
 _LIMIT: Final = 4096
 _NEEDED: Final = ("result", "reason", "step", "term", "checkpoint", "returned")
 
+_WRITES: Final = threading.RLock()
 _SCRIPT_SECONDS: Final = 5.0
 """The time of a script's own clean-up in a pod in which `train` does not return."""
 
@@ -143,10 +152,18 @@ def write_termination(path: Path | None, fields: Mapping[str, Any]) -> None:
     """Write the message to the file that the kubelet reads."""
     if path is None:
         return
-    try:
-        path.write_bytes(termination_message(fields))
-    except OSError as error:
-        _LOG.warning("the termination message could not be written to %s: %s", path, error)
+    with _WRITES:
+        try:
+            path.write_bytes(termination_message(fields))
+        except OSError as error:
+            _LOG.warning("the termination message could not be written to %s: %s", path, error)
+
+
+def end_now(path: Path | None, fields: Mapping[str, Any], code: int) -> NoReturn:
+    """End the process from any thread, so that no other thread replaces the message."""
+    with _WRITES:
+        write_termination(path, fields)
+        os._exit(code)
 
 
 def end_after_script(code: int, stop: Stop) -> NoReturn:

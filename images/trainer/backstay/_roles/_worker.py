@@ -146,8 +146,8 @@ class Worker:
         except BackstayError as error:
             have_failed = self._members.has_raised(error)
             raise
-        except jax.errors.JaxRuntimeError:
-            self._members.settle()  # a collective fails when another pod of the rank is lost
+        except Exception as error:
+            self._members.settle(error)
             raise
         finally:
             self._close(have_failed=have_failed)

@@ -35,8 +35,8 @@ class _Alone(Members):
         del error
         return True
 
-    def settle(self) -> None:
-        pass
+    def settle(self, error: BaseException) -> None:
+        del error
 
     def close(self) -> None:
         pass

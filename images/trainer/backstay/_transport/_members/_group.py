@@ -40,6 +40,14 @@ _SETTLE: Final = 2.0
 _NOTHING: Final[Form[None]] = Form(lambda value: b"", lambda data: None)
 
 
+def _may_be_of_a_collective(error: BaseException | None) -> bool:
+    from jax.errors import JaxRuntimeError
+
+    while error is not None and not isinstance(error, JaxRuntimeError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
 class _Points:
     """Numbers the points of one member, and ends what it does at one that is broken."""
 
@@ -151,8 +159,8 @@ class Members(ABC):
         return ""
 
     @abstractmethod
-    def settle(self) -> None:
-        """Waits some seconds for the loss of a member, which an error of a collective may follow from."""
+    def settle(self, error: BaseException) -> None:
+        """Wait some seconds for the loss of a member, if an error of a collective may follow from it."""
 
     @abstractmethod
     def close(self) -> None:
@@ -221,8 +229,9 @@ class _LinkedMember(Members):
     def has_raised(self, error: BaseException) -> bool:
         return error is self._raised
 
-    def settle(self) -> None:
-        time.sleep(_SETTLE)
+    def settle(self, error: BaseException) -> None:
+        if _may_be_of_a_collective(error):
+            time.sleep(_SETTLE)
 
     def close(self) -> None:
         try:
