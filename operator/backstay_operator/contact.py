@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Final
 
 from backstay_spec.observed import Contact, Silence
+from backstay_spec.silence import MISSED_CALLS
 
 __all__ = ["TICK", "Attention", "Calls"]
 
@@ -20,6 +21,8 @@ TICK: Final = 0.2
 LATE: Final = 0.5
 # After this time without a tick, the counts are reset: the pods may have been paused together with this process.
 PAUSE: Final = 3.0
+# After this many calls that no pod of a job has answered, the first answer resets the counts of the others.
+TOGETHER: Final = MISSED_CALLS - 1
 
 
 class Attention:
@@ -72,10 +75,18 @@ class _PodCalls:
 
 
 class Calls:
-    """The results of the calls to the servers of one job."""
+    """The results of the calls to the servers of one job.
+
+    Pods that were silent together may have been paused together. They continue one after the other, so the misses
+    before the first answer prove nothing.
+
+    Attributes:
+        generation: grows when the counts of pods that are still silent are reset.
+    """
 
     def __init__(self) -> None:
         self._lines: dict[str, _PodCalls] = {}
+        self.generation = 0
 
     def keep(self, uids: Iterable[str]) -> None:
         """Drop all pods except those in `uids`."""
@@ -85,9 +96,15 @@ class Calls:
     def reset(self) -> None:
         """Forget the counted misses, because a pause of this process may have caused them."""
         self._lines.clear()
+        self.generation += 1
 
     def answered(self, uid: str, at: datetime) -> None:
         """The pod answered a progress call."""
+        line = self._lines.get(uid)
+        if line is not None and line.calls >= TOGETHER and len(self.silent()) == len(self._lines):
+            for other in self._lines.values():
+                other.calls = other.long_calls = 0
+            self.generation += 1
         self._lines[uid] = _PodCalls(at, at, unanswered=False)
 
     def missed(self, uid: str, at: datetime, *, proves: bool) -> None:
@@ -101,9 +118,13 @@ class Calls:
         if (line := self._lines.get(uid)) is not None:
             line.long_calls = 0
 
-    def long_missed(self, uid: str) -> None:
-        """The pod did not answer a health request, and this process was awake during the request."""
-        if (line := self._lines.get(uid)) is not None:
+    def long_missed(self, uid: str, generation: int) -> None:
+        """The pod did not answer a health request, and this process was awake during the request.
+
+        Args:
+            generation: the generation of these calls when the request began.
+        """
+        if generation == self.generation and (line := self._lines.get(uid)) is not None:
             line.long_calls += 1
 
     def silent(self) -> set[str]:

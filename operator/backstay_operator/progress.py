@@ -380,6 +380,7 @@ class Poller:
             asyncio.create_task(self._health(server.health, self._times.patience)),
         ]
         results: list[bool | None] = []
+        generation = poll.calls.generation
         try:
             for each in asyncio.as_completed(found):
                 results.append(await each)
@@ -390,7 +391,7 @@ class Poller:
         if results[-1]:
             poll.calls.long_answered(server.pod_uid)
         elif None not in results:
-            poll.calls.long_missed(server.pod_uid)
+            poll.calls.long_missed(server.pod_uid, generation)
 
     async def _pinged(self, line: _Line, token: str) -> bool | None:
         """Whether a server answers a call without content on its control connection. None: as in `_health`."""

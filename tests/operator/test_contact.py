@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from backstay_operator.contact import TICK, Attention, Calls
+from backstay_operator.contact import TICK, TOGETHER, Attention, Calls
 from backstay_operator.progress import reported
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -51,7 +51,7 @@ def test_only_calls_that_prove_something_count_and_an_answer_ends_the_silence() 
     calls.answered("a", NOW)
     for second, proves in enumerate([True, False, True], 1):
         calls.missed("a", NOW + timedelta(seconds=second), proves=proves)
-    calls.long_missed("a")
+    calls.long_missed("a", calls.generation)
     contact = calls.contact(NOW, NO_PODS, NO_PODS)
     assert (contact.silent["a"].calls, contact.silent["a"].long_calls, contact.silent["a"].since) == (2, 1, NOW)
     assert not contact.answers("a")
@@ -59,6 +59,43 @@ def test_only_calls_that_prove_something_count_and_an_answer_ends_the_silence() 
     assert calls.contact(NOW, NO_PODS, NO_PODS).silent["a"].long_calls == 0
     calls.answered("a", NOW)
     assert calls.contact(NOW, NO_PODS, NO_PODS).answers("a")
+
+
+def silence_of(calls: Calls, uid: str) -> tuple[int, int]:
+    silence = calls.contact(NOW, NO_PODS, NO_PODS).silent[uid]
+    return silence.calls, silence.long_calls
+
+
+@pytest.mark.parametrize(("paused", "kept"), [(TOGETHER, 0), (TOGETHER - 1, TOGETHER - 1)])
+def test_pods_that_were_paused_together_are_called_again_when_one_continues(paused: int, kept: int) -> None:
+    calls = Calls()
+    for uid in "abc":
+        calls.answered(uid, NOW)
+    began = calls.generation
+    for _ in range(paused):
+        for uid in "abc":
+            calls.missed(uid, NOW, proves=True)
+    calls.long_missed("b", began)
+    calls.answered("a", NOW)
+    calls.missed("b", NOW, proves=True)
+    calls.long_missed("c", began)  # it began during the pause
+    assert silence_of(calls, "b") == (kept + 1, int(kept > 0))
+    assert silence_of(calls, "c") == (kept, int(kept > 0))
+    calls.missed("b", NOW, proves=True)
+    calls.answered("c", NOW)  # b was silent alone since then
+    assert silence_of(calls, "b")[0] == kept + 2
+
+
+def test_an_answer_of_a_pod_that_was_silent_alone_resets_no_other_one() -> None:
+    calls = Calls()
+    for uid in "abc":
+        calls.answered(uid, NOW)
+    for _ in range(5):
+        calls.missed("a", NOW, proves=True)
+        calls.missed("b", NOW, proves=True)
+        calls.answered("c", NOW)
+    calls.answered("a", NOW)
+    assert silence_of(calls, "b") == (5, 0)
 
 
 def test_a_call_that_proves_nothing_is_still_no_answer() -> None:

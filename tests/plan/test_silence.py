@@ -35,6 +35,7 @@ class Call:
     kind: str
     uid: str
     began: float
+    generation: int = 0
     work: float = 0.0
     answered: float | None = None
 
@@ -178,9 +179,9 @@ class World:
         elif call.kind == "short":
             self.calls.missed(call.uid, self.cluster.now, proves=self.attention.awake_since(call.began))
             if not any(c.kind == "long" and c.uid == call.uid for c in self.flying):
-                self.flying.append(Call("long", call.uid, t))
+                self.flying.append(Call("long", call.uid, t, self.calls.generation))
         elif self.attention.awake_since(call.began):
-            self.calls.long_missed(call.uid)
+            self.calls.long_missed(call.uid, call.generation)
         self.flying.remove(call)
 
     def begin(self, t):
@@ -251,15 +252,19 @@ QUICK = settings(
     latency=st.sampled_from([1.0, 3.0, 6.0, 30.0]),
     own=SHORT,
     which=st.integers(0, 3),
+    later=st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=4, max_size=4),
 )
 def test_o5_a_healthy_pod_is_never_replaced(
-    make_world, shape, node, operator, kubelet, follows, starved, latency, own, which
+    make_world, shape, node, operator, kubelet, follows, starved, latency, own, which, later
 ):
     """The node and all its processes, the operator, the kubelet and one server stop for a while, alone and together.
-    The Lease is lost, and the node has too little CPU time. All of them continue afterwards."""
+    The Lease is lost, and the node has too little CPU time. All of them continue afterwards, some later than others."""
     world = make_world(*shape, starved=starved, latency=latency, follows=follows)
     servers = names_of(world)
-    world.stopped = {name: list(node) for name in (*servers, "worker")}
+    world.stopped = {
+        name: [(begin, end + seconds) for begin, end in node]
+        for name, seconds in zip((*servers, "worker"), (*later[: len(servers)], 0.0), strict=True)
+    }
     world.stopped[servers[which % len(servers)]] += own
     world.stopped |= {"operator": operator, "kubelet": kubelet}
     world.run(120)
@@ -287,6 +292,17 @@ def test_t8_a_dead_server_is_replaced_within_a_bound(make_world, shape, operator
     world.run(quiet + 20)
     assert list(world.deleted.values()) == [name]
     assert [(d.cause, d.charged) for d in world.cluster.deaths] == [("Stalled", True)]
+
+
+@pytest.mark.parametrize("lag", [0.5, 1.0, 1.5, 3.0])
+def test_o5_a_server_that_continues_later_than_the_others_is_not_replaced(make_world, lag):
+    for tenths in range(0, 20, 2):
+        world = make_world(2, 1)
+        end = 20 + tenths / 10
+        world.stopped = {name: [(5, end)] for name in (*names_of(world), "worker")}
+        world.stopped[names_of(world)[0]] = [(5, end + lag)]
+        world.run(40)
+        assert not world.deleted
 
 
 @pytest.mark.parametrize("shape", [(1, 0), (2, 1)])
