@@ -16,7 +16,10 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from backstay_rpc.control_pb2 import Doing as DoingMessage
 
 __all__ = [
     "CAPACITY",
@@ -94,6 +97,16 @@ class Doing:
     step: int | None
     began: float
     member: int = 0
+
+    @classmethod
+    def read(cls, message: DoingMessage, now: float) -> Doing:
+        """The activity in a message that has arrived now."""
+        return cls(message.point, message.step if message.has_step else None, now - message.seconds, message.member)
+
+    def write(self, message: DoingMessage, now: float) -> None:
+        """Fill a message that is sent now."""
+        message.point, message.seconds, message.member = self.point, now - self.began, self.member
+        message.step, message.has_step = self.step or 0, self.step is not None
 
 
 class FaultInjector(Protocol):

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from backstay_spec import contract
 
@@ -24,26 +24,24 @@ from .._process import SIGTERM_EXIT, Environment, Stop, end_now, script_stacks
 from .._transport import ALONE, TEXT, ControlClient, FollowingMember, LeadingMember, Members, OwnMember
 from ..errors import CheckpointError, ConfigurationError, PeerLost, WaitedTooLong
 
-__all__ = ["form_rank"]
+__all__ = ["end_in_order", "form_rank"]
 
 _LOG = logging.getLogger(__name__)
 
 _FORMED: list[Members] = []  # by this process
+_IN_ORDER: Final = threading.Event()  # the other pods of the rank end as this one
 
 _AGAIN = 0.1  # seconds between two calls of shard 0's server
 _INITIALIZE = 60  # seconds; all members are connected when it begins
 _SHUTDOWN = 3600  # seconds that the end of a process waits in JAX for the ends of the others
 _CLEAN_UP = 5.0  # seconds for the clean-up of a script that has raised
-_LEAVE = 10.0  # seconds for the same, when the scripts of all have ended
+_LEAVE = 10.0  # seconds for the end of JAX, when the scripts of all have ended
 
 
-def form_rank(environment: Environment, stop: Stop, in_order: threading.Event) -> Members:
+def form_rank(environment: Environment, stop: Stop) -> Members:
     """The pods of this worker's rank, once all of them are connected; of any other pod, itself.
 
     The second call returns the same.
-
-    Args:
-        in_order: set when the other pods of the rank end as this one: `train` has returned, or all were stopped.
 
     Raises:
         SystemExit: the pod received SIGTERM.
@@ -58,10 +56,15 @@ def form_rank(environment: Environment, stop: Stop, in_order: threading.Event) -
     if not _FORMED:
         try:
             _FORMED.append(_form(environment, stop))
-            atexit.register(_end_together, _FORMED[0], in_order)
+            atexit.register(_end_together, _FORMED[0])
         except Stopped:
             sys.exit(SIGTERM_EXIT)
     return _FORMED[0]
+
+
+def end_in_order() -> None:
+    """The other pods of the rank end too, because `train` has returned in all of them, or all were stopped."""
+    _IN_ORDER.set()
 
 
 def _form(environment: Environment, stop: Stop) -> Members:
@@ -217,21 +220,18 @@ def _initialize(environment: Environment, address: str) -> None:
         ) from error
 
 
-def _end_together(members: Members, in_order: threading.Event) -> None:
+def _end_together(members: Members) -> None:
     """Wait at the end of the script for the ends of the others, before JAX does. JAX would not notice a lost one.
 
     A script that ends early does not wait, because the others may wait for this pod in a collective. The end of this
     process ends them too.
-
-    Args:
-        in_order: set when the other pods of the rank end as this one: `train` has returned, or all were stopped.
     """
     raised = getattr(sys, "last_type", None) is not None  # Python sets it when an exception ends the script
     if raised:  # what it has begun on its devices may wait for the others too
         late = threading.Timer(_CLEAN_UP, os._exit, (1,))
         late.daemon = True
         late.start()
-    if raised or not in_order.is_set():
+    if raised or not _IN_ORDER.is_set():
         _forget_jax()
         return
     members.close()

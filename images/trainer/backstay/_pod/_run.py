@@ -35,7 +35,7 @@ from .._process import (
 from .._report import PodMetrics, process_age
 from ..errors import BackstayError, CheckpointError, ConfigurationError, JobFailed, Refused, StorageError
 from ._devices import use_devices
-from ._forming import form_rank
+from ._forming import end_in_order, form_rank
 from ._lifecycles import PodRunner
 
 if TYPE_CHECKING:
@@ -48,7 +48,6 @@ __all__ = ["fail", "initialize", "run"]
 _LOG = logging.getLogger(__name__)
 _FIRST: Final = 0.5  # seconds
 _RETURNED: Final = threading.Event()
-_IN_ORDER: Final = threading.Event()  # the other pods of the rank end as this one
 
 
 def initialize(environment: Environment) -> None:
@@ -57,7 +56,7 @@ def initialize(environment: Environment) -> None:
     stop = Stop()
     stop.install()
     try:
-        form_rank(environment, stop, _IN_ORDER)
+        form_rank(environment, stop)
     finally:
         stop.release()
 
@@ -99,7 +98,7 @@ def run(environment: Environment, script: Script, began: float, checkpoint: obje
         # An unknown scheme ends the job before JAX is imported and anything is compiled.
         open_folder(environment.checkpoint_uri)
     _share_compilations()
-    members = form_rank(environment, stop, _IN_ORDER)
+    members = form_rank(environment, stop)
     script = replace(script, spans=members.count > 1)
     use_devices(environment.role, os.environ)
     plan = script.plan(environment.config.shards, _wire_of(environment), environment.config.pods_per_rank)
@@ -129,7 +128,7 @@ def _work(pod: PodRunner) -> Result:
             result = pod.restore(environment.trained)
     except Stopped:
         write_termination(environment.termination_log, _last_message(worker))
-        _IN_ORDER.set()  # the pods of a rank have agreed on it
+        end_in_order()  # the pods of a rank have agreed on it
         pod.stop.call_script()
         sys.exit(SIGTERM_EXIT)
     except SystemExit as end:
@@ -147,7 +146,7 @@ def _work(pod: PodRunner) -> Result:
         ended["reason"] = STOPPED_EARLY
     hand_over(environment.termination_log, ended, pod.stop, pod.members.settle)
     _RETURNED.set()
-    _IN_ORDER.set()
+    end_in_order()
     return result
 
 

@@ -163,7 +163,7 @@ def end_now(path: Path | None, fields: Mapping[str, Any], code: int) -> NoReturn
     """End the process from any thread, so that no other thread replaces the message."""
     with _WRITES:
         write_termination(path, fields)
-        os._exit(code)
+        end_process(code)
 
 
 def end_after_script(code: int, stop: Stop) -> NoReturn:

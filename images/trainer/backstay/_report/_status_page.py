@@ -11,6 +11,7 @@ from typing import Any
 
 from backstay_rpc.control_pb2 import Activity, HeartbeatRequest, Peer
 
+from .._instrument import Doing
 from ._job import JobObserver
 
 __all__ = ["StatusPage"]
@@ -23,11 +24,8 @@ _FORGET_SECONDS = 600.0
 class _PodBeat:
     peer: Peer
     activity: Activity
-    point: str
-    step: int | None
-    began: float  # of the span, by this process's clock
+    doing: Doing
     at: float
-    member: int = 0  # of its rank, which does this
 
 
 class StatusPage:
@@ -53,20 +51,12 @@ class StatusPage:
         if self._observer is not None:
             self._observer.beat(now, request)
         key = peer.role, peer.index
-        doing = request.doing if request.HasField("doing") else None
+        doing = Doing.read(request.doing, now) if request.HasField("doing") else Doing("", None, now)
         with self._lock:
             known = self._beats.get(key)
             if known is not None and known.peer.incarnation > peer.incarnation:
                 return
-            self._beats[key] = _PodBeat(
-                peer,
-                request.activity,
-                "" if doing is None else doing.point,
-                doing.step if doing is not None and doing.has_step else None,
-                now if doing is None else now - doing.seconds,
-                now,
-                0 if doing is None else doing.member,
-            )
+            self._beats[key] = _PodBeat(peer, request.activity, doing, now)
 
     def left(self, peer: Peer) -> None:
         """Remove a pod that left."""
@@ -92,10 +82,10 @@ def _pod(now: float, beat: _PodBeat) -> dict[str, Any]:
         "incarnation": beat.peer.incarnation,
         "pod": beat.peer.pod,
         "activity": Activity.Name(beat.activity),
-        "doing": beat.point,
-        "member": beat.member,
-        "step": beat.step,
-        "seconds": round(max(0.0, now - beat.began), 3),
+        "doing": beat.doing.point,
+        "member": beat.doing.member,
+        "step": beat.doing.step,
+        "seconds": round(max(0.0, now - beat.doing.began), 3),
         "heartbeatSeconds": round(max(0.0, now - beat.at), 3),
     }
 

@@ -26,7 +26,7 @@ from backstay_rpc.control_pb2 import Done, Written
 from backstay_rpc.refusals import JOIN_AGAIN
 
 from .. import _instrument
-from .._process import ALREADY_COMPLETE, STOPPED_EARLY, end_process, write_termination
+from .._process import ALREADY_COMPLETE, STOPPED_EARLY, end_now
 from .._transport import ALONE, TEXT, ControlClient, Form, Heartbeats, JobState, Members
 from .._watchdog import at_most
 from ..errors import JobFailed, PeerLost, Refused, WaitedTooLong
@@ -449,8 +449,7 @@ class WorkerEnd:
         """End this process, because the others may wait for it in a collective of `evaluate`."""
         text = f"evaluate raised in pod {self._members.member} of worker {self._rank}, and not in all others: {error}"
         _LOG.error("%s", text)
-        write_termination(self._env.termination_log, {"reason": "EvaluateRaised", "message": text})
-        end_process(1)
+        end_now(self._env.termination_log, {"reason": "EvaluateRaised", "message": text}, 1)
 
     def wait(self, step: int, *, went_back: Callable[[], bool], moved: Callable[[], bool]) -> JobState | None:
         """The result of `_wait` in the first member of the rank. Raises as it does."""

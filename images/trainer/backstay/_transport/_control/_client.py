@@ -205,9 +205,7 @@ class ControlClient:
         )
         began = time.monotonic()
         if (doing := self._doing()) is not None:
-            request.doing.point, request.doing.seconds = doing.point, began - doing.began
-            request.doing.member = doing.member
-            request.doing.step, request.doing.has_step = doing.step or 0, doing.step is not None
+            doing.write(request.doing, began)
         if shard == 0:
             self._beaten = incarnation
             for point, seconds in _instrument.means(_COMPARED).items():

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from backstay_rpc.control_pb2 import Doing as DoingMessage
 from backstay_rpc.control_pb2 import Hello, MemberMessage, Peer
 from backstay_rpc.credentials import Credentials
 from backstay_rpc.refusals import RefusalCode
@@ -423,10 +422,10 @@ class FollowingMember(_LinkedMember):
         return self._shared(own)
 
     def _ping(self) -> MemberMessage:
-        point, step, began, waits, stacks = self._activity()
-        seconds = time.monotonic() - began
-        doing = DoingMessage(point=point, step=step or 0, has_step=step is not None, seconds=seconds)
-        return MemberMessage(doing=doing, waits=waits, stacks=stacks)
+        own = self._activity()
+        ping = MemberMessage(waits=own.waits, stacks=own.stacks)
+        Doing(own.point, own.step, own.began).write(ping.doing, time.monotonic())
+        return ping
 
     def _break(self, number: int) -> None:
         self._line.send(MemberMessage(number=number, point=BROKEN))
@@ -437,9 +436,8 @@ class FollowingMember(_LinkedMember):
 
 def _received(ping: MemberMessage, now: float) -> MemberActivity:
     """The content of a ping that has arrived now."""
-    found = ping.doing
-    step = found.step if found.has_step else None
-    return MemberActivity(found.point, step, now - found.seconds, ping.waits, ping.stacks)
+    doing = Doing.read(ping.doing, now)
+    return MemberActivity(doing.point, doing.step, doing.began, ping.waits, ping.stacks)
 
 
 def _longest(point: str) -> float:

@@ -91,11 +91,12 @@ class MemberProgress:
             found = self._suspects()
             if len(began) < self._count or not found or _is_same(found[0], self._named):
                 return ""
-            least = max(_LIMITS[found[0].point] * self._interval, _TIMES * self._longest(found[0].point))
-            unchanged = now - max(began)
-            if unchanged < LONG * self._interval or now - found[0].began < least:
+            first, unchanged = found[0], now - max(began)
+            if unchanged < LONG * self._interval or now - first.began < _LIMITS[first.point] * self._interval:
                 return ""
-            self._named = found[0]
+            if now - first.began < _TIMES * self._longest(first.point):
+                return ""
+            self._named = first
             does = "\n".join(f"  {line}" for line in self._described(now))
             stacks = self._stacks(doing.member for doing in found[:_SHOWN])
             return f"nothing has changed in the pods of this rank for {unchanged:.0f} s:\n{does}\n{stacks}".rstrip()
