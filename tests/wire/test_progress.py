@@ -61,6 +61,16 @@ def test_a_rank_that_waits_for_others_or_compiles_is_not_named(members: Sequence
     assert reported(members).complaint(LIMIT + 1.0) == "", why
 
 
+def test_members_that_compute_together_do_not_wait_for_one_of_them() -> None:
+    """The clocks of members differ, and one of them always seems to have begun first."""
+    held = reported([does("compute", 1.0), does("compute", 0.9)]).held_up_by()
+    assert held is not None
+    assert held.member == 0
+    held = reported([does("batch_wait", 1.0, step=8), does("batch_wait", 0.9)]).held_up_by()
+    assert held is not None
+    assert held.member == 1
+
+
 def test_members_that_all_wait_for_each_other_are_a_deadlock() -> None:
     """One of them is at another decision, so no answer will come."""
     first, second = MemberActivity("pull", waits=True), MemberActivity("reconnect", None, 5.0, waits=True)

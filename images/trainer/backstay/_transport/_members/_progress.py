@@ -70,10 +70,14 @@ class MemberProgress:
             self._members[member] = activity
 
     def held_up_by(self) -> Doing | None:
-        """The activity of the member that the others wait for, as far as it is known."""
+        """The activity of the member that the others wait for, as far as it is known.
+
+        Members in the same part of the same step compute together. Then it is the activity of the first of them.
+        """
         with self._lock:
             found = self._suspects()
-        return found[0] if found else None
+        together = [one for one in found if one.step == found[0].step]
+        return min(together, key=lambda one: one.member, default=None)
 
     def stacks(self, but: int) -> str:
         """The stacks that members have reported, except for one."""
