@@ -12,13 +12,14 @@ from backstay._transport._members._progress import LONG, MemberActivity, MemberP
 
 PING = 2.0
 LIMIT = LONG * PING
+NOW = 1.0
 POINTS = ("batch_wait", "evaluate", "compute", "compile", "script", "exchange", "join")
 
 
 def reported(members: Sequence[MemberActivity], longest: float = 0.0) -> MemberProgress:
     progress = MemberProgress(len(members), PING, lambda point: longest)
     for member, one in enumerate(members):
-        progress.reports(member, one)
+        progress.reports(member, one, NOW)
     return progress
 
 
@@ -38,13 +39,13 @@ def test_the_member_that_reads_its_batch_holds_up_those_in_a_collective() -> Non
         "Pod 1:\n"
         'File "train.py", line 3, in batches'
     )
-    held = progress.held_up_by()
+    held = progress.held_up_by(NOW)
     assert held is not None
     assert (held.point, held.step, held.began, held.member) == ("batch_wait", 7, 1.0, 1)
     assert progress.stacks(but=0) == 'Pod 1:\nFile "train.py", line 3, in batches'
-    progress.reports(1, does("batch_wait", 1.5))
+    progress.reports(1, does("batch_wait", 1.5), NOW)
     assert progress.complaint(LIMIT + 9.0) == "", "clocks differ a little: it is the same batch"
-    progress.reports(1, does("batch_wait", 1.0, step=8))
+    progress.reports(1, does("batch_wait", 1.0, step=8), NOW)
     assert progress.complaint(LIMIT + 9.0)
 
 
@@ -63,12 +64,22 @@ def test_a_rank_that_waits_for_others_or_compiles_is_not_named(members: Sequence
 
 def test_members_that_compute_together_do_not_wait_for_one_of_them() -> None:
     """The clocks of members differ, and one of them always seems to have begun first."""
-    held = reported([does("compute", 1.0), does("compute", 0.9)]).held_up_by()
+    held = reported([does("compute", 1.0), does("compute", 0.9)]).held_up_by(NOW)
     assert held is not None
     assert held.member == 0
-    held = reported([does("batch_wait", 1.0, step=8), does("batch_wait", 0.9)]).held_up_by()
+    held = reported([does("batch_wait", 1.0, step=8), does("batch_wait", 0.9)]).held_up_by(NOW)
     assert held is not None
     assert held.member == 1
+
+
+def test_a_report_from_before_the_leaders_own_activity_names_no_member() -> None:
+    """The steps of a rank may be shorter than the time between two pings."""
+    progress = reported([MemberActivity("pull", 18, NOW + 0.5, waits=True), does("compute", 0.0, step=12)])
+    assert progress.held_up_by(NOW + 0.5) is None
+    progress.reports(1, does("compute", NOW + 0.6, step=18), NOW + 2.0)
+    held = progress.held_up_by(NOW + 0.5)
+    assert held is not None
+    assert (held.member, held.step) == (1, 18)
 
 
 def test_members_that_all_wait_for_each_other_are_a_deadlock() -> None:
@@ -101,8 +112,8 @@ def test_steps_that_always_take_long_are_not_named() -> None:
 
 def test_no_warning_comes_before_all_have_reported() -> None:
     progress = MemberProgress(3, PING, lambda point: 0.0)
-    progress.reports(0, does("compute"))
-    progress.reports(2, does("compute"))
+    progress.reports(0, does("compute"), NOW)
+    progress.reports(2, does("compute"), NOW)
     assert progress.complaint(1e6) == ""
 
 
@@ -118,7 +129,7 @@ def test_no_warning_comes_before_all_have_reported() -> None:
 )
 def test_the_named_member_is_one_that_does_not_wait(members: Sequence[MemberActivity], now: float) -> None:
     progress = reported(members)
-    held = progress.held_up_by()
+    held = progress.held_up_by(NOW)
     if held is not None:
         assert not members[held.member].waits
         busy = [one.point for one in members if one.point and not one.waits]

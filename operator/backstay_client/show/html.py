@@ -48,13 +48,14 @@ def job_card(status: JobStatus, curve: Sequence[tuple[float, float]] = ()) -> st
         rows.append(("", escape(plain(problem)[-1])))
     body = "".join(
         f'<tr><th style="text-align:left;padding:1px 8px">{name}</th>'
-        f'<td style="text-align:left;padding:1px 8px">{value}</td></tr>'
+        f'<td style="text-align:left;padding:1px 8px;overflow-wrap:anywhere">{value}</td></tr>'
         for name, value in rows
     )
     chart = line_chart([("loss", curve)], 300, 110, labels=("step", "loss")) if len(curve) > 1 else ""
     return (
         f'<div style="font-family:sans-serif;font-size:13px"><b>{escape(status.name)}</b> in {escape(status.namespace)}'
-        f'{_bar(status)}<div style="display:flex;gap:16px;align-items:center"><table>{body}</table>{chart}</div></div>'
+        f'{_bar(status)}<div style="display:flex;gap:16px;align-items:center"><table>{body}</table>'
+        f'<div style="flex:none">{chart}</div></div></div>'
     )
 
 

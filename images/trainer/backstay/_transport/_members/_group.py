@@ -308,8 +308,9 @@ class LeadingMember(_LinkedMember):
             return [member for member in range(1, self.count) if member not in self._lines]
 
     def doing(self) -> Doing | None:
-        self._progress.reports(0, self._activity())
-        found = self._progress.held_up_by()
+        own = self._activity()
+        self._progress.reports(0, own, time.monotonic())
+        found = self._progress.held_up_by(own.began)
         return _instrument.doing() if found is None or found.point == SCRIPT else found
 
     def stacks(self) -> str:
@@ -358,8 +359,8 @@ class LeadingMember(_LinkedMember):
 
     def _pinged(self, member: int, ping: MemberMessage) -> None:
         now = time.monotonic()
-        self._progress.reports(member, _received(ping, now))
-        self._progress.reports(0, self._activity())
+        self._progress.reports(member, _received(ping, now), now)
+        self._progress.reports(0, self._activity(), now)
         if complaint := self._progress.complaint(now):
             _LOG.warning("%s", complaint)
         if deadlock := self._progress.deadlock(now):

@@ -62,20 +62,24 @@ class MemberProgress:
         self._count, self._interval, self._longest = count, interval, longest
         self._lock = threading.Lock()
         self._members: dict[int, MemberActivity] = {}
+        self._received: dict[int, float] = {}
         self._named: Doing | None = None
 
-    def reports(self, member: int, activity: MemberActivity) -> None:
-        """A member has sent what it does."""
+    def reports(self, member: int, activity: MemberActivity, now: float) -> None:
+        """A member has sent what it does. `now`: seconds of `time.monotonic`."""
         with self._lock:
-            self._members[member] = activity
+            self._members[member], self._received[member] = activity, now
 
-    def held_up_by(self) -> Doing | None:
+    def held_up_by(self, since: float) -> Doing | None:
         """The activity of the member that the others wait for, as far as it is known.
 
         Members in the same part of the same step compute together. Then it is the activity of the first of them.
+
+        Args:
+            since: reports that were received before this time do not count, because their members may have continued.
         """
         with self._lock:
-            found = self._suspects()
+            found = [one for one in self._suspects() if self._received[one.member] >= since]
         together = [one for one in found if one.step == found[0].step]
         return min(together, key=lambda one: one.member, default=None)
 
