@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -95,3 +96,44 @@ def test_a_loss_that_does_not_change_is_not_a_mistake() -> None:
 def test_the_mistake_is_named_once() -> None:
     same = SameLosses()
     assert sum(same.update([1.0 / (n + 1)] * 3) for n in range(3 * SAME_UPDATES)) == 1
+
+
+BYTES = [np.array([200, i], "uint8") if i % 8 < 4 else np.array([300, i], "uint16") for i in range(24)]
+LATER = [{"y": 1 if i < 12 else 0.5} for i in range(24)]
+SHORTER = [{"y": np.zeros(2 if i < 12 else 3)} for i in range(24)]
+OTHERS = [{"x" if i < 12 else "y": i} for i in range(24)]
+
+
+@pytest.mark.parametrize(
+    ("samples", "step", "text"),
+    [
+        (BYTES, 0, r"has uint8 of shape \(2,\) at its only array, and one of the first batch uint16 of shape \(2,\)"),
+        (LATER, 1, r"has float64 of shape \(\) at \['y'\], and one of the first batch int64 of shape \(\)"),
+        (SHORTER, 1, r"has float64 of shape \(3,\) at \['y'\], and one of the first batch float64 of shape \(2,\)"),
+        (OTHERS, 1, r"the rows of this pod are PyTreeDef.*'y'.*, and the first batch is PyTreeDef.*'x'"),
+    ],
+)
+def test_the_rows_of_the_pods_of_a_rank_have_the_form_of_the_first_batch(samples: Any, step: int, text: str) -> None:
+    """NumPy chose the dtype from the samples of each pod, so the pods of a rank computed different programs."""
+    halves = [slice(0, 4), slice(4, 8)]
+    pods = [CheckedBatches(backstay.from_dataset(samples, batch_size=8, shuffle=False)) for _ in halves]
+    found = []
+    for key in (BatchKey(0, 0, 1), BatchKey(1, 0, 1)):
+        for pod, half in zip(pods, halves, strict=True):
+            try:
+                pod.rows(key, half)
+            except backstay.BackstayError as error:
+                found.append((key.step, str(error)))
+    assert found[0][0] == step
+    assert re.search(rf"in the batch of step {step}, .*{text}", found[0][1])
+
+
+def test_the_rows_of_two_pods_are_the_batch_of_one() -> None:
+    data = backstay.from_dataset({"x": np.arange(80.0).reshape(40, 2), "y": np.arange(40)}, batch_size=8)
+    pods = CheckedBatches(data), CheckedBatches(data)
+    for step in range(7):  # over the end of an epoch
+        key = BatchKey(step, 0, 1)
+        first, second = (pod.rows(key, rows) for pod, rows in zip(pods, (slice(0, 4), slice(4, 8)), strict=True))
+        jax.tree.map(
+            lambda whole, *parts: np.testing.assert_array_equal(whole, np.concatenate(parts)), data(key), first, second
+        )

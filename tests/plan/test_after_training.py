@@ -441,3 +441,29 @@ def test_t8_for_any_end_of_worker_0_the_job_ends_and_its_code_runs_at_most_once(
     assert cluster.status["phase"] in ("Succeeded", "Failed")
     if cluster.status["phase"] == "Failed":
         assert "file:///ckpt/9" in cluster.condition("Failed")["message"]
+
+
+GROUP_LOST = json.dumps(
+    {**json.loads(RETURNED), "reason": "GroupLost", "message": "pod 1 of worker 0 is lost: no answer"}
+)
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_rank_that_loses_a_pod_after_training_fails_with_the_cause(running, comes):
+    """Each kubelet reports its own pod, so the pod that has the cause may be seen last. A lost node is not charged."""
+    spec = SPEC | {"workers": {"replicas": 1, "podsPerRank": 2}}
+    cluster = running(spec)
+    cluster.train()
+    cluster.settle()
+    first, other = (name for name in cluster.pods if "-worker-0-" in name)
+    cluster.end(first, contract.GROUP_LOST_EXIT, GROUP_LOST)
+    todo = cluster.plan()
+    assert not todo.deaths
+    assert not any(isinstance(action, CreatePod) for action in todo.actions)
+    if comes:
+        cluster.end(other, 1, json.dumps(RAISED))
+    cluster.tick(6)
+    todo = cluster.plan()
+    said = json.dumps([todo.status["conditions"], [event.message for event in todo.events]])
+    assert "before it had the result" not in said
+    assert ("KeyError" if comes else "pod 1 of worker 0 is lost") in said

@@ -225,13 +225,29 @@ def test_scaling_down_removes_whole_ranks(running):
     assert len([name for name in pods_of(cluster, 0) if name in cluster.living()]) == 3
 
 
-def test_a_pod_that_ends_in_order_before_the_first_one_has_not_died(running):
+@pytest.mark.parametrize("message", ['{"result": "Trained", "step": 9}', "the script's own words"])
+def test_a_pod_that_ends_in_order_before_the_first_one_has_not_died(running, message):
     """After training, the pods of a rank end in any order."""
     cluster = running(GROUPS)
-    cluster.end(pods_of(cluster, 1)[2], 0)
-    todo = cluster.plan()
-    assert not created(todo)
-    assert not todo.deaths
+    cluster.end(pods_of(cluster, 1)[2], 0, message)
+    for _ in range(2):
+        todo = cluster.plan()
+        assert not created(todo)
+        assert not todo.deaths
+        cluster.tick(60)
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_pod_that_ends_before_training_is_charged_although_its_exit_code_is_zero(running, lost):
+    """The first pod may not have noticed it: it waits for that pod to connect."""
+    cluster = running(GROUPS)
+    names = pods_of(cluster, 1)
+    if lost:
+        cluster.end(names[0], contract.GROUP_LOST_EXIT)
+    cluster.end(names[2], 0)
+    cluster.tick(60)
+    (death,) = cluster.plan().deaths
+    assert (death.pod, death.cause, death.charged) == (names[2], "ExitedEarly", True)
 
 
 def test_a_suspended_job_has_no_pods(running):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -9,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from between import LONG
 
 import backstay
 from backstay import testing
@@ -28,6 +32,23 @@ def test_a_missing_file_names_the_current_folder(tmp_path: Path, monkeypatch: py
         Path("/no/such").read_text()
     assert describe(absolute.value).message == "[Errno 2] No such file or directory: '/no/such'"
     assert describe(FileNotFoundError()).message == "FileNotFoundError"
+
+
+def test_the_loss_of_another_pod_after_training_keeps_the_result_in_the_message(tmp_path: Path) -> None:
+    """It is written by another thread. The exception that follows from the loss does not replace it."""
+    script = """
+import sys, threading
+from pathlib import Path
+from backstay._process import end_now, write_termination
+path = Path(sys.argv[1])
+write_termination(path, {"result": "Trained", "step": 9})
+threading.Thread(target=end_now, args=(path, {"reason": "GroupLost"}, 81)).start()
+while True:
+    write_termination(path, {"result": "Trained", "step": 9})
+"""
+    path = tmp_path / "message"
+    assert subprocess.run([sys.executable, "-c", script, path], timeout=LONG, check=False).returncode == 81
+    assert json.loads(path.read_bytes()) == {"result": "Trained", "step": 9, "reason": "GroupLost"}
 
 
 def refuses(count):

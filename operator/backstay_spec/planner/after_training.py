@@ -38,7 +38,7 @@ from backstay_spec.planner.effects import Decision, Effects, JobFailure
 from backstay_spec.planner.end import Success
 from backstay_spec.planner.facts import Facts
 from backstay_spec.planner.last_messages import LEADER, SHARD_0, LastMessages
-from backstay_spec.planner.pods import PodView, ended_at, has_worked, is_restored
+from backstay_spec.planner.pods import PodView, cause_due, ended_at, has_worked, is_restored
 from backstay_spec.planner.record import Record
 from backstay_spec.planner.report import checkpoint_status
 
@@ -225,6 +225,9 @@ def _judge_leader(facts: Facts, record: Record, end: TrainingEnded) -> Verdict:
         if _lacks_result(facts, end, pod):
             return _replaced(facts, record, end, pod)
         return Decision(record)
+    cause_by = cause_due(pod)
+    if cause_by is not None and facts.now < cause_by:
+        return Decision(record, Effects(wake=cause_by))
     return _judge_dead(facts, record, end, pod)
 
 

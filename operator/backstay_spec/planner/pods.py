@@ -12,6 +12,7 @@ from backstay_spec.causes import (
     UNKNOWN_STATE,
     is_group_lost,
     obstacle_of,
+    outcome_of,
     parse_time,
     parsed,
     terminated_state,
@@ -129,7 +130,11 @@ def together(pods: Sequence[PodView]) -> PodView:
 
 
 def _ended_in_order(pod: PodView) -> bool:
-    return (terminated_state(pod.raw) or {}).get("exitCode") == 0
+    """Whether the script of a pod has ended after training. Without a message, `train` has not returned in it."""
+    state = terminated_state(pod.raw) or {}
+    found = outcome_of(pod.raw)  # None, too, if the script has replaced the message
+    has_returned = bool(state.get("message")) if found is None else found.returned_from_train
+    return state.get("exitCode") == 0 and has_returned
 
 
 def _view(raw: Manifest) -> PodView | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 
+from ..errors import ConfigurationError
 from ._batch_key import BatchKey
 from ._dataset import Batches
 from ._draw import draw
@@ -27,7 +29,8 @@ class CheckedBatches:
     Attributes:
         impure: whether the first key had two different batches; False until it was passed.
         workers, ahead, ahead_bytes: the attributes of `batches`, for `Prefetcher`.
-        rows, batch_size: the attributes of a data set of `from_dataset`; other batches have none.
+        batch_size: the rows of a batch of a data set of `from_dataset`; other batches have none.
+        rows: reads some rows of a batch of such a data set (`_RowReader`); other batches have none.
     """
 
     def __init__(self, batches: Callable[[BatchKey], Any]) -> None:
@@ -38,7 +41,7 @@ class CheckedBatches:
             if hasattr(batches, name):
                 setattr(self, name, getattr(batches, name))
         if isinstance(batches, Batches):
-            self.rows, self.batch_size = batches.rows, batches.batch_size
+            self.rows, self.batch_size = _RowReader(batches), batches.batch_size
 
     def __call__(self, key: BatchKey) -> Any:
         """The batch of a key.
@@ -54,6 +57,68 @@ class CheckedBatches:
             # Another object, because the first call has advanced the generator `key.rng`.
             self.impure = not _equal(batch, draw(self._batches, replace(key)))
         return batch
+
+
+class _RowReader:
+    """Reads some rows of the batches of a data set. Thread-safe.
+
+    Each pod of a rank reads other rows of a batch, and all rows are one array. NumPy would choose a dtype for the rows
+    of each pod, so all rows must have the form of the first batch.
+    """
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+        self._lock = threading.Lock()
+        self._form: _BatchForm | None = None
+
+    def __call__(self, key: BatchKey, rows: slice) -> Any:
+        """The rows of the batch of a key. The first call also reads the whole batch.
+
+        Raises:
+            ConfigurationError: these rows have another structure, dtype or shape than the first batch.
+        """
+        with self._lock:
+            if self._form is None:
+                self._form = _BatchForm.of(self._batches(key))
+        part = self._batches.rows(key, rows)
+        if found := self._form.difference(_BatchForm.of(part)):
+            raise ConfigurationError(
+                f"from_dataset: in the batch of step {key.step}, {found}. Each pod of a rank reads some of the rows, "
+                "so all samples must have one structure, and arrays of one dtype and shape. Convert them in the data "
+                "set, or in transform"
+            )
+        return part
+
+
+@dataclass(frozen=True)
+class _BatchForm:
+    """The form of some rows.
+
+    Attributes:
+        structure: the structure of the batch.
+        leaves: the name of each array -> its dtype, and its shape without the axis of the rows.
+    """
+
+    structure: Any
+    leaves: Mapping[str, tuple[str, tuple[int, ...]]]
+
+    @classmethod
+    def of(cls, batch: Any) -> _BatchForm:
+        import jax
+
+        leaves, structure = jax.tree_util.tree_flatten_with_path(batch)
+        arrays = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+        return cls(structure, {name: (str(one.dtype), one.shape[1:]) for name, one in arrays.items()})
+
+    def difference(self, rows: _BatchForm) -> str:
+        """How some rows differ from the first batch; empty: they have its form."""
+        if rows.structure != self.structure:
+            return f"the rows of this pod are {rows.structure}, and the first batch is {self.structure}"
+        for name, own in rows.leaves.items():
+            if own != self.leaves[name]:
+                here, first = (f"{dtype} of shape {shape}" for dtype, shape in (own, self.leaves[name]))
+                return f"a row of this pod has {here} at {name or 'its only array'}, and one of the first batch {first}"
+        return ""
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -150,7 +150,8 @@ def _lead(environment: Environment, leader: LeadingMember, place: _MeetingPlace,
     address = _address(environment.pod_ip, leader.port)
     wait = _Meeting(environment, stop)
     while missing := leader.linked(_AGAIN):
-        wait.check(f"pods {', '.join(map(str, missing))} of {environment.role} {environment.index} are not connected")
+        named = ", ".join(map(str, missing))
+        wait.check(f"these pods of {environment.role} {environment.index} are not connected: {named}")
         try:
             place.meet(address)
         except PeerLost as error:

@@ -37,6 +37,7 @@ _LIMIT: Final = 4096
 _NEEDED: Final = ("result", "reason", "step", "term", "checkpoint", "returned")
 
 _WRITES: Final = threading.RLock()
+_written: Final[dict[str, Mapping[str, Any]]] = {}  # the newest message
 _SCRIPT_SECONDS: Final = 5.0
 """The time of a script's own clean-up in a pod in which `train` does not return."""
 
@@ -153,6 +154,7 @@ def write_termination(path: Path | None, fields: Mapping[str, Any]) -> None:
     if path is None:
         return
     with _WRITES:
+        _written.update(last=fields)
         try:
             path.write_bytes(termination_message(fields))
         except OSError as error:
@@ -160,9 +162,13 @@ def write_termination(path: Path | None, fields: Mapping[str, Any]) -> None:
 
 
 def end_now(path: Path | None, fields: Mapping[str, Any], code: int) -> NoReturn:
-    """End the process from any thread, so that no other thread replaces the message."""
+    """End the process from any thread, so that no other thread replaces the message.
+
+    A result that was written before stays: a worker that has it may be lost afterwards.
+    """
     with _WRITES:
-        write_termination(path, fields)
+        before = _written.get("last", {})
+        write_termination(path, {**(before if "result" in before else {}), **fields})
         end_process(code)
 
 
