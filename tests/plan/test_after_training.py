@@ -460,6 +460,7 @@ def test_a_rank_that_loses_a_pod_after_training_fails_with_the_cause(running, co
     todo = cluster.plan()
     assert not todo.deaths
     assert not any(isinstance(action, CreatePod) for action in todo.actions)
+    cluster.apply(todo)
     if comes:
         cluster.end(other, 1, json.dumps(RAISED))
     cluster.tick(6)
