@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backstay._faults import Fault, parse
+from backstay._faults import Fault, faults_of, parse
 from backstay._faults._plan import DURATIONS, POINTS, ROLES
 from backstay_spec import contract
+from backstay_spec.runtime import RuntimeConfig
 
 
 @st.composite
@@ -94,3 +97,21 @@ def test_a_fault_is_for_the_first_incarnation_unless_it_names_another() -> None:
     (second,) = parse("kill worker/*.1 @12")
     assert [second.matches(contract.ROLE_WORKER, 7, 1, member) for member in range(3)] == [False, True, False]
     assert [one.matches(contract.ROLE_WORKER, 1, 1, member) for member in range(3)] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("kill server/2 @1", "'kill server/2 @1': the job has no server 2: must be less than 2"),
+        ("kill worker/0 @1; hang worker/*.3 @1", "'hang worker/*.3 @1': a rank of the job has no pod 3"),
+        ("stop evaluator/0 @1", "the job has no evaluator: must be a worker or a server"),
+    ],
+)
+def test_a_pod_that_the_job_never_has_is_refused(text: str, says: str) -> None:
+    """A fault that nothing carries out would look like one that the job survived."""
+    config = RuntimeConfig(shards=2, workers=2, pods_per_rank=3)
+    with pytest.raises(ValueError, match=re.escape(says)):
+        faults_of(text, config)
+    assert len(faults_of("kill server/1 @1; kill server/* @2; kill worker/9.2 @1", config)) == 3
+    with pytest.raises(ValueError, match=re.escape("the job has no evaluator 1: must be evaluator/0")):
+        faults_of("stop evaluator/1 @1", RuntimeConfig(shards=1, workers=1, evaluator=True))

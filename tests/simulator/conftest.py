@@ -11,14 +11,19 @@ from backstay_spec.types import TrainingJob
 
 
 def job_of(
-    workers: int = 4, servers: int = 2, standbys: int = 0, every_steps: int | None = 20, **update: Any
+    workers: int = 4,
+    servers: int = 2,
+    standbys: int = 0,
+    every_steps: int | None = 20,
+    pods_per_rank: int = 1,
+    **update: Any,
 ) -> TrainingJob:
     """A TrainingJob; `every_steps` of None stores nothing."""
     spec: dict[str, Any] = {
         "image": "train:1",
         "command": ["python", "train.py"],
         "parameterServers": {"replicas": servers, "standbys": standbys, "maxRestarts": 1000},
-        "workers": {"replicas": workers, "maxRestarts": 1000},
+        "workers": {"replicas": workers, "podsPerRank": pods_per_rank, "maxRestarts": 1000},
         "update": update,
     }
     if every_steps is not None:

@@ -36,6 +36,30 @@ def test_o4_every_killed_worker_is_charged_and_replaced() -> None:
     assert run.counts["outcomes"] == {"applied": 4 * 100}, "T3: each rank contributes once to each update"
 
 
+def test_o4_a_killed_pod_of_a_rank_costs_its_rank_one_restart() -> None:
+    run = simulate(job_of(pods_per_rank=3), assume(**failing("Worker", 12.0)))
+    assert run.phase == "Succeeded"
+    killed = run.counts["failures"]["Worker"]
+    assert killed > 2
+    assert run.counts["restarts"]["Worker"] == killed, "the other pods of the rank are charged to nobody"
+    assert run.counts["created"]["worker"] == 4 + killed
+    assert run.counts["outcomes"] == {"applied": 4 * 100}, "T3: each rank contributes once to each update"
+
+
+def test_the_pods_of_a_rank_have_an_interface_each(exact: dict[str, Any]) -> None:
+    """A worker's streams to four servers share one interface, or two."""
+    assumed = exact | {"steps": 20, "model": {"bytes": 4e9}, "network": {"gigabitsPerSecond": 8, "latencySeconds": 0}}
+    one, two, four, eight = (
+        simulate(job_of(workers=1, servers=4, pods_per_rank=pods), Assumptions.model_validate(assumed)).facts
+        for pods in (1, 2, 4, 8)
+    )
+    computed = 0.2
+    one, two, four, eight = (facts["updateSecondsMedian"] - computed for facts in (one, two, four, eight))
+    assert two == pytest.approx(one / 2, rel=0.02)
+    assert four == pytest.approx(one / 4, rel=0.04)
+    assert eight == pytest.approx(four, rel=0.02), "then the interfaces of the servers are the limit"
+
+
 def test_o4_preempted_workers_are_not_charged() -> None:
     run = simulate(job_of(), assume(**failing("Worker", 12.0, noticeSeconds=5)))
     assert run.counts["restarts"]["Worker"] == 0
@@ -91,6 +115,7 @@ cases = st.fixed_dictionaries(
         "servers": st.integers(1, 3),
         "standbys": st.integers(0, 1),
         "every_steps": st.sampled_from([None, 3, 20]),
+        "pods_per_rank": st.integers(1, 3),
     }
 )
 updates = st.one_of(

@@ -4,6 +4,6 @@ A fault is injected at a point of `_instrument`. docs/faults.md describes the la
 """
 
 from ._injector import Injector, install
-from ._plan import ENV_FAULTS, Fault, parse
+from ._plan import ENV_FAULTS, Fault, faults_of, parse
 
-__all__ = ["ENV_FAULTS", "Fault", "Injector", "install", "parse"]
+__all__ = ["ENV_FAULTS", "Fault", "Injector", "faults_of", "install", "parse"]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from .. import _instrument
 from ..errors import ConfigurationError
-from ._plan import ENV_FAULTS, Fault, parse
+from ._plan import ENV_FAULTS, Fault, faults_of
 
 if TYPE_CHECKING:
     from backstay_rpc.control_pb2 import Frame
@@ -135,11 +135,11 @@ def install(environment: Environment, variables: Mapping[str, str]) -> None:
     """Read the script in the pod's environment, if there is one, and inject its faults at instrumentation points.
 
     Raises:
-        ConfigurationError: the script is invalid.
+        ConfigurationError: the script is invalid, or names a pod that the job never has.
     """
     text = variables.get(ENV_FAULTS, "")
     try:
-        faults = parse(text)
+        faults = faults_of(text, environment.config)
     except ValueError as error:
         raise ConfigurationError(str(error)) from None
     pod = environment.role, environment.index, environment.incarnation, environment.member

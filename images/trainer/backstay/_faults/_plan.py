@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from backstay_spec import contract
+from backstay_spec.runtime import RuntimeConfig
 
-__all__ = ["ENV_FAULTS", "POINTS", "Fault", "parse"]
+__all__ = ["ENV_FAULTS", "POINTS", "Fault", "faults_of", "parse"]
 
 ENV_FAULTS: Final = "FAULT_INJECTION"
 """Set by the user in the job's `env`; variables with Backstay's prefix are refused there."""
@@ -105,6 +106,28 @@ def parse(text: str) -> tuple[Fault, ...]:
         ValueError: a fault cannot be parsed; the message quotes it, and states what would be valid.
     """
     return tuple(_one(clause) for line in text.splitlines() for clause in line.split(";") if clause.strip())
+
+
+def faults_of(text: str, config: RuntimeConfig) -> tuple[Fault, ...]:
+    """The faults of a script for a job of this configuration. A worker may have any rank: the job may be scaled.
+
+    Raises:
+        ValueError: a fault cannot be parsed, or names a pod that the job never has.
+    """
+    faults = parse(text)
+    for fault in faults:
+        why = None
+        if fault.role == contract.ROLE_SERVER and (fault.index or 0) >= config.shards:
+            why = f"the job has no server {fault.index}: must be less than {config.shards}"
+        elif (fault.member or 0) >= config.pods_per_rank:
+            why = f"a rank of the job has no pod {fault.member}: must be less than {config.pods_per_rank}"
+        elif fault.role == contract.ROLE_EVALUATOR and not config.evaluator:
+            why = "the job has no evaluator: must be a worker or a server"
+        elif fault.role == contract.ROLE_EVALUATOR and fault.index:
+            why = f"the job has no evaluator {fault.index}: must be evaluator/0"
+        if why:
+            raise _wrong(str(fault), why)
+    return faults
 
 
 def _one(clause: str) -> Fault:

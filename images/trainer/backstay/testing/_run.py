@@ -21,7 +21,7 @@ from backstay_spec import contract
 from backstay_spec.runtime import RuntimeConfig
 from backstay_spec.whole import whole
 
-from .._faults import ENV_FAULTS, parse
+from .._faults import ENV_FAULTS, faults_of
 from ..errors import ConfigurationError, JobFailed
 from ._pods import SECONDS, Job, Pod
 from ._processes import Forker
@@ -116,11 +116,7 @@ def run(
         TimeoutError: the job did not end within `seconds`; the message has the end of each log.
     """
     target = _target(script)
-    try:
-        text = faults if isinstance(faults, str) else ";".join(faults)
-        parse(text)
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from None
+    text = faults if isinstance(faults, str) else ";".join(faults)
     workers, servers, standbys, backups = whole(workers), whole(servers), whole(standbys), whole(backups)
     checkpoint_every, settings = whole(checkpoint_every), {name: whole(value) for name, value in settings.items()}
     fields = sorted(set(RuntimeConfig.model_fields) - _DISTINCT)
@@ -141,7 +137,7 @@ def run(
         }
         if checkpoint_every is not None:
             config["checkpoint"] = {"uri": str(here / "checkpoints"), "every_steps": checkpoint_every}
-        _check({**config, "workers": workers, "shards": servers})
+        _check({**config, "workers": workers, "shards": servers}, text)
         file = Path(target.partition("::")[0])
         forker = forker_for(file)
         argv = [*forker.command(_PROGRAM, file), target, *arguments]
@@ -201,12 +197,14 @@ def _death(pod: Pod, code: int) -> Death:
     return Death(f"{_SHORT[pod.role]}/{pod.index}", pod.incarnation, code, str(pod.final_message().get("message", "")))
 
 
-def _check(config: Mapping[str, Any]) -> None:
+def _check(config: Mapping[str, Any], faults: str) -> None:
     try:
-        RuntimeConfig.model_validate(config)
+        faults_of(faults, RuntimeConfig.model_validate(config))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise ConfigurationError(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}") from None
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None
 
 
 def _target(script: str | os.PathLike[str] | Callable[[], object]) -> str:

@@ -28,6 +28,8 @@ _LINK_PAUSE: Final = 0.1
 _BEAT: Final = 2.0
 _EVICTED_AFTER: Final = 300.0
 """The default toleration of pods for a node that is not reachable."""
+_GROUP_LOST_AFTER: Final = 0.2
+"""How long the other pods of a rank need to notice that one was lost, and to end."""
 
 
 class SimulatedPods:
@@ -52,6 +54,7 @@ class SimulatedPods:
         self.pods: dict[str, PodOnNode] = {}
         self.gone: dict[str, PodOnNode] = {}
         self._workers = job.spec.workers.replicas
+        self._pods_per_rank = job.spec.workers.pods_per_rank
         self._nodes = 0
         self._on_node: dict[int, int] = {}
         self.finished: Finished | None = None
@@ -113,9 +116,10 @@ class SimulatedPods:
         if name not in self.objects.pods or name in self.pods:
             return
         key = (action.role, action.index, action.incarnation, name)
-        pod = self.pods[name] = PodOnNode(key, self._world.machine())
+        member = int(action.manifest["metadata"]["labels"].get(contract.LABEL_MEMBER, "0"))
+        pod = self.pods[name] = PodOnNode(key, self._world.machine(), member)
         starts = self._assumed.starts
-        draws = self._world.draws("start", *key[:3])
+        draws = self._world.draws("start", *pod.purpose)
         self._heap.after(draws.around(starts.scheduling_seconds, starts.sigma), self._placed, pod)
 
     def _placed(self, pod: PodOnNode) -> None:
@@ -125,7 +129,7 @@ class SimulatedPods:
         pod.node = self._free_node()
         starts = self._assumed.starts
         start = starts.worker if pod.role == contract.ROLE_WORKER else starts.server
-        draws = self._world.draws("container", *pod.key[:3])
+        draws = self._world.draws("container", *pod.purpose)
         work = draws.around(start.processor_seconds, starts.sigma)
         self._heap.after(draws.around(start.seconds, starts.sigma), self._runs, pod, work)
 
@@ -141,13 +145,13 @@ class SimulatedPods:
             return
         pod.started = self._heap.now
         self.objects.run(pod.name, ready=False)
-        if pod.role == contract.ROLE_WORKER:
+        if pod.role == contract.ROLE_WORKER and not pod.member:
             pod.worker = TimedWorker(
                 self._world,
                 self,
                 pod.key,
                 pod.machine,
-                lambda: self._ready(pod),
+                lambda: self._rank_ready(pod),
                 lambda code: self._worker_ended(pod, code),
             )
             phase = self._world.draws("heartbeat", *pod.key[:3]).uniform()
@@ -161,17 +165,34 @@ class SimulatedPods:
         if not pod.alive:
             return
         pod.is_loaded = True
-        if pod.worker is not None:
+        if pod.role == contract.ROLE_WORKER:
+            rank = self._rank(pod)
+            first = rank[0]
+            if len(rank) < self._pods_per_rank or not all(each.is_loaded for each in rank) or first.worker is None:
+                return  # the last pod of the rank begins for all of them
             if self.finished is None:
-                pod.worker.start()
+                first.worker.start()
             else:  # a worker that is created after training gets the result from the last checkpoint
-                self._heap.after(self._assumed.checkpoints.read_seconds, self._worker_ended, pod, 0)
+                self._heap.after(self._assumed.checkpoints.read_seconds, self._worker_ended, first, 0)
         elif pod.role == contract.ROLE_SERVER:
             if self._active(pod.key[1]) == pod.key[2]:
                 self._serve(pod, FollowedState())
             else:
                 self._follow(pod)
         else:
+            self._ready(pod)
+
+    def _rank(self, pod: PodOnNode) -> list[PodOnNode]:
+        """The living pods of a worker's rank, this one too, in the order of the members."""
+        if self._pods_per_rank == 1:
+            return [pod]
+        return sorted(
+            (each for each in self.pods.values() if each.key[:3] == pod.key[:3] and each.alive),
+            key=lambda each: each.member,
+        )
+
+    def _rank_ready(self, first: PodOnNode) -> None:
+        for pod in self._rank(first):
             self._ready(pod)
 
     def _ready(self, pod: PodOnNode) -> None:
@@ -191,7 +212,8 @@ class SimulatedPods:
             message = {**done, **message}
         if host is not None:
             host.do(Coordinator.left, pod.key[1], pod.key[2])
-        self._end(pod, code, json.dumps(message), tuple(measured))
+        for each in self._rank(pod):
+            self._end(each, code, json.dumps(message), tuple(measured))
 
     # ---- Servers ----
 
@@ -408,8 +430,9 @@ class SimulatedPods:
             return
         pod.silent_since = self._heap.now
         silent = self._world.times.silent
-        if pod.worker is not None:
-            pod.worker.alive = False
+        for each in self._rank(pod):
+            if each.worker is not None:  # the other pods of the rank wait for this one
+                each.worker.alive = False
         if pod.server is not None:
             pod.server.alive = False
         self._heap.after(silent, self._close_silent, pod)
@@ -439,9 +462,18 @@ class SimulatedPods:
             self.operator.changed()
             self._heap.after(1.0, self._vanish, pod)
 
+    def _group_lost(self, pod: PodOnNode) -> None:
+        """The process of a pod ends because another pod of its rank was lost. One that has not started is deleted."""
+        if pod.started is not None and pod.silent_since is None:
+            self._end(pod, contract.GROUP_LOST_EXIT)
+
     def _close(self, pod: PodOnNode, *, kill: bool) -> None:
-        if pod.worker is not None:
-            (pod.worker.kill if kill else pod.worker.leave)()
+        if pod.role == contract.ROLE_WORKER:
+            for each in self._rank(pod):
+                if each.worker is not None:
+                    (each.worker.kill if kill else each.worker.leave)()
+                if each is not pod:
+                    self._heap.after(_GROUP_LOST_AFTER, self._group_lost, each)
         server = pod.server
         if server is not None:
             self._stop_serving(server)

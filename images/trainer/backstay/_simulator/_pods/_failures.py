@@ -52,7 +52,7 @@ class FailureSource:
             self._nodes.add(pod.node)
             draws = self._world.draws("failure", self._number, pod.node)
         elif pod.role == _ROLES[self._assumed.what]:
-            draws = self._world.draws("failure", self._number, *pod.key[:3])
+            draws = self._world.draws("failure", self._number, *pod.purpose)
         else:
             return
         when = max(self._world.heap.now, self._assumed.begins_seconds) + draws.exponential(mean)

@@ -221,7 +221,7 @@ class SimulatedOperator:
         # A pod that the planner has deleted does not exist any more.
         self._pods.gone = {name: pod for name, pod in self._pods.gone.items() if name in self.objects.pods}
         for pod in (*self._pods.pods.values(), *self._pods.gone.values()):
-            if pod.role != contract.ROLE_WORKER or pod.placed is None:
+            if pod.role != contract.ROLE_WORKER or pod.member or pod.placed is None:
                 continue
             key = pod.key[1], pod.key[2]
             ended = None if pod.ended is None else base + pod.ended

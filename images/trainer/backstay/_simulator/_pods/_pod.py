@@ -18,15 +18,17 @@ class PodOnNode:
 
     Attributes:
         key: its role, index, incarnation and name.
+        member: its index inside its rank; 0 for the pods of all other roles.
         node: the number of its node; -1: it has none yet.
         started, placed: when its process began, and when it got its node.
-        worker, server, followed: what its process does.
+        worker, server, followed: what its process does. The first pod of a rank has the worker of the whole rank.
         silent_since: the time at which its node was lost; None: it is not lost.
         alive: whether its process runs, or will.
     """
 
     key: tuple[str, int, int, str]
     machine: SimulatedMachine
+    member: int = 0
     node: int = -1
     placed: float | None = None
     started: float | None = None
@@ -50,6 +52,11 @@ class PodOnNode:
     def name(self) -> str:
         """The name of the pod."""
         return self.key[3]
+
+    @property
+    def purpose(self) -> tuple[str | int, ...]:
+        """The name of its random numbers; no other pod has the same."""
+        return (*self.key[:3], self.member) if self.member else self.key[:3]
 
     def is_silent(self, now: float, limit: float) -> bool:
         """Whether it has sent nothing for `limit` seconds, because its node is lost."""

@@ -43,13 +43,13 @@ class ServerTable(Protocol):
 
 
 class TimedWorker:
-    """One worker's pod, from the start of its process.
+    """One worker's pod or pods, from the start of its process.
 
     Args:
         world: the simulation.
         servers: the job's servers.
-        pod: the role, index (the rank), incarnation and name of the pod.
-        machine: the machine of the pod.
+        pod: the role, index (the rank), incarnation and name of its first pod.
+        machine: the machine of that pod.
         joined: called when it has joined.
         ended: called with the exit code when its process ends by itself.
 
@@ -289,7 +289,8 @@ class TimedWorker:
             if self.alive and self._parts is wanted:
                 self._heap.after(self._world.latency, self._open, wanted)
 
-        self._machine.processor.add(costs.exchange_seconds + total / costs.send_bytes_per_second, read)
+        own = total / self._world.config.pods_per_rank  # each pod of a rank sends its own blocks
+        self._machine.processor.add(costs.exchange_seconds + own / costs.send_bytes_per_second, read)
 
     def _request(self, shards: range | list[int], min_version: int) -> None:
         self._parts = [PartOnWay(self, shard, None, min_version) for shard in shards]

@@ -80,16 +80,16 @@ class SimulatedMachine:
         to_standby: transfers bytes to a standby.
     """
 
-    def __init__(self, heap: EventHeap, rate: float, shards: int, processor: FairShare | None) -> None:
+    def __init__(self, heap: EventHeap, rate: float, most: float, processor: FairShare | None) -> None:
         """
         Args:
-            rate: bytes a second of the pod's interface, and of those of its peers.
-            shards: how many streams share the interface of a worker.
+            rate: bytes a second of the pod's interface.
+            most: bytes a second of one worker, by all the interfaces of its rank.
             processor: the processors that the pod shares with others; None: it has its own.
         """
         self.processor = processor or FairShare(heap, math.inf, 1.0)
-        self.ingress = FairShare(heap, rate, rate / shards)
-        self.egress = FairShare(heap, rate, rate / shards)
+        self.ingress = FairShare(heap, rate, most)
+        self.egress = FairShare(heap, rate, most)
         self.to_standby = FairShare(heap, rate)
 
 
@@ -151,7 +151,9 @@ class SimulatedWorld:
 
     def machine(self) -> SimulatedMachine:
         """Returns the machine of a new pod."""
-        return SimulatedMachine(self.heap, self.rate, self.config.shards, self.shared)
+        # The streams of a worker to all shards share its interface, and each pod of a rank has its own interface.
+        most = min(self.rate, self.rate * self.config.pods_per_rank / self.config.shards)
+        return SimulatedMachine(self.heap, self.rate, most, self.shared)
 
     def draws(self, *purpose: str | int) -> DrawStream:
         """Returns the random numbers of one purpose."""
