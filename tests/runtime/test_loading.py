@@ -1,4 +1,4 @@
-"""A server compiles the updates of a term before it begins."""
+"""A server computes its own part of a large model only, and compiles the updates of a term before it begins."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend.core import Primitive
 
 from backstay._process import Stop
 from backstay._roles._script import Script
 from backstay._roles._server._context import ServerContext
 from backstay._roles._server._loading import build
+from backstay._update._partition import scatter
 from backstay_rpc.control_pb2 import Rollback
 from backstay_spec.runtime import RuntimeConfig
 
@@ -58,3 +60,36 @@ def test_an_update_that_damps_stale_contributions_is_compiled_before_training(by
             engine.apply([[np.ones(40, np.float32)]], weights=[weight])
         engine.block(0)
     assert not during
+
+
+def test_t4_a_server_computes_only_the_leaves_of_which_it_holds_a_part() -> None:
+    """A model may be larger than the memory of a server. All servers together have the model of one process."""
+    computed: list[int] = []
+    counted = Primitive("counted")  # it has no compiled form, so its implementation runs
+    counted.def_impl(lambda value, number: computed.append(number) or value)
+    counted.def_abstract_eval(lambda value, number: value)
+
+    def init(key):
+        keys = jax.random.split(key, 6)
+        return [counted.bind(jax.random.normal(one, (700, 400)) / 7, number=n) for n, one in enumerate(keys)]
+
+    script = Script(
+        init=init,
+        loss=lambda params, batch: sum(jnp.sum(leaf) for leaf in params),
+        batches=lambda key: np.zeros(1),
+        optimizer=optax.adam(1e-2),
+        steps=9,
+    )
+    config = RuntimeConfig(shards=3, workers=1)
+    plan = script.plan(3)
+    found = [np.zeros((700, 400), np.float32) for _ in range(6)]
+    for shard in range(3):
+        computed.clear()
+        environment = server_environment(index=shard, config=config)
+        engine = build(Rollback(term=1, world=1), ServerContext.of(environment, script, plan, Stop()))
+        held = {piece.leaf for block in engine.blocks for piece in block.pieces}
+        assert set(computed) == held < set(range(6))
+        for index, block in enumerate(engine.blocks):
+            scatter(block, engine.block(index), found)
+    for leaf, wanted in zip(found, init(jax.random.key(0)), strict=True):
+        np.testing.assert_array_equal(leaf, wanted)

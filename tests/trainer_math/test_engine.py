@@ -362,6 +362,34 @@ def test_t7_a_snapshot_restores_into_another_number_of_shards(name):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "lamb", "schedule free", "centralized"])
+def test_a_shard_begins_with_the_leaves_that_it_needs(name, shards):
+    """It has no memory for the others."""
+    more = {
+        "lamb": lambda: optax.lamb(1e-2),
+        "schedule free": lambda: optax.contrib.schedule_free_adamw(1e-2),  # its state begins with the parameters
+        "centralized": lambda: CENTRALIZED,
+    }
+    params = small()
+    tree, rule, parts, engines = make((OPTIMIZERS | more)[name](), params, shards)
+    wanted = pool(array_specs(rule), engines)
+    leaves, held = jax.tree.leaves(params), []
+    for shard in range(shards):
+        needs = ShardEngine.needs(parts, shard, rule)
+        some = [
+            leaf if index in needs else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            for index, leaf in enumerate(leaves)
+        ]
+        held.append(ShardEngine(parts, shard, rule, tree.unflatten(some)))
+    found = pool(array_specs(rule), held)
+    assert {key: value.tobytes() for key, value in found.items()} == {
+        key: value.tobytes() for key, value in wanted.items()
+    }
+    if shards == 3 and name in ("adamw", "lamb"):
+        assert any(len(ShardEngine.needs(parts, shard, rule)) < len(leaves) for shard in range(shards))
+
+
 def test_a_checkpoint_of_another_dtype_or_size_is_refused():
     _, rule, parts, _ = make(optax.adam(1e-2), small())
     with pytest.raises(CheckpointError, match=r"array params/a, elements 0:128, is float64\[128\]: must be float32"):

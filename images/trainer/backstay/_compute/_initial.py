@@ -1,9 +1,13 @@
-"""Runs `init`: once in the life of a job, so its program is compiled quickly and not optimized."""
+"""Runs `init`: once in the life of a job, so its program is compiled quickly and not optimized.
+
+A server of a large model computes only the arrays of which it holds a part, so a model may be larger than its memory.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final
 
 from ..errors import ConfigurationError
@@ -19,7 +23,12 @@ _MOST_CONSTANT_BYTES: Final = 1 << 20
 
 
 def initial(
-    init: Callable[[Any], Any], seed: int, keep: Callable[[Any], Any] | None = None, *, compiled: bool = True
+    init: Callable[[Any], Any],
+    seed: int,
+    keep: Callable[[Any], Any] | None = None,
+    *,
+    compiled: bool = True,
+    needed: Collection[int] | None = None,
 ) -> Any:
     """The result of ``init(jax.random.key(seed))``, or the part of it that `keep` returns.
 
@@ -31,6 +40,8 @@ def initial(
         seed: the seed of the random key.
         keep: returns a part of the result. The rest is not computed, unless `init` cannot be compiled.
         compiled: whether `init` may run as one program. False: the result has the bits of ``init(key)``.
+        needed: which leaves of the result are needed; None: all. Of a large model the others may be
+            `jax.ShapeDtypeStruct`: they are not computed. Those that are have the same bits as without it.
 
     Raises:
         ConfigurationError: an array that `init` returns is divided over several devices.
@@ -39,7 +50,7 @@ def initial(
 
     function: Callable[[Any], Any] = init if keep is None else lambda key: keep(init(key))
     key = jax.random.key(seed)
-    made = _made(function, key, part=keep is not None) if compiled else function(key)
+    made = _made(function, key, part=keep is not None, needed=needed) if compiled else function(key)
     for path, leaf in jax.tree_util.tree_flatten_with_path(made)[0]:
         if isinstance(leaf, jax.Array) and not leaf.sharding.is_fully_replicated:
             name = jax.tree_util.keystr(path) or "an array"
@@ -51,10 +62,11 @@ def initial(
     return made
 
 
-def _made(init: Callable[[Any], Any], key: Any, *, part: bool) -> Any:
+def _made(init: Callable[[Any], Any], key: Any, *, part: bool, needed: Collection[int] | None) -> Any:
     """
     Args:
         part: whether `init` computes more than it returns, which only a compiled program leaves out.
+        needed: as in `initial`.
     """
     import jax
 
@@ -70,8 +82,58 @@ def _made(init: Callable[[Any], Any], key: Any, *, part: bool) -> Any:
         if jax.local_device_count() > 1 and "Sharding" in str(traced.jaxpr):
             return init(key)  # XLA may choose another sharding for the results than `init` names
         if elements > _MOST_ELEMENTS:
-            return whole(key)
+            return whole(key) if part or needed is None else _evaluated(traced, key, needed)
         program = traced.lower().compile(compiler_options=_UNOPTIMIZED)
     except Exception:  # noqa: BLE001  # without the program in between, the error is that of `init` itself
         return init(key)
     return program(key)
+
+
+def _evaluated(traced: Any, key: Any, needed: Collection[int]) -> Any:
+    """Run a traced `init` operation by operation, as Python runs it, without those that no needed leaf depends on.
+
+    Each intermediate array is freed after its last use. A function that `init` compiles itself stays one operation,
+    because a part of it could have other bits.
+
+    Args:
+        traced: what ``jax.jit(init).trace(key)`` returned.
+        needed: as in `initial`.
+    """
+    import jax
+    from jax.extend.core import Literal
+
+    from .._update import bind
+
+    def variables(atoms: Iterable[Any]) -> list[Any]:
+        return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    def result(atom: Any, described: Any) -> Any:
+        if isinstance(atom, Literal):
+            return jax.numpy.asarray(atom.val, described.dtype)
+        return values[atom] if atom in wanted else described
+
+    jaxpr = traced.jaxpr.jaxpr
+    # An array at two places is an error, which each server has to find.
+    places = Counter(variables(jaxpr.outvars))
+    wanted = set(variables(jaxpr.outvars[number] for number in needed))
+    wanted |= {atom for atom, count in places.items() if count > 1}
+    used, equations = set(wanted), []
+    for equation in reversed(jaxpr.eqns):
+        if equation.effects or not used.isdisjoint(equation.outvars):
+            used.update(variables(equation.invars))
+            equations.append(equation)
+    equations.reverse()
+    last = {atom: number for number, equation in enumerate(equations) for atom in variables(equation.invars)}
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*traced.jaxpr.consts, key), strict=True))
+    for number, equation in enumerate(equations):
+        made = bind(equation.primitive, equation.params, [read(atom) for atom in equation.invars])
+        values |= {atom: value for atom, value in zip(equation.outvars, made, strict=True) if atom in used}
+        del made
+        for atom in variables(equation.invars):
+            if last[atom] == number and atom not in wanted:
+                values.pop(atom, None)
+    described, structure = jax.tree.flatten(traced.out_info)
+    return jax.tree.unflatten(structure, [result(*each) for each in zip(jaxpr.outvars, described, strict=True)])

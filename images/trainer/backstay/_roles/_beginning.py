@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -89,11 +89,12 @@ class Beginning:
 
         return jax.eval_shape(self._init, jax.random.key(self._seed))
 
-    def trained(self, start_from: str = "") -> Any:
+    def trained(self, start_from: str = "", needed: Collection[int] | None = None) -> Any:
         """The model of version 0 without its frozen leaves: parameters, or ``(params, state)``.
 
         Args:
             start_from: the result of `fixed_start` in the process that decided how the job begins.
+            needed: the leaves that are needed, by index; None: all. The others may be `jax.ShapeDtypeStruct`.
 
         Raises:
             CheckpointError: `start_from` cannot be read, or does not fit what `init` returns.
@@ -101,7 +102,7 @@ class Beginning:
         """
         tree = self.tree
         others = () if tree.frozen is None else None
-        return tree.unflatten(self._values(tree.leaves, self._leaves_that_train, others, start_from))
+        return tree.unflatten(self._values(tree.leaves, self._leaves_that_train, others, start_from, needed))
 
     def frozen(self, start_from: str = "") -> list[Any]:
         """The values of the frozen leaves, in their order. Raises as `trained` does.
@@ -181,6 +182,7 @@ class Beginning:
         keep: Callable[[Any], list[Any]],
         others: tuple[LeafSpec, ...] | None,
         start_from: str,
+        needed: Collection[int] | None = None,
     ) -> list[Any]:
         """The values of `leaves`, which `keep` takes out of what `init` returns. `others`: see `read_start`."""
         from .._compute import initial
@@ -191,7 +193,7 @@ class Beginning:
         def own() -> list[Any]:
             made: list[Any]
             if self.tree.frozen is None:
-                made = keep(initial(self._init, self._seed))
+                made = keep(initial(self._init, self._seed, needed=needed))
             else:
                 with nullcontext() if trains else on_processor():
                     made = initial(self._init, self._seed, keep, compiled=trains)

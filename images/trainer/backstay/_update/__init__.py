@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from ._local_steps import LocalSteps, default_outer, local_settings, outer_optimizer
     from ._objective import NON_FINITE_LOSS, Objective, OwnGradients, all_finite
     from ._partition import Block, Partition, Piece, partition, parts_of_leaves, range_length
-    from ._rules import Rule, Trace, analyse, called, only_trained, trace, unchanged_parameters
+    from ._rules import Rule, Trace, analyse, bind, called, only_trained, trace, unchanged_parameters
     from ._selection import ALL, ALL_AVERAGED, ALL_EXACT, Selection, Values
     from ._snapshot import Entry, Snapshot
     from ._tree import MODEL_STATE, PARAMS, FrozenSpec, LeafSpec, TreeSpec, describe, leaf_names, refuse_shared
@@ -113,6 +113,7 @@ __all__ = [
     "array_specs",
     "average_of",
     "averaged",
+    "bind",
     "body_of",
     "called",
     "clip_factor",
@@ -202,6 +203,7 @@ _HOMES: Final = {
     "array_specs": "._array_specs",
     "average_of": "._average",
     "averaged": "._average",
+    "bind": "._rules",
     "body_of": "._codecs",
     "called": "._rules",
     "clip_factor": "._clip",

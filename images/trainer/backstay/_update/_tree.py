@@ -269,8 +269,8 @@ def leaf_names(paths: Iterable[tuple[Any, ...]]) -> list[str]:
     return names
 
 
-def arrays(tree: Any, spec: TreeSpec) -> list[np.ndarray[Any, Any]]:
-    """The leaves of `tree` as C-contiguous host arrays of `spec`'s dtypes and shapes.
+def arrays(tree: Any, spec: TreeSpec) -> list[np.ndarray[Any, Any] | jax.ShapeDtypeStruct]:
+    """The leaves of `tree` as C-contiguous host arrays of `spec`'s dtypes and shapes; a described leaf stays as it is.
 
     Raises:
         TreeError: `tree` has other leaves than `spec`.
@@ -287,7 +287,9 @@ def arrays(tree: Any, spec: TreeSpec) -> list[np.ndarray[Any, Any]]:
     if why is not None:
         raise TreeError(f"parameters: {why}")
     return [
-        np.ascontiguousarray(np.asarray(value), dtype=leaf.dtype).reshape(leaf.shape)
+        value
+        if isinstance(value, jax.ShapeDtypeStruct)
+        else np.ascontiguousarray(np.asarray(value), dtype=leaf.dtype).reshape(leaf.shape)
         for leaf, value in zip(spec.leaves, values, strict=True)
     ]
 

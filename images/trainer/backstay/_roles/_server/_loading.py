@@ -78,7 +78,8 @@ def build(term: Rollback, context: ServerContext) -> ShardEngine:
             raise CheckpointError(f"{uri} is of version {engine.version}: the term begins at version {term.version}")
     else:
         with one_compiles("init", plan.agreement.digest, seconds=environment.timeouts.compiling):
-            parameters = script.beginning.trained(term.start_from)
+            needed = ShardEngine.needs(plan.partition, shard, plan.rule)
+            parameters = script.beginning.trained(term.start_from, needed)
         engine = ShardEngine(plan.partition, shard, plan.rule, parameters)
     world = min(term.world, context.live.world)
     least = MODES[config.mode].quorum(config.backups, world)

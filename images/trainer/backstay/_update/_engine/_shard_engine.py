@@ -53,7 +53,8 @@ class ShardEngine:
             partition: a partition of `rule.tree`.
             shard: the shard of the partition to hold.
             rule: `analyse(optimizer, tree)`.
-            params: what `init` returned, parameters or ``(params, state)``; only this shard's part is kept.
+            params: what `init` returned, parameters or ``(params, state)``; only this shard's part is kept. A leaf
+                that is not in `needs` may be a `jax.ShapeDtypeStruct`.
             version: the number of updates that are in `params`.
 
         Raises:
@@ -61,10 +62,27 @@ class ShardEngine:
         """
         self._prepare(partition, shard, rule, version)
         leaves = arrays(params, partition.tree)
-        wanted = sorted({*rule.shared, *(state for group in self._held for state in group.states)})
+        wanted = self._states
         tree = partition.tree.unflatten(leaves)
         initial = dict(zip(wanted, rule.initial_state(tree, wanted), strict=True))
         self._load(_Whole(rule, leaves, initial).read)
+
+    @classmethod
+    def needs(cls, partition: Partition, shard: int, rule: Rule) -> frozenset[int]:
+        """The leaves of the tree from which a shard's first state is made, by index. Arguments as in the constructor.
+
+        They are the leaves of which it holds a part, and those that the optimizer's state begins with.
+        """
+        engine = cls.__new__(cls)
+        engine._prepare(partition, shard, rule, 0)
+        pieces = (piece.leaf for block in engine._layout.blocks for piece in block.pieces)
+        whole = (leaf for index in engine._layout.groups for leaf in rule.groups[index].leaves)
+        return frozenset((*pieces, *whole, *rule.initial_inputs(engine._states)))
+
+    @property
+    def _states(self) -> list[int]:
+        """The leaves of the optimizer's state of which this shard holds a part, by index."""
+        return sorted({*self._rule.shared, *(state for group in self._held for state in group.states)})
 
     @classmethod
     def restore(
@@ -520,12 +538,16 @@ class _WholeGroup:
 
 
 class _Whole:
-    """`read` of whole arrays in memory; `leaves` may be empty."""
+    """`read` of whole arrays in memory; `leaves` may be empty, and those that are only described cannot be read."""
 
-    def __init__(self, rule: Rule, leaves: Sequence[Array], states: Mapping[int, jax.Array]) -> None:
+    def __init__(
+        self, rule: Rule, leaves: Sequence[Array | jax.ShapeDtypeStruct], states: Mapping[int, jax.Array]
+    ) -> None:
         self._rule = rule
         self._flat: dict[str, Array] = {
-            spec.key: leaf.reshape(-1) for spec, leaf in zip(rule.tree.leaves[: len(leaves)], leaves, strict=True)
+            spec.key: leaf.reshape(-1)
+            for spec, leaf in zip(rule.tree.leaves[: len(leaves)], leaves, strict=True)
+            if not isinstance(leaf, jax.ShapeDtypeStruct)
         }
         self._flat |= {STATE + rule.states[index].path: _view(value) for index, value in states.items()}
 

@@ -13,6 +13,7 @@ An unknown operation is treated as one that mixes all its inputs. So a mistake c
 from __future__ import annotations
 
 from ._advice import called
+from ._flat import bind
 from ._rule import ElementwiseProgram, Group, Program, Rule, StateProgram, WholeProgram, analyse, inner_program
 from ._trace import StateSpec, Trace, key_impl, trace
 from ._unchanged import only_trained, unchanged_parameters
@@ -27,6 +28,7 @@ __all__ = [
     "Trace",
     "WholeProgram",
     "analyse",
+    "bind",
     "called",
     "inner_program",
     "key_impl",

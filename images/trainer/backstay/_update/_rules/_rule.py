@@ -210,6 +210,10 @@ class Rule:
                 return new, list(program.expressions.scalars(wanted, values))
         return new, []
 
+    def initial_inputs(self, wanted: Sequence[int]) -> tuple[int, ...]:
+        """The leaves of the parameters that `initial_state` reads."""
+        return Slicer(self._init).select(wanted)[1]
+
     def initial_state(self, params: Any, wanted: Sequence[int]) -> list[jax.Array]:
         """The given leaves of ``optimizer.init(params)``, the others not computed."""
         part, used = Slicer(self._init).select(wanted)
