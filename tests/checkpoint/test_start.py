@@ -365,6 +365,20 @@ def test_t6_a_place_that_changes_while_a_job_begins_is_refused(tmp_path: Path, w
     equal(values, list(NAMED.values()))
 
 
+@pytest.mark.parametrize("mapping", [None, lambda name, arrays: arrays[name]], ids=["by name", "mapping"])
+def test_a_server_keeps_the_arrays_that_it_needs(tmp_path: Path, mapping: Any) -> None:
+    """The others are looked for and compared too, so each server refuses the same files, and reports the same."""
+    leaves, file = describe(TREE).leaves, str(tmp_path / "m.safetensors")
+    safetensors.numpy.save_file(NAMED, file)
+    kept = read_start(StartFrom(file, mapping=mapping), fix(file), leaves, needed={1}).values
+    assert [isinstance(value, jax.ShapeDtypeStruct) for value in kept] == [True, False, True, True]
+    np.testing.assert_array_equal(kept[1], NAMED["dense.kernel"])
+    assert [(value.shape, value.dtype) for value in kept] == [(leaf.shape, leaf.dtype) for leaf in leaves]
+    safetensors.numpy.save_file({**NAMED, "out.0": np.zeros(3, np.float32)}, file)
+    with pytest.raises(CheckpointError, match=r"of another shape or kind \(1\): out.0"):
+        read_start(StartFrom(file, mapping=mapping), fix(file), leaves, needed={1})
+
+
 def test_exported_as_safetensors_and_started_from_again(
     tmp_path: Path, write_named: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -207,7 +207,7 @@ class Beginning:
         from .._checkpoint import patiently, read_start
 
         fixed = start_from or self.fixed_start()
-        started = patiently(lambda: read_start(start, fixed, leaves, others))
+        started = patiently(lambda: read_start(start, fixed, leaves, others, needed))
         values: list[Any] = list(started.values)
         for number, value in self._made_again(leaves, keep, started.of_init).items():
             values[number] = value

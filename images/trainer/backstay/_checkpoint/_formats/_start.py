@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final, Literal
 from urllib.parse import unquote
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
@@ -129,16 +130,21 @@ class StartValues:
     """The values of some leaves.
 
     Attributes:
-        values: in the order of the leaves; None for a leaf that begins as `init` returns it.
+        values: in the order of the leaves; None for a leaf that begins as `init` returns it. A leaf that is not needed
+            is described only.
         of_init: some of these leaves, by number, which were frozen beside a checkpoint and have no array.
     """
 
-    values: list[_Array | None]
+    values: list[_Array | jax.ShapeDtypeStruct | None]
     of_init: dict[int, MadeByInit]
 
 
 def read_start(
-    start: StartFrom, fixed: str, leaves: Sequence[LeafSpec], others: Sequence[LeafSpec] | None = ()
+    start: StartFrom,
+    fixed: str,
+    leaves: Sequence[LeafSpec],
+    others: Sequence[LeafSpec] | None = (),
+    needed: Collection[int] | None = None,
 ) -> StartValues:
     """The values of `leaves`.
 
@@ -146,13 +152,15 @@ def read_start(
         fixed: the reference that `fix` returned for ``start.uri``.
         others: the leaves of the model whose values another process reads: here they are only looked for. None: there
             are others, and that process compares the names.
+        needed: which leaves are needed, by index; None: all. Of the others at most one is in memory at a time.
 
     Raises:
         CheckpointError: the arrays cannot be read, or do not fit. The message lists the names that were missing,
             unexpected or of another shape.
         Exception: any that the mapping raises, except the one for an array that does not exist.
     """
-    report, values, of_init = _StartReport(), list[_Array | None](), dict[int, MadeByInit]()
+    report, of_init = _StartReport(), dict[int, MadeByInit]()
+    values: list[_Array | jax.ShapeDtypeStruct | None] = []
     everyone = [*leaves, *(others or ())]
     with _opened(start, fixed) as arrays:
         begin = _collection(arrays, everyone) if start.mapping is None else ""
@@ -168,7 +176,11 @@ def read_start(
                 (report.missing if leaf.trained else report.stateless).append(found)
                 values.append(None)
             else:
-                values.append(_fitted(found, leaf, report, start.shapes))
+                value: _Array | jax.ShapeDtypeStruct | None = _fitted(found, leaf, report, start.shapes)
+                if value is not None and needed is not None and number not in needed:
+                    value = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # type: ignore[no-untyped-call]
+                values.append(value)
+                del found, value
         report.taken = sum(value is not None for value in values) + len(of_init)
         elsewhere = sum(_exists(start, arrays, begin, leaf) for leaf in others or ())
         of_model = (begin, *_STATES) if any(not leaf.trained for leaf in everyone) else (begin,)
