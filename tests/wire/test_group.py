@@ -30,8 +30,9 @@ from backstay._transport import (
     OwnMember,
     messages,
 )
+from backstay._transport._members._line import END, LineEnd, MemberLine
 from backstay.errors import ConfigurationError, JobFailed, PeerLost, Refused, Superseded, WaitedTooLong
-from backstay_rpc.control_pb2 import JoinReply, Peer
+from backstay_rpc.control_pb2 import Frame, JoinReply, MemberMessage, Peer
 from backstay_rpc.credentials import Credentials
 
 from .certificates import credentials_of
@@ -263,6 +264,38 @@ def test_t8_a_lost_process_ends_the_others(stack: ExitStack, what: str) -> None:
             assert text.startswith(f"member {0 if member else killed} is lost: "), text
     if what == "SIGSTOP":
         every[killed].kill()
+
+
+class LeftInOrder:
+    """A stream whose other end has sent its last message, and then takes nothing any more."""
+
+    def __init__(self, *last: str) -> None:
+        self.refused = threading.Event()
+        self.arrived = iter([Frame(member=MemberMessage(number=9, point=point)) for point in last])
+
+    def keep_alive(self) -> None:
+        pass
+
+    def post(self, frame: Frame) -> None:
+        self.refused.set()
+        raise PeerLost("the connection broke")
+
+    def read(self) -> tuple[Frame, bytes] | None:
+        assert self.refused.wait(LONG)
+        frame = next(self.arrived, None)
+        return None if frame is None else (frame, b"")
+
+
+@pytest.mark.parametrize(("last", "lost"), [([END], []), ([], ["the connection was closed"])])
+def test_t8_a_ping_that_fails_is_no_loss_if_the_last_message_has_arrived(last: list[str], lost: list[str]) -> None:
+    """The other process ends at the same time. Its last message may not be read yet."""
+    found: list[str] = []
+    stream: Any = LeftInOrder(*last)
+    line = MemberLine(stream, 0.2, LineEnd(found.append, lambda number: None))
+    line.serve()
+    with pytest.raises(MemberLost):
+        line.send(MemberMessage())
+    assert found == lost
 
 
 def test_t8_members_that_wait_for_each_other_end(credentials: Credentials) -> None:

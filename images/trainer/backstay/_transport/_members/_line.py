@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -66,6 +67,7 @@ class MemberLine:
         self._received: queue.SimpleQueue[MemberMessage | None] = queue.SimpleQueue()
         self._unanswered = 0
         self._over = threading.Event()
+        self._drained = threading.Event()  # all that has arrived is read
         self._why = ""
 
     def serve(self) -> None:
@@ -89,18 +91,20 @@ class MemberLine:
                 elif frame.member.number:
                     self._received.put(frame.member)
                 elif not frame.member.answer:
-                    self._post(MemberMessage(answer=True))
+                    with contextlib.suppress(PeerLost):  # a last message may have arrived
+                        self._post(MemberMessage(answer=True))
                     self._owner.pinged(frame.member)
         except (PeerLost, Refusal) as error:
             why = str(error)
         self._end(why)
+        self._drained.set()
 
     def send(self, message: MemberMessage) -> None:
         """Raises `MemberLost`."""
         try:
             self._post(message)
         except PeerLost as error:
-            self._end(str(error))
+            self._cannot_send(error)
             raise MemberLost(self._why) from error
 
     def receive(self) -> MemberMessage:
@@ -147,4 +151,9 @@ class MemberLine:
                     return
                 self._post(self._owner.ping())
         except PeerLost as error:
-            self._end(str(error))
+            self._cannot_send(error)
+
+    def _cannot_send(self, error: PeerLost) -> None:
+        """The other end does not take what is sent. It may have left in order, and its last message may wait here."""
+        self._drained.wait(SILENT_PINGS * self._interval)
+        self._end(str(error))
