@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from between import until
+from between import LONG, until
 
 ALL = {f"{pod}-{what}" for pod in ("parameter-server-0", "worker-0") for what in ("handler", "atexit")}
 
@@ -55,3 +57,37 @@ def test_t8_at_the_end_of_a_job_only_atexit_runs(job, tmp_path: Path) -> None:
     tiny.start_all()
     assert [pod.wait() for pod in tiny.pods] == [0, 0]
     assert written(folder) == {name for name in ALL if name.endswith("atexit")}
+
+
+REMAINS = """
+import logging, multiprocessing, os, sys, threading, time
+from backstay._process import Stop, _after
+_after._PATIENCE = 0.2
+
+def rest(file):
+    while not os.path.exists(file):
+        time.sleep(0.01)
+
+if __name__ == "__main__":
+    logging.basicConfig()
+    _after.hand_over(None, {}, Stop(), print)
+    if sys.argv[1] == "thread":
+        threading.Thread(target=rest, args=sys.argv[2:], name="reader").start()
+    else:
+        multiprocessing.get_context("fork").Process(target=rest, args=sys.argv[2:], name="loader").start()
+"""
+
+
+@pytest.mark.parametrize(("what", "name"), [("thread", "thread reader"), ("child", "child process loader")])
+def test_what_keeps_a_process_after_its_script_is_named(tmp_path: Path, what: str, name: str) -> None:
+    """Nothing else shows that the job waits for it."""
+    script, let = tmp_path / "script.py", tmp_path / "let"
+    script.write_text(REMAINS)
+    process = subprocess.Popen([sys.executable, script, what, let], stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        assert f"this process waits for: {name}." in process.stderr.readline()
+    finally:
+        let.touch()
+        assert process.wait(LONG) == 0
+        process.stderr.close()

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +28,8 @@ AFTER_TRAINING_FAILED: Final = "AfterTrainingFailed"
 STOPPED_EARLY: Final = "StoppedEarly"
 ALREADY_COMPLETE: Final = "AlreadyComplete"
 _KEPT: Final = 1000
+_PATIENCE: Final = 10.0  # seconds
+_LOG = logging.getLogger(__name__)
 
 
 def hand_over(path: Path | None, fields: dict[str, Any], stop: Stop, settle: Callable[[BaseException], None]) -> None:
@@ -41,10 +46,28 @@ def hand_over(path: Path | None, fields: dict[str, Any], stop: Stop, settle: Cal
     """
     stop.release()
     write_termination(path, {"result": TRAINED, **fields})
+    threading.Thread(target=_name_what_remains, name="backstay-remains", daemon=True).start()
     if path is not None:
         end = _ScriptEnd(path, fields, settle)
         end.previous, sys.excepthook = sys.excepthook, end.raised
         atexit.register(end.ended)
+
+
+def _name_what_remains() -> None:
+    """Log what Python waits for at the end of the script, such as a thread that never ends."""
+    threading.main_thread().join()  # it ends with the script's last line, before the threads that are not daemons
+    time.sleep(_PATIENCE)
+    waited_for = [
+        f"thread {thread.name}" for thread in threading.enumerate() if not thread.daemon and thread.is_alive()
+    ]
+    if (processes := sys.modules.get("multiprocessing")) is not None:
+        waited_for += [f"child process {child.name}" for child in processes.active_children() if not child.daemon]
+    if waited_for:
+        _LOG.warning(
+            "train has returned and the script has ended, but this process waits for: %s. End them, or make them "
+            "daemons. The job ends with its scripts, and fails if that takes too long (afterTrainingSeconds)",
+            ", ".join(waited_for),
+        )
 
 
 class _ScriptEnd:
