@@ -15,7 +15,7 @@ from backstay_client.view import explain
 from backstay_client.view.follow import JobView, carried, ready_of, spent
 from backstay_client.view.pods import PodRow, rows, summary
 from backstay_client.view.waiting import no_update, waiting_for
-from backstay_client.words import clock, count, duration, loss, number, on_one_line, shown
+from backstay_client.words import clock, count, duration, loss, not_finite, number, on_one_line, shown
 from backstay_spec import contract
 
 __all__ = ["Picture", "page"]
@@ -88,6 +88,8 @@ class Picture:
         ):
             if values:
                 yield _line((f"{label}  ", "dim"), shown(values))
+        if names := not_finite(view.report):
+            yield _line((f"metrics that were {names}", "yellow"))
         if view.report.evaluation_error:
             yield _line(("the evaluation failed: ", "red"), on_one_line(view.report.evaluation_failed))
         if waits := no_update(view):

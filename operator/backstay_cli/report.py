@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from backstay_client.view.follow import JobView, carried, spent
-from backstay_client.words import count, loss, number, on_one_line, plain, printable, shortened, shown
+from backstay_client.words import count, loss, not_finite, number, on_one_line, plain, printable, shortened, shown
 
 _TAIL_LINES = 15
 _MISSING_PACKAGE = "ModuleNotFoundError: No module named"
@@ -45,6 +45,7 @@ def summary(
         "examplesPerSecond": _finite(view.report.examples_per_second),
         "loss": _finite(view.report.loss),
         "nonFiniteLoss": view.report.non_finite_loss,
+        "nonFiniteMetrics": list(view.report.non_finite_metrics),
         "metrics": {name: _finite(value) for name, value in view.report.metrics.items()},
         "trainMetrics": {name: _finite(value) for name, value in view.report.train_metrics.items()},
         "goodput": _finite(view.goodput),
@@ -91,7 +92,7 @@ def lines(view: JobView, seconds: float, logs: Path) -> Iterator[str]:
             "" if not view.report.examples_per_second else f", {number(view.report.examples_per_second, 3)} examples/s"
         )
         yield f"  loss {loss_now or number(None)}{rate}"
-    if view.report.loss is not None and view.report.non_finite_loss is not None:
+    if view.report.non_finite_loss is not None and "NaN" not in loss_now:
         yield f"  the loss of step {number(view.report.non_finite_loss)} was NaN or infinite: see `backstay history`"
     if goodput := spent(view):
         yield f"  {goodput}"
@@ -100,6 +101,8 @@ def lines(view: JobView, seconds: float, logs: Path) -> Iterator[str]:
     if view.report.metrics:
         at = "" if view.report.evaluated_step is None else f" of step {number(view.report.evaluated_step)}"
         yield f"  evaluation{at}: {shown(view.report.metrics)}"
+    if names := not_finite(view.report):
+        yield f"  metrics that were {names} (see `backstay history`)"
     if view.report.evaluation_error:
         yield f"  the evaluation failed: {on_one_line(view.report.evaluation_failed)}"
     if view.restarts or view.disruptions:

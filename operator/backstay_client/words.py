@@ -36,6 +36,13 @@ def on_one_line(message: str) -> str:
     return " ".join(line.strip() for line in plain(message))
 
 
+def current_folder() -> Path | None:
+    """The current folder; None: it was deleted."""
+    with contextlib.suppress(OSError):
+        return Path.cwd()
+    return None
+
+
 def shortened(place: str) -> str:
     """A path relative to the current folder if it is inside; other paths unchanged."""
     with contextlib.suppress(ValueError, OSError):  # the current folder may be deleted
@@ -93,9 +100,16 @@ def number(value: float | None, digits: int = 4) -> str:
 
 def loss(report: ReportedStatus) -> str:
     """Returns the newest loss to print; empty if it is not known."""
-    if report.loss is not None:
+    is_of_before = report.non_finite_loss is not None and report.non_finite_loss == report.step
+    if report.loss is not None and not is_of_before:
         return number(report.loss)
     return "" if report.non_finite_loss is None else f"NaN or infinite, first at step {number(report.non_finite_loss)}"
+
+
+def not_finite(report: ReportedStatus) -> str:
+    """The metrics that were NaN or infinite, in words; empty: there were none."""
+    names = ", ".join(printable(name) for name in report.non_finite_metrics)
+    return names and f"NaN or infinite: {names}"
 
 
 def size(nbytes: float) -> str:

@@ -207,6 +207,9 @@ class ReportedStatus(StatusModel):
     non_finite_loss: Annotated[Count | None, ReportRow(unit="updates", with_event=True)] = None
     """The first step whose loss was NaN or infinite although its gradients were finite; absent: there was none."""
 
+    non_finite_metrics: Annotated[list[str], FailFast(), ReportRow(with_event=True)] = Field(default_factory=list)
+    """Metrics of `evaluate` and `loss` that were NaN or infinite at some step; at most 20."""
+
     train_metrics: Annotated[Numbers, ReportRow(digits=6)] = Field(default_factory=dict)
     """The metrics that `loss` returned, mean of the newest update; finite values only."""
 

@@ -316,6 +316,12 @@ EVENTS: Final[tuple[EventDoc, ...]] = (
         "Look for an empty batch, a division by zero or a logarithm of zero in `batches` and `loss`.",
     ),
     EventDoc(
+        "NonFiniteMetrics",
+        "Warning",
+        "`evaluate` or `loss` returned NaN or infinity for the named metrics. Training continues.",
+        "Look for an empty batch, a division by zero or a logarithm of zero in these functions.",
+    ),
+    EventDoc(
         "SameBatches",
         "Warning",
         "The losses of all workers were equal bit for bit in 20 updates in a row, so all workers compute the same "

@@ -209,6 +209,18 @@ def test_a_loss_that_is_not_finite_is_named_once_and_until_the_end(running: Any)
     assert job.status["nonFiniteLoss"] == 4
 
 
+def test_each_metric_that_was_not_finite_is_named_once(running: Any) -> None:
+    """No status has such a value, and its checkpoint is never the best one."""
+    job = running()
+    for names in (["acc"], ["acc"], ["acc", "bleu"]):
+        job.answer(term=1, step=9, non_finite_metrics=names)
+        job.settle()
+        job.restart_operator()
+    texts = [text for _, text in sent_events(job, "NonFiniteMetrics")]
+    assert [text.partition(". ")[0].partition(": ")[2] for text in texts] == ["acc", "bleu"]
+    assert job.status["nonFiniteMetrics"] == ["acc", "bleu"]
+
+
 def test_a_report_about_a_dead_pod_is_named_once_and_its_death_remembers_it(running: Any) -> None:
     job = running()
     job.answer(term=1, step=5)

@@ -36,7 +36,7 @@ LOGGED = {
     "exit": "evaluate called sys.exit(0)",
     "end": "2 pods have ended while they evaluated this step",
     "name": "must be 1 to 200 printable characters",
-    "nan": "status.metrics leaves out accuracy",
+    "nan": "evaluate returned NaN or infinity for accuracy at step",
 }
 
 

@@ -64,6 +64,7 @@ def judge(facts: Facts) -> Changes:
         _leaves(facts, progress, "unchanged_leaves", warning("UnchangedParameters", _UNCHANGED)),
         _batches(facts, progress),
         _loss(facts, progress),
+        _metrics(facts, progress),
         _reports(facts, progress),
     ]
     return Changes(
@@ -150,6 +151,18 @@ def _loss(facts: Facts, progress: Progress) -> Changes:
         "mean over an empty batch is such a loss: see `batches` and `loss`."
     )
     return Changes((warning("NonFiniteLoss", text),), {"non_finite_loss": step})
+
+
+def _metrics(facts: Facts, progress: Progress) -> Changes:
+    known = facts.old.non_finite_metrics
+    new = [name for name in progress.report.non_finite_metrics if name not in known]
+    if not new:
+        return Changes()
+    text = (
+        f"evaluate or loss returned NaN or infinity for: {', '.join(new)}. The status leaves such values out, and "
+        "spec.checkpoint.keepBest never keeps their checkpoint."
+    )
+    return Changes((warning("NonFiniteMetrics", one_line(text)),), {"non_finite_metrics": [*known, *new][:_STORED]})
 
 
 def _reports(facts: Facts, progress: Progress) -> Changes:

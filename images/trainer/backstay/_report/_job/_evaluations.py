@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from typing import Final
 
@@ -68,8 +67,6 @@ class Evaluations:
         for name, value in found.items():
             self._metrics.evaluation(name).set(value)
         self._metrics.evaluation_step.set(request.step)
-        if lacking := [name for name, value in found.items() if not math.isfinite(value)]:
-            _LOG.warning("status.metrics leaves out %s, because the values are not finite", ", ".join(lacking))
         shown = "  ".join(f"{name} {value:.6g}" for name, value in found.items())
         _LOG.info("evaluation of step %d  %s", request.step, shown, extra={"fields": {"evaluation": found}})
         return found

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 from backstay_rpc.control_pb2 import GradientInfo
 from backstay_spec.job_report import JobReport
@@ -17,6 +18,8 @@ from ..._update import NON_FINITE_LOSS, TreeSpec, Untrained, unchanged_warning, 
 __all__ = ["Mistakes"]
 
 _LOG = logging.getLogger(__name__)
+
+MOST_NAMES: Final = 20
 
 
 class Mistakes:
@@ -34,6 +37,7 @@ class Mistakes:
         self._unchanged_leaves: list[str] = []
         self._of_batches: set[str] = set()
         self._non_finite_loss: int | None = None
+        self._non_finite_metrics: list[str] = []
 
     def examine(self, step: int, infos: Sequence[GradientInfo]) -> None:
         """Look at the contributions of the update to version `step`, which was not skipped."""
@@ -56,6 +60,24 @@ class Mistakes:
             if info.HasField("same"):
                 self._unchanged(info.same.leaves)
 
+    def examine_metrics(self, step: int, metrics: Mapping[str, float], source: str) -> None:
+        """Look at what `source`, a function of the script, returned for version `step`. Thread-safe."""
+        with self._lock:
+            new = [
+                name
+                for name, value in metrics.items()
+                if not math.isfinite(value) and name not in self._non_finite_metrics
+            ]
+            self._non_finite_metrics += new
+        if new:
+            _LOG.warning(
+                "%s returned NaN or infinity for %s at step %d. The status leaves such values out, and "
+                "spec.checkpoint.keepBest never keeps their checkpoint",
+                source,
+                ", ".join(new),
+                step,
+            )
+
     def report(self) -> JobReport:
         """The rows about mistakes."""
         with self._lock:
@@ -64,6 +86,7 @@ class Mistakes:
                 unchanged_leaves=list(self._unchanged_leaves),
                 mistakes_of_batches=sorted(self._of_batches),
                 non_finite_loss=self._non_finite_loss,
+                non_finite_metrics=self._non_finite_metrics[:MOST_NAMES],
             )
 
     def _unchanged(self, found: Iterable[int]) -> None:

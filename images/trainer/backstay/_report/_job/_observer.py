@@ -122,6 +122,7 @@ class JobObserver:
         )
         if not commit.skip:
             self._mistakes.examine(self._step, infos)
+            self._mistakes.examine_metrics(self._step, train_metrics, "loss")
         for epoch in updated.ended:
             self._epochs.ended(now, epoch, self._step)
         rates = self._rates.at_update(now, last=commit.final)
@@ -214,6 +215,7 @@ class JobObserver:
     def evaluated(self, request: EvaluatedRequest) -> None:
         """The result of an evaluation, by an evaluator or worker 0."""
         metrics = self.evaluations.evaluated(request)
+        self._mistakes.examine_metrics(request.step, metrics, "evaluate")
         if not request.error:
             self.curve.evaluated(request.step, metrics)
             self.reports.evaluated(request.step, metrics)
