@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,7 +59,38 @@ def test_booleans_of_numpy_are_booleans(value) -> None:
     def init(key):
         return ({"w": jnp.zeros(())}, {"n": jnp.zeros(())}) if value else {"w": jnp.zeros(())}
 
-    assert backstay.train(**arguments(has_state=value, has_rng=value, loss=loss, init=init)).step == 2
+    batches = backstay.from_dataset(np.zeros((8, 1)), batch_size=2, shuffle=value)
+    more = {"has_state": value, "has_rng": value, "deterministic": value, "loss": loss, "init": init}
+    assert backstay.train(**arguments(batches=batches, **more)).step == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: backstay.train(**arguments(deterministic="no")), "deterministic is 'no': must be True or False"),
+        (lambda: backstay.from_dataset([1, 2], batch_size=1, shuffle="no"), "shuffle is 'no', must be True or False"),
+        (lambda: backstay.from_dataset([1, 2], batch_size=1, ahead_bytes="2"), "ahead_bytes is '2', must be a number"),
+        (lambda: backstay.from_dataset([1, 2], batch_size=1, ahead_bytes=-1), "ahead_bytes is -1, must be a number"),
+        (lambda: backstay.Wire("Int8", error_feedback="no"), "error_feedback is 'no': must be True, False or None"),
+        (lambda: backstay.outer_optimizer(fragments=2.5), "fragments is 2.5: must be a whole number, 1 or more"),
+        (lambda: backstay.outer_optimizer(warmup=True), "warmup is True: must be a whole number, 0 or more"),
+    ],
+)
+def test_what_is_not_of_the_type_is_refused(make, says: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(says)):
+        make()
+
+
+def test_numbers_of_few_bits_do_not_overflow() -> None:
+    """100 updates of warm-up times 2 fragments are more than an int8 has."""
+    for of_kind in (np.int8(2), jnp.int8(2)):
+        found, wanted = (backstay.outer_optimizer(fragments=fragments) for fragments in (of_kind, 2))
+        state, of_wanted = (each.init({"w": jnp.ones(())}) for each in (found, wanted))
+        for _ in range(3):
+            updates, state = found.update({"w": jnp.ones(())}, state)
+            of_int, of_wanted = wanted.update({"w": jnp.ones(())}, of_wanted)
+        assert updates == of_int
+    assert StoreTo("/tmp/x", every_seconds=np.float32(2)).every_seconds == 2
 
 
 @pytest.mark.parametrize("value", [True, 1.0, np.float64(2), "3", np.bool_(True), np.zeros(2, int), None])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, Literal
+from numbers import Real
+from typing import Any, Final, Literal
 
 from backstay_spec.whole import set_whole
 
@@ -51,8 +52,8 @@ class StoreTo:
             raise ConfigurationError(
                 f"checkpoint: every_steps is {self.every_steps!r}: must be a whole number, 1 or more, or None"
             )
-        seconds = self.every_seconds
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+        seconds: Any = self.every_seconds
+        if isinstance(seconds, bool) or not isinstance(seconds, Real) or not 0 <= float(seconds) < math.inf:
             raise ConfigurationError(f"checkpoint: every_seconds is {seconds!r}: must be a number, 0 or more")
         if not _is_count(self.keep, 1):
             raise ConfigurationError(f"checkpoint: keep is {self.keep!r}: must be a whole number, 1 or more")

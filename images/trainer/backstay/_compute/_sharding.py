@@ -16,6 +16,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from backstay_spec.whole import whole
+
 from .._update import LeafSpec, TreeSpec, some_of
 from ..errors import ConfigurationError
 
@@ -120,7 +122,7 @@ def _mesh_of_sizes(axes: Any, devices: Sequence[Any]) -> Mesh:
             f"mesh is {axes!r}: must be the sizes of its axes, such as {{'batch': 2, 'model': 4}}, or a function of "
             "the devices that returns the mesh"
         )
-    sizes = {name: int(size) if isinstance(size, np.integer) else size for name, size in axes.items()}
+    sizes = {name: whole(size) for name, size in axes.items()}
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < -1 or size == 0:
             raise ConfigurationError(

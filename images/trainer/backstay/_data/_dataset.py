@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Protocol
 
 import numpy as np
@@ -163,6 +164,12 @@ def from_dataset(
             raise ConfigurationError(f"from_dataset: {name} is {value!r}, must be a whole number of 1 or more")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
         raise ConfigurationError(f"from_dataset: seed is {seed!r}, must be a whole number of 0 or more, or None")
+    most: Any = ahead_bytes
+    if isinstance(most, bool) or not isinstance(most, Real) or not float(most) >= 1:
+        raise ConfigurationError(f"from_dataset: ahead_bytes is {ahead_bytes!r}, must be a number of 1 or more")
+    for name, flag in (("shuffle", shuffle), ("has_rng", has_rng)):
+        if not isinstance(flag, bool | np.bool_):
+            raise ConfigurationError(f"from_dataset: {name} is {flag!r}, must be True or False")
     if transform is not None and not callable(transform):
         raise ConfigurationError(f"from_dataset: transform is {type(transform).__name__}, must be a function or None")
     if has_rng and transform is None:

@@ -140,7 +140,7 @@ class Script:
         if self.evaluate_every is not None and self.evaluate is None:
             raise ConfigurationError("evaluate_every is given without evaluate: give both, or leave it out")
         set_whole(self, "steps", "seed", "evaluate_every")
-        for name in ("has_state", "has_rng", "frozen"):
+        for name in ("has_state", "has_rng", "frozen", "deterministic"):
             kind = type(getattr(self, name))
             if kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"):  # which may not be imported yet
                 object.__setattr__(self, name, bool(getattr(self, name)))
@@ -154,7 +154,7 @@ class Script:
             )
         if self.local is not None and not isinstance(self.local, LocalSteps):
             raise ConfigurationError(f"local is {type(self.local).__name__}: must be backstay.LocalSteps, or None")
-        for name in ("has_state", "has_rng"):
+        for name in ("has_state", "has_rng", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigurationError(f"{name} is {getattr(self, name)!r}: must be True or False")
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 0:

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from backstay_spec.whole import set_whole
+from backstay_spec.whole import set_whole, whole
 
 from ..errors import ConfigurationError
 
@@ -125,12 +125,12 @@ def outer_optimizer(*, warmup: int = WARM_UP, fragments: int = 1) -> optax.Gradi
         fragments: `LocalSteps.fragments`. The counter of an optimizer counts the updates of all fragments.
 
     Raises:
-        ConfigurationError: `warmup` is negative, or `fragments` is not positive.
+        ConfigurationError: `warmup` is negative, `fragments` is not positive, or one is not a whole number.
     """
-    if warmup < 0 or fragments < 1:
-        raise ConfigurationError(
-            f"outer_optimizer: warmup is {warmup!r} and fragments is {fragments!r}: must be at least 0 and at least 1"
-        )
+    warmup, fragments = whole(warmup), whole(fragments)
+    for name, value, least in (("warmup", warmup, 0), ("fragments", fragments, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigurationError(f"outer_optimizer: {name} is {value!r}: must be a whole number, {least} or more")
     import jax
     import jax.numpy as jnp
     import optax

@@ -74,6 +74,8 @@ class Wire:
             raise ConfigurationError(f"gradients is {self.gradients!r}: must be one of Exact, {', '.join(CODECS)}")
         if self.parameters not in _PARAMETERS:
             raise ConfigurationError(f"parameters is {self.parameters!r}: must be Exact or BFloat16")
+        if self.error_feedback not in (None, True, False):
+            raise ConfigurationError(f"error_feedback is {self.error_feedback!r}: must be True, False or None")
         if self.error_feedback and self.gradients not in ("Int8", "Int4"):
             raise ConfigurationError(
                 f"error_feedback is true, and gradients is {self.gradients}: error feedback needs Int8 or Int4"
