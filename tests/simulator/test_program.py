@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -95,3 +96,23 @@ def test_a_failure_needs_exactly_one_interval(job: str) -> None:
         refused = run(job, "--set", f"failures=[{failure}]")
         assert refused.exit_code == 2
         assert "meanSeconds" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        (b"{", "is not a trace that backstay trace wrote"),
+        (b'{"traceEvents": 5}', "has no traceEvents"),
+        (b"\x1f\x8b\x08", "cannot be read: Compressed file ended"),
+        (gzip.compress(b"{}" * 99)[:-9] + b"x", "cannot be read"),
+    ],
+)
+def test_a_trace_that_cannot_be_read_is_named(job: str, tmp_path: Path, content: bytes | None, says: str) -> None:
+    file = tmp_path / "trace"
+    if content is not None:
+        file.write_bytes(content)
+    result = run(job, *SMALL, "--from", str(file))
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert "Traceback" not in result.stderr

@@ -6,6 +6,7 @@ import gc
 import gzip
 import json
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,18 @@ def _assumptions(raw: Any) -> Assumptions:
         raise ValueError("the assumptions are invalid: " + "; ".join(lines)) from None
 
 
+def _trace(path: Path) -> Any:
+    """The content of a trace. Raises `ValueError`."""
+    try:
+        data = path.read_bytes()
+        return json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+    except (OSError, EOFError, zlib.error) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(f"--from {path}: cannot be read: {why}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--from {path}: is not a trace that backstay trace wrote: {error}") from None
+
+
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Returns the result of a request.
 
@@ -41,9 +54,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"assumptions": assumed.model_dump(by_alias=True, mode="json")}
     found: dict[str, Any] = {}
     if request.get("fit"):
-        path = Path(request["fit"])
-        data = path.read_bytes()
-        fit = fitted(json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data), assumed)
+        fit = fitted(_trace(Path(request["fit"])), assumed)
         assumed, found["fit"] = fit.assumed, fit.to_json()
     job = TrainingJob.model_validate(request["job"])
     from ._run import simulate, summary  # they import JAX, which takes a second

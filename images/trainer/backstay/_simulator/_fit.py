@@ -123,7 +123,7 @@ def fitted(trace: Any, assumed: Assumptions) -> FittedSteps:
 
 def _read(trace: Any) -> _Spans:
     events = trace.get("traceEvents", []) if isinstance(trace, Mapping) else []
-    if not events:
+    if not isinstance(events, list) or not events:
         raise ValueError("the trace has no traceEvents: it must be a file that backstay trace wrote")
     names: dict[Any, str] = {}
     found = _Spans({}, {}, [], [], {})
