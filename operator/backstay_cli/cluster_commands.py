@@ -20,12 +20,11 @@ from typing import Annotated, Any, TypeVar
 
 import aiohttp
 import typer
-import yaml
 from rich.console import Console
 from rich.live import Live
 
 from backstay_cli.interrupts import on_signals
-from backstay_cli.program import FAILED, INTERRUPTED, is_of_output, refuse
+from backstay_cli.program import FAILED, INTERRUPTED, StrictCommand, is_of_output, refuse
 from backstay_client.finding.clusters import (
     FoundCluster,
     NoSuchJob,
@@ -36,10 +35,12 @@ from backstay_client.finding.clusters import (
     runs_of,
 )
 from backstay_client.finding.known_runs import KnownRun
+from backstay_client.jobfiles.bounded_yaml import as_yaml
 from backstay_client.jobfiles.jobfile import BadInput
 from backstay_client.kube import ApiRequestError
 from backstay_client.pod_ends import PodsRemain, until_gone
 from backstay_client.view.follow import JobView, look
+from backstay_client.words import current_folder
 
 __all__ = [
     "Output",
@@ -168,7 +169,7 @@ def write_object(found: Any, output: Output) -> None:
     if output is Output.JSON:
         print(json.dumps(found, indent=2, allow_nan=False))
     else:
-        print(yaml.safe_dump(found, sort_keys=False, allow_unicode=True), end="")
+        print(as_yaml(found), end="")
 
 
 async def choose(cluster: FoundCluster) -> str:
@@ -203,7 +204,7 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
             refuse("--local cannot be used with --kubeconfig or --context: it means runs on this machine")
         return Where(kubeconfig, context, namespace, embedded, local)
 
-    @app.command()
+    @app.command(cls=StrictCommand)
     def status(
         job: Job = None,
         namespace: Namespace = None,
@@ -228,7 +229,7 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
         else:
             write_object(explain.as_object(view), output)
 
-    @app.command("list")
+    @app.command("list", cls=StrictCommand)
     def list_jobs(
         namespace: Namespace = None,
         everywhere: Everywhere = False,
@@ -271,7 +272,7 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
         for line in listing.notes(found, shown, runs, [] if runs else runs_of(chosen)):
             print(line, file=sys.stderr)
 
-    @app.command()
+    @app.command(cls=StrictCommand)
     def top(
         job: Job = None,
         namespace: Namespace = None,
@@ -295,7 +296,7 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
             if ended.exit_code != INTERRUPTED or not console.is_terminal:
                 raise
 
-    @app.command()
+    @app.command(cls=StrictCommand)
     def logs(
         job: Job = None,
         rank: Annotated[int | None, typer.Option(min=0, help="Only pods with this rank or shard.")] = None,
@@ -330,7 +331,7 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
 
         with_cluster(where(kubeconfig, context, namespace, local=local), show, job)
 
-    @app.command()
+    @app.command(cls=StrictCommand)
     def trace(
         job: Job = None,
         out: Annotated[
@@ -380,7 +381,7 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
             written = with_cluster(where(kubeconfig, context, namespace, local=local), write, job)
         print(written.summary())
 
-    @app.command()
+    @app.command(cls=StrictCommand)
     def history(
         job: Job = None,
         stored: Annotated[
@@ -415,7 +416,7 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
         for line in lines(found, time.time()):
             print(line)
 
-    @app.command()
+    @app.command(cls=StrictCommand)
     def delete(
         jobs: Annotated[list[str], typer.Argument(help="The names of the jobs.")],
         namespace: Namespace = None,
@@ -451,8 +452,8 @@ def _listed_runs(where: Where) -> list[KnownRun]:
     if where.context is not None or _kubeconfig(where) is not None:
         return []
     runs = runs_of(where)
-    here = Path.cwd()
-    runs_here = any(run.lives and run.is_of(here) for run in runs)
+    here = current_folder()
+    runs_here = here is not None and any(run.lives and run.is_of(here) for run in runs)
     return runs if runs_here or default_kubeconfig(where) is None else []
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from backstay_cli.cluster_commands import add_commands
-from backstay_cli.program import BAD_INPUT, FAILED, INTERRUPTED, OK, refuse, run_app
+from backstay_cli.program import BAD_INPUT, FAILED, INTERRUPTED, OK, StrictCommand, refuse, run_app
 from backstay_cli.script_command import ScriptCommand
 from backstay_cli.serve_command import add_serve
 from backstay_client.creating import HELD
@@ -191,8 +191,9 @@ def run(
     Exit status: 0: the job succeeded; 1: the job failed; 2: the input is invalid; 130: interrupted
     or suspended.
     """
-    from backstay_cli.run import as_yaml, run_job
+    from backstay_cli.run import run_job
     from backstay_client.embedded.lasting import new_folder
+    from backstay_client.jobfiles.bounded_yaml import as_yaml
 
     if output not in {"text", "json"}:
         refuse(f"--output is {output!r}: must be text or json")
@@ -327,7 +328,7 @@ def _dry_run(
     return FAILED if failed else OK
 
 
-@app.command()
+@app.command(cls=StrictCommand)
 def up(
     data_dir: Annotated[
         Path | None, typer.Option(help="Folder for logs and volumes. [default: .backstay/runs/up-<time>-<pid>]")
@@ -349,7 +350,7 @@ def up(
     raise typer.Exit(ended)
 
 
-@app.command()
+@app.command(cls=StrictCommand)
 def export(
     checkpoint: Annotated[
         str, typer.Argument(help="A checkpoint's manifest, or a job's checkpoint.uri: a folder or any fsspec URI.")
@@ -378,7 +379,7 @@ def export(
     raise typer.Exit(export_checkpoint(checkpoint, out, format, base or ("" if whole else None)))
 
 
-@app.command()
+@app.command(cls=StrictCommand)
 def simulate(
     file: Annotated[
         Path | None, typer.Argument(help="A TrainingJob (YAML; - for standard input).", show_default=False)
@@ -432,7 +433,7 @@ def simulate(
         print(line)
 
 
-@app.command()
+@app.command(cls=StrictCommand)
 def validate(files: Annotated[list[Path], typer.Argument(help="TrainingJobs (YAML).")]) -> None:
     """Check TrainingJobs without running them, and print every mistake with its path and the valid values.
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import aiohttp
-import yaml
 from rich.console import Console
 
 from backstay_cli import report, stopping
@@ -21,7 +20,7 @@ from backstay_cli.interrupts import on_signals
 from backstay_cli.program import BAD_INPUT, FAILED, INTERRUPTED, OK, is_of_output
 from backstay_cli.script_output import ScriptOutput
 from backstay_cli.view import LiveDisplay
-from backstay_client.creating import create_job, create_others
+from backstay_client.creating import OtherRefused, create_job, create_others
 from backstay_client.embedded import compiled
 from backstay_client.embedded.lasting import lasting_session, store_result
 from backstay_client.embedded.preload import preload
@@ -41,11 +40,6 @@ _POLL_SECONDS = 0.25
 _LOGS = "pods"
 _COMPILED = "compiled"  # the folder of JAX's cache of compilations in the cluster
 _UNSEEN_SECONDS = 60.0
-
-
-def as_yaml(job: dict[str, Any]) -> str:
-    """The job as a person would write it."""
-    return yaml.safe_dump(job, sort_keys=False)
 
 
 def line_writer(stream: TextIO) -> Callable[[str], None]:
@@ -143,8 +137,9 @@ def run_job(
         keep_trace(trace, following, folder / _LOGS, write_line)
         conclude("EmbeddedClusterFailed", str(error))
         return FAILED
-    except ApiRequestError as error:
-        print(f"error: the API server refused the job: {error}", file=sys.stderr)
+    except (ApiRequestError, OtherRefused) as error:
+        why = str(error) if isinstance(error, OtherRefused) else f"the API server refused the job: {error}"
+        print(f"error: {why}", file=sys.stderr)
         keep_result(known, {"job": following.name, "reason": "Refused", "message": str(error)})
         return BAD_INPUT
     if view.phase == "Suspended":

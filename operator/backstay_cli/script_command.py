@@ -10,18 +10,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from typer.core import TyperCommand
-
-from backstay_cli.program import refuse
+from backstay_cli.program import StrictCommand, refuse
 from backstay_client.jobfiles.jobfile import is_script
 
 __all__ = ["ScriptCommand"]
 
 
-class ScriptCommand(TyperCommand):
+class ScriptCommand(StrictCommand):
     """A command whose first argument is a file, and whose other arguments go to that file if it is a script."""
 
-    # The type of `ctx` depends on typer's version: newer ones bring a copy of click.
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse only the options before a script.
 
@@ -68,5 +65,5 @@ class ScriptCommand(TyperCommand):
                 )
 
 
-def _options(command: TyperCommand, ctx: Any) -> Iterator[Any]:
+def _options(command: StrictCommand, ctx: Any) -> Iterator[Any]:
     return (parameter for parameter in command.get_params(ctx) if parameter.param_type_name == "option")

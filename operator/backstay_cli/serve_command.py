@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from backstay_cli.program import refuse
+from backstay_cli.program import StrictCommand, refuse
 
 __all__ = ["add_serve"]
 
@@ -17,7 +17,7 @@ __all__ = ["add_serve"]
 def add_serve(app: typer.Typer) -> None:
     """Add the command `serve`."""
 
-    @app.command()
+    @app.command(cls=StrictCommand)
     def serve(
         script: Annotated[Path, typer.Argument(help="A script (.py) that calls backstay.serve.")],
         checkpoint: Annotated[

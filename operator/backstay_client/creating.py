@@ -16,7 +16,7 @@ from backstay_client.kube import ApiCalls, ApiRequestError
 from backstay_cluster.client import MERGE_PATCH
 from backstay_spec import contract
 
-__all__ = ["HELD", "create_job", "create_job_once", "create_others"]
+__all__ = ["HELD", "OtherRefused", "create_job", "create_job_once", "create_others"]
 
 HELD: Final = {
     ("v1", "ConfigMap"): "configmaps",
@@ -59,6 +59,10 @@ async def create_job(api: ApiCalls, job: dict[str, Any], *, embedded: bool) -> d
     return await api.create_job(job)
 
 
+class OtherRefused(Exception):  # noqa: N818
+    """The API server refused an object beside the job; the message names it."""
+
+
 async def create_others(api: ApiCalls, others: Iterable[Mapping[str, Any]], namespace: str) -> None:
     """Create objects of the kinds in `HELD` on an embedded cluster, or replace those of an earlier run.
 
@@ -66,7 +70,7 @@ async def create_others(api: ApiCalls, others: Iterable[Mapping[str, Any]], name
         namespace: the namespace of objects that name none.
 
     Raises:
-        ApiRequestError: the API server refuses one.
+        OtherRefused: the API server refuses one.
     """
     for one in others:
         resource = HELD.get((str(one.get("apiVersion")), str(one.get("kind"))))
@@ -77,12 +81,17 @@ async def create_others(api: ApiCalls, others: Iterable[Mapping[str, Any]], name
         with contextlib.suppress(ApiRequestError):
             await api.request("POST", "/api/v1/namespaces", {"metadata": {"name": place.rpartition("/")[2]}})
         try:
-            await api.request("POST", f"{place}/{resource}", dict(one))
+            try:
+                await api.request("POST", f"{place}/{resource}", dict(one))
+            except ApiRequestError as error:
+                if error.reason != "AlreadyExists":
+                    raise
+                if resource != "persistentvolumeclaims":  # its specification never changes
+                    path = f"{place}/{resource}/{meta['name']}"
+                    await api.request("PATCH", path, dict(one), content_type=MERGE_PATCH)
         except ApiRequestError as error:
-            if error.reason != "AlreadyExists":
-                raise
-            if resource != "persistentvolumeclaims":  # its specification never changes
-                await api.request("PATCH", f"{place}/{resource}/{meta['name']}", dict(one), content_type=MERGE_PATCH)
+            who = f"the {one['kind']} {meta.get('name') or meta.get('generateName')}"
+            raise OtherRefused(f"the API server refused {who}: {error}") from error
 
 
 async def create_job_once(

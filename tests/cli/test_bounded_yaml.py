@@ -25,10 +25,49 @@ def bomb(width: int, height: int, merge: bool = False) -> str:
     return "\n".join(lines)
 
 
-@given(PLAIN)
-def test_what_was_dumped_is_read_as_the_safe_loader_reads_it(value: Any) -> None:
-    text = yaml.safe_dump(value)
-    assert bounded_yaml.load_all(text) == [yaml.safe_load(text)]
+# As the YAML library of kubectl reads them (kubectl create --dry-run=server -o json), most unlike PyYAML.
+SCALARS = {
+    "1e-3": 0.001,
+    "1e5": 1e5,
+    "400e6": 4e8,
+    "-.5": -0.5,
+    "08": 8.0,
+    "010": 8,
+    "0o10": 8,
+    "0x1F": 31,
+    "1_000": 1000,
+    "y": True,
+    "N": False,
+    "on": True,
+    "1:30": "1:30",
+    "2026-11-28": "2026-11-28",
+    "1.2.3": "1.2.3",
+    "yep": "yep",
+    "1e": "1e",
+    "~": None,
+}
+
+
+@given(PLAIN | st.sampled_from(sorted(SCALARS)) | st.from_regex(r"\A[-+0-9.eExobaf_:]{1,6}\Z"))
+def test_what_was_written_is_read_back_by_each_reader(value: Any) -> None:
+    """A string such as ``1e-3`` among a script's arguments stays one, also for kubectl."""
+    text = bounded_yaml.as_yaml(value)
+    assert bounded_yaml.load_all(text) == [yaml.safe_load(text)] == [value]
+
+
+@pytest.mark.parametrize(("text", "value"), SCALARS.items())
+def test_a_plain_scalar_is_what_it_is_for_kubectl(text: str, value: Any) -> None:
+    [found] = bounded_yaml.load_all(f"a: {text}")
+    assert (type(found["a"]), found["a"]) == (type(value), value)
+
+
+def test_json_may_be_indented_with_tabs() -> None:
+    text = '\n{\n\t"a": [1,\n\t\t"\\t"],\n\t"b": true}\n'
+    assert bounded_yaml.load_all(text) == bounded_yaml.load_all(text.encode()) == [{"a": [1, "\t"], "b": True}]
+    assert bounded_yaml.scalars_of_all(text) == [{"a[0]": "1", "b": "true"}]
+    for wrong in ("{\n\ta: 1}", '{\n\t"a": 1, "a": 2}', "a:\n\tb: 1", "{" * 99_999 + "\t"):
+        with pytest.raises(yaml.YAMLError):
+            bounded_yaml.load_all(wrong)
 
 
 @pytest.mark.parametrize("merge", [False, True])

@@ -7,6 +7,7 @@ import base64
 import gzip
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -171,6 +172,32 @@ def test_an_output_that_is_full_is_an_error_of_one_line(cluster: FakeApi, comman
         )
     assert ended.returncode == 1
     assert ended.stderr == "error: the output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&-", "<&- >&- 2>&-"])
+def test_the_standard_streams_may_be_closed(cluster: FakeApi, closed: str) -> None:
+    """A daemon closes them. The next file that the command opens must not become its output."""
+    command = f"{shlex.join([sys.executable, '-m', 'backstay_cli.main', 'list'])} {closed}"
+    ended = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+def test_a_folder_that_was_deleted_is_named_only_where_it_is_needed(cluster: FakeApi, tmp_path: Path) -> None:
+    place = tmp_path / "gone"
+    place.mkdir()
+    script = tmp_path / "train.py"
+    script.write_text("")
+
+    def ended(*arguments: str) -> subprocess.CompletedProcess[str]:
+        inside = (
+            f"cd {place} && rmdir {place} && exec {shlex.join([sys.executable, '-m', 'backstay_cli.main', *arguments])}"
+        )
+        place.mkdir(exist_ok=True)
+        return subprocess.run(["sh", "-c", inside], capture_output=True, text=True)
+
+    assert ended("list").returncode == 0
+    runs = ended("run", str(script))
+    assert (runs.returncode, runs.stderr) == (2, "error: the current folder was deleted: change to another one\n")
 
 
 def test_a_closed_output_ends_the_command_without_a_message(cluster: FakeApi) -> None:

@@ -96,6 +96,39 @@ def test_a_file_without_a_job_is_refused_with_the_reason(tmp_path: Path, content
         read_job(path)
 
 
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ({"apiVersion": ["v1"], "kind": "Service"}, r": document \d: apiVersion is \['v1'\]: must be a string"),
+        ({"apiVersion": "v1", "kind": {"a": 1}}, r": document \d: kind is \{'a': 1\}: must be a string"),
+        ({"apiVersion": "v1", "kind": "Service", "metadata": "s"}, "a Service: metadata is 's': must be a mapping"),
+        ({"apiVersion": "v1", "kind": "Secret", "metadata": {}}, "a Secret: metadata is {}: must be a mapping with a"),
+        (
+            {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s"}, "stringData": {"token": 10}},
+            'stringData.token is 10: must be a string: write "10"',
+        ),
+        (
+            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "s"}, "data": ["a"]},
+            r"data is \['a'\]: must be a mapping",
+        ),
+    ],
+)
+def test_an_object_beside_the_job_of_an_invalid_form_is_named(tmp_path: Path, other: object, says: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("\n---\n".join([EXAMPLES[0].read_text(), yaml.safe_dump(other)]))
+    with pytest.raises(BadInput, match=says):
+        read_job(path)
+
+
+@pytest.mark.parametrize("given", [["--checkpoint", ""], ["--data-dir="], ["--workers", "1", "--trace", ""]])
+def test_an_option_with_an_empty_value_is_refused(script: str, given: list[str]) -> None:
+    """An unset variable of the shell would otherwise name the current folder."""
+    result = RUNNER.invoke(app, ["run", *given, script])
+    assert result.exit_code == 2
+    assert f"{given[-2] if given[-1] == '' else given[-1][:-1]} is empty" in result.stderr
+    assert printed(script, "")["spec"]["command"][-1] == "", "an argument of the script may be empty"
+
+
 @given(st.text(max_size=200))
 @settings(deadline=None, max_examples=60)
 def test_no_text_makes_the_reader_fail_otherwise(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
@@ -423,6 +456,7 @@ def test_the_object_at_the_end_has_what_programs_need(tmp_path: Path) -> None:
         "examplesPerSecond": 1234.5,
         "loss": 0.5,
         "nonFiniteLoss": None,
+        "nonFiniteMetrics": [],
         "metrics": {"accuracy": 0.5, "bad": None},
         "trainMetrics": {},
         "goodput": 0.8,

@@ -181,7 +181,7 @@ def test_sigterm_of_one_pod_ends_its_rank_in_order(group: Any) -> None:
     for pod in pods:
         job.wait_for(pod, "held at step 2")
     pods[1].process.send_signal(signal.SIGTERM)
-    time.sleep(1)  # a thread receives the signal, while no pod can go on. After training it would only end pod 1
+    time.sleep(1)  # a thread receives the signal, while all pods hold. After training it would only end pod 1
     (job.folder / "let").touch()
     job.may_end_with(SIGTERM_EXIT)
     assert [pod.wait() for pod in pods] == [SIGTERM_EXIT] * 2

@@ -287,7 +287,7 @@ class LeftInOrder:
 
 
 @pytest.mark.parametrize(("last", "lost"), [([END], []), ([], ["the connection was closed"])])
-def test_t8_a_ping_that_fails_is_no_loss_if_the_last_message_has_arrived(last: list[str], lost: list[str]) -> None:
+def test_t8_a_failed_ping_is_not_a_loss_if_the_last_message_has_arrived(last: list[str], lost: list[str]) -> None:
     """The other process ends at the same time. Its last message may not be read yet."""
     found: list[str] = []
     stream: Any = LeftInOrder(*last)

@@ -20,7 +20,7 @@ from backstay_client.finding.selection import select
 from backstay_client.finding.stored_run import StoredApi, jobs_in
 from backstay_client.jobfiles.jobfile import BadInput
 from backstay_client.kube import ApiCalls, ApiRequestError, JobApi
-from backstay_client.words import count, shortened
+from backstay_client.words import count, current_folder, shortened
 
 __all__ = [
     "ANSWER_SECONDS",
@@ -154,13 +154,7 @@ def account_of_pod(environ: Mapping[str, str] = os.environ, folder: Path = _ACCO
 
 def runs_of(where: Where) -> list[KnownRun]:
     """The runs on this machine that a command may use, the newest first."""
-    return known_runs(_here()) if where.embedded else []
-
-
-def _here() -> Path | None:
-    with contextlib.suppress(OSError):  # the current folder was deleted
-        return Path.cwd()
-    return None
+    return known_runs(current_folder()) if where.embedded else []
 
 
 async def _jobs_of(run: KnownRun, namespace: str | None = None) -> list[str]:
@@ -190,7 +184,7 @@ async def open_cluster(where: Where, job: str | None = None) -> AsyncIterator[Fo
         runs, default = runs_of(where), default_kubeconfig(where)
         in_pod = default is None and not where.local and account_of_pod() is not None
         names = {run.folder: await _jobs_of(run) for run in runs} if job is not None else {}
-        selection = select(runs, names, job, _here() or Path(), has_default=default is not None or in_pod)
+        selection = select(runs, names, job, current_folder() or Path(), has_default=default is not None or in_pod)
         if selection is not None:
             run = selection.run
             async with open_run(run, where.namespace, selection.others) as cluster:

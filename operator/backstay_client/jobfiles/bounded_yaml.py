@@ -2,27 +2,54 @@
 
 PyYAML shares one object between all aliases of an anchor. So reading is cheap, but code that walks, copies or prints
 the result visits every alias: a kilobyte of nested aliases becomes gigabytes. Kubernetes' YAML reader refuses such
-documents too. Merge keys (``<<``) are read as kubectl reads them (https://yaml.org/type/merge.html).
+documents too. Merge keys (``<<``) are read as kubectl reads them (https://yaml.org/type/merge.html). So are plain
+scalars: ``1e-3`` is a number, ``y`` a boolean, and ``1:30`` and ``2026-11-28`` are strings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import json
+import re
+from collections.abc import Hashable, Iterable
 from typing import Any, Final
 
 import yaml
 
-__all__ = ["BoundedLoader", "load_all", "scalars_of_all"]
+__all__ = ["BoundedLoader", "as_yaml", "load_all", "scalars_of_all"]
 
 MAX_NODES: Final = 200_000
 MAX_DEPTH: Final = 100
 _STRING: Final = "tag:yaml.org,2002:str"
 _MERGE: Final = "tag:yaml.org,2002:merge"
+_BOOL, _INT, _FLOAT = (f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "float"))
+
+# How the YAML library of kubectl (sigs.k8s.io/yaml) reads plain scalars, where PyYAML differs. The first match counts.
+_KUBECTL: Final = (
+    (_BOOL, r"y|Y|yes|Yes|YES|true|True|TRUE|on|On|ON|n|N|no|No|NO|false|False|FALSE|off|Off|OFF", "yYnNtTfFoO"),
+    (_INT, r"[-+]?(?:0b[01_]+|0o?[0-7_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)", "-+0123456789"),
+    (
+        _FLOAT,
+        r"[-+]?(?:\.[0-9][0-9_]*|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+)
+_REPLACED: Final = {_BOOL, _INT, _FLOAT, "tag:yaml.org,2002:timestamp"}
+_Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
+
+
+def _resolvers(of_pyyaml: _Resolvers) -> _Resolvers:
+    found = {first: [each for each in resolvers if each[0] not in _REPLACED] for first, resolvers in of_pyyaml.items()}
+    for tag, pattern, firsts in _KUBECTL:
+        for first in firsts:
+            found.setdefault(first, []).append((tag, re.compile(rf"(?:{pattern})\Z")))
+    return found
 
 
 class BoundedLoader(yaml.SafeLoader):
     """Loads YAML like `yaml.SafeLoader`, but refuses duplicate keys, excessive aliasing, and excessive nesting."""
 
+    yaml_implicit_resolvers: _Resolvers = _resolvers(yaml.SafeLoader.yaml_implicit_resolvers)
+    bool_values = yaml.SafeLoader.bool_values | {"y": True, "n": False}
     _depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -56,6 +83,34 @@ class BoundedLoader(yaml.SafeLoader):
         return root
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes each string that `BoundedLoader`, kubectl or PyYAML would read as something else."""
+
+    yaml_implicit_resolvers: _Resolvers = {
+        first: [*resolvers, *BoundedLoader.yaml_implicit_resolvers.get(first, ())]
+        for first, resolvers in yaml.SafeDumper.yaml_implicit_resolvers.items()
+    } | {
+        first: resolvers
+        for first, resolvers in BoundedLoader.yaml_implicit_resolvers.items()
+        if first not in yaml.SafeDumper.yaml_implicit_resolvers
+    }
+
+
+def _represent(dumper: _Dumper, text: str) -> yaml.Node:
+    # PyYAML writes these line breaks as they are, and reads each as a space.
+    style = '"' if any(char in text for char in "\x85\u2028\u2029") else None
+    return dumper.represent_scalar(_STRING, text, style=style)
+
+
+_Dumper.add_representer(str, _represent)
+
+
+def as_yaml(content: Any) -> str:
+    """YAML that kubectl reads as the same content, with the keys of mappings in their order."""
+    text: str = yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return text
+
+
 def load_all(text: str | bytes) -> list[Any]:
     """The documents of a YAML stream.
 
@@ -66,7 +121,7 @@ def load_all(text: str | bytes) -> list[Any]:
         yaml.YAMLError: the stream is not YAML, or exceeds a bound of `BoundedLoader`.
         ValueError: a number or a timestamp in it is invalid, such as an integer of thousands of digits.
     """
-    return list(yaml.load_all(text, BoundedLoader))  # a SafeLoader
+    return list(yaml.load_all(_without_tabs(text), BoundedLoader))  # a SafeLoader
 
 
 def scalars_of_all(text: str | bytes) -> list[dict[str, str]]:
@@ -77,7 +132,25 @@ def scalars_of_all(text: str | bytes) -> list[dict[str, str]]:
     Raises:
         yaml.YAMLError: as `load_all`.
     """
-    return [_scalars(root) for root in yaml.compose_all(text, BoundedLoader)]
+    return [_scalars(root) for root in yaml.compose_all(_without_tabs(text), BoundedLoader)]
+
+
+def _without_tabs(text: str | bytes) -> str | bytes:
+    """JSON that is indented with tabs, which YAML does not allow, without them; any other text as it is."""
+    tab, begins = (b"\t", b"{") if isinstance(text, bytes) else ("\t", "{")
+    if tab not in text or not text.lstrip().startswith(begins):  # type: ignore[operator, arg-type]
+        return text
+
+    def distinct(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+        found = list(pairs)
+        if len(dict(found)) < len(found):
+            raise ValueError("a key is duplicated")
+        return dict(found)
+
+    try:
+        return json.dumps(json.loads(text, object_pairs_hook=distinct), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _scalars(root: yaml.Node | None) -> dict[str, str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import json
 import re
 import secrets
 import shlex
@@ -128,8 +129,30 @@ def load_job(path: Path) -> LoadedJob:
         jobs = known
     if len(jobs) != 1:
         raise BadInput(f"{path} holds {len(jobs)} TrainingJobs: must hold exactly one")
-    others = tuple(documents[number] for number in known if number != jobs[0])
-    return LoadedJob(documents[jobs[0]], others, texts[jobs[0]])
+    beside = [number for number in known if number != jobs[0]]
+    for number in beside:
+        _check_other(f"{path}: document {number + 1}", documents[number], texts[number])
+    return LoadedJob(documents[jobs[0]], tuple(documents[number] for number in beside), texts[jobs[0]])
+
+
+def _check_other(place: str, found: Mapping[str, Any], written: Mapping[str, str]) -> None:
+    """Raises `BadInput` if an object beside the job has a form that no API server takes."""
+    for name in ("apiVersion", "kind"):
+        if not isinstance(found.get(name), str):
+            raise BadInput(f"{place}: {name} is {found.get(name)!r}: must be a string")
+    place = f"{place}, a {found['kind']}"
+    meta = found.get("metadata")
+    if not isinstance(meta, Mapping) or not isinstance(meta.get("name") or meta.get("generateName"), str):
+        raise BadInput(f"{place}: metadata is {meta!r}: must be a mapping with a name")
+    texts = {"Secret": ("data", "stringData"), "ConfigMap": ("data",)}.get(found["kind"], ())
+    for name in texts:
+        values = found.get(name) or {}
+        if not isinstance(values, Mapping):
+            raise BadInput(f"{place}: {name} is {values!r}: must be a mapping")
+        for key, value in values.items():
+            if not isinstance(value, str):
+                text = written.get(f"{name}.{key}", str(value))
+                raise BadInput(f"{place}: {name}.{key} is {value!r}: must be a string: write {json.dumps(text)}")
 
 
 def _flat(documents: Sequence[Any], scalars: Sequence[Mapping[str, str]]) -> tuple[list[Any], list[Mapping[str, str]]]:
