@@ -129,6 +129,12 @@ def test_an_option_with_an_empty_value_is_refused(script: str, given: list[str])
     assert printed(script, "")["spec"]["command"][-1] == "", "an argument of the script may be empty"
 
 
+def test_a_checkpoint_folder_that_is_a_file_is_refused_before_the_job(script: str) -> None:
+    result = RUNNER.invoke(app, ["run", "--checkpoint", script, script])
+    assert result.exit_code == 2
+    assert "is a file: must be a folder" in result.stderr
+
+
 @given(st.text(max_size=200))
 @settings(deadline=None, max_examples=60)
 def test_no_text_makes_the_reader_fail_otherwise(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:

@@ -515,8 +515,11 @@ def refuse_what_cannot_run(job: dict[str, Any], path: Path) -> None:
     """Refuse a valid job that would wait indefinitely on this machine.
 
     Raises:
-        BadInput: the job is suspended, or has arguments and no command.
+        BadInput: the job is suspended, has arguments and no command, or stores its checkpoints in a file.
     """
+    uri = (job["spec"].get("checkpoint") or {}).get("uri")
+    if isinstance(uri, str) and Path(uri.removeprefix("file://")).is_file():
+        raise BadInput(f"the checkpoint folder {uri} is a file: must be a folder, or a path that does not exist")
     if (job["spec"].get("runPolicy") or {}).get("suspend"):
         raise BadInput(
             f"{path}: spec.runPolicy.suspend is true, so the job would create no pods and never end. Set it to false, "
