@@ -83,7 +83,8 @@ class ContainerProcess:
         self._started_at = 0.0
         self._oom = False
         self._stop = asyncio.Event()  # once set, no process is started
-        self._kill_at = 0.0  # by the clock of the loop, once `_stop` is set
+        self._kill_at: float | None = None  # by the clock of the loop, once `stop` was called
+        self._settled = asyncio.Event()  # it has started for the first time, or it never will
         self._killers: set[asyncio.Task[None]] = set()
         self._message_file = reserved.folder / "termination-log"
         self._logs = node.logs_dir / pod["metadata"]["namespace"] / pod["metadata"]["name"]
@@ -119,12 +120,22 @@ class ContainerProcess:
                 backoff = min(MAX_BACKOFF_SECONDS, backoff * 2)
             self.record.restarts += 1
 
+    async def started(self) -> bool:
+        """Wait until it has started for the first time. Returns False if it was stopped before."""
+        await self._settled.wait()
+        return not self._stop.is_set()
+
+    def start_no_more(self) -> None:
+        """Start no more processes; the running one continues."""
+        self._stop.set()
+        self._settled.set()
+
     def stop(self, grace: float, why: str = "Stopping container") -> None:
         """Start no more processes, and end the running one: SIGTERM, after `grace` seconds SIGKILL to its group.
 
         May be called again with a shorter grace period.
         """
-        self._stop.set()
+        self.start_no_more()
         self._kill_at = asyncio.get_running_loop().time() + grace
         self.kill(grace, f"{why} {self.record.name}")
 
@@ -240,13 +251,13 @@ class ContainerProcess:
         self._process = process
         self._started_at = time.time()
         self.record.state = {"running": {"startedAt": timestamp(self._started_at)}}
-        self.record.started = not self._spec.get("startupProbe")
-        self.record.ready = self.record.started and not self._spec.get("readinessProbe")
+        if not self._spec.get("startupProbe"):
+            self._has_started()
         self._changed()
         self._record_event("Created", f"Container created: {self.record.name}")
         self._record_event("Started", f"Container started: {self.record.name}")
         watchers = [asyncio.ensure_future(each) for each in self._watchers(process, env, cwd)]
-        if self._stop.is_set():  # while the process was being started
+        if self._kill_at is not None:  # stopped while the process was being started
             self.kill(self._kill_at - asyncio.get_running_loop().time(), "")
         try:
             code = await asyncio.shield(process.exited)
@@ -261,6 +272,11 @@ class ContainerProcess:
             sink.close()
         self._ended(code)
         return True
+
+    def _has_started(self) -> None:
+        self.record.started = True
+        self.record.ready = not self._spec.get("readinessProbe")
+        self._settled.set()
 
     def _ended(self, code: int) -> None:
         self.record.ready = self.record.started = False
@@ -360,8 +376,7 @@ class ContainerProcess:
         if self._spec.get("startupProbe"):
             spec = ProbeSpec.of(self._spec["startupProbe"])
             await watch_probe(spec, attempt_probe, lethal("Startup", spec), eager=False, until_success=True)
-            self.record.started = True
-            self.record.ready = not self._spec.get("readinessProbe")
+            self._has_started()
             self._changed()
         async with asyncio.TaskGroup() as group:
             if self._spec.get("readinessProbe"):

@@ -52,17 +52,26 @@ def container_requests(container: Mapping[str, Any]) -> dict[str, Decimal]:
     return {name: quantity.value(value) for name, value in merged.items()}
 
 
+def is_sidecar(container: Mapping[str, Any]) -> bool:
+    """Whether an init container is a sidecar: it runs beside the containers that start after it."""
+    return bool(container.get("restartPolicy") == "Always")
+
+
 def pod_requests(pod: Mapping[str, Any]) -> dict[str, Decimal]:
-    """Returns the resources that a pod requests, as the sum over its containers, or its largest init container if that
-    is more."""
+    """Returns the resources that a pod requests, as the sum over its containers and sidecars. If an init container and
+    the sidecars before it request more, they count."""
     total: dict[str, Decimal] = {}
+    largest: dict[str, Decimal] = {}
+    for container in pod["spec"].get("initContainers") or []:
+        for name, value in container_requests(container).items():
+            beside = total.get(name, Decimal(0)) + value
+            largest[name] = max(largest.get(name, Decimal(0)), beside)
+            if is_sidecar(container):
+                total[name] = beside
     for container in pod["spec"].get("containers") or []:
         for name, value in container_requests(container).items():
             total[name] = total.get(name, Decimal(0)) + value
-    for container in pod["spec"].get("initContainers") or []:
-        for name, value in container_requests(container).items():
-            total[name] = max(total.get(name, Decimal(0)), value)
-    return total
+    return {name: max(total.get(name, Decimal(0)), largest.get(name, Decimal(0))) for name in {**total, **largest}}
 
 
 def reference(obj: Mapping[str, Any], kind: str, api_version: str = "v1") -> Object:

@@ -18,7 +18,14 @@ from backstay_cluster.client import ApiRequestError
 from backstay_cluster.kubelet.container import QUICK_RETRY_SECONDS, RETRY_SECONDS, ContainerProcess, Reserved
 from backstay_cluster.kubelet.files import NotReadyError, Volumes, field_of
 from backstay_cluster.kubelet.node import GPU, PodNode, PoolEmptyError, is_set_within
-from backstay_cluster.kubelet.objects import Object, container_requests, is_terminal, timestamp
+from backstay_cluster.kubelet.objects import (
+    Object,
+    container_requests,
+    is_sidecar,
+    is_terminal,
+    pod_requests,
+    timestamp,
+)
 from backstay_cluster.kubelet.status import ContainerRecord, conditions_of, covers, phase_of, terminated, waiting
 
 logger = logging.getLogger(__name__)
@@ -44,6 +51,7 @@ class PodWorker:
         for record in [*self._init[1:], *(self._records if self._init else ())]:
             record.state = waiting("PodInitializing")
         self._containers: dict[str, ContainerProcess] = {}
+        self._ending: set[str] = set()  # the names of the sidecars that were stopped
         self._address: str | None = None
         self._started_at: str | None = None
         self._failure: tuple[str, str] | None = None  # reason and message of a failure that containers cannot change
@@ -56,6 +64,7 @@ class PodWorker:
         self._over = False  # the containers have ended, or will never be started
         self._lent = False
         self._grace = DEFAULT_GRACE
+        self._kill_at: float | None = None  # by the clock of the loop, once its containers are being ended
         self._volumes: Volumes | None = None
 
     @property
@@ -84,11 +93,15 @@ class PodWorker:
             self.stop(grace)
 
     def stop(self, grace: float) -> None:
-        """End all containers, and start no more."""
+        """End all containers, and start no more. Sidecars end after the others."""
         self._grace = grace
+        self._kill_at = asyncio.get_running_loop().time() + grace
         self._stopping.set()
-        for container in self._containers.values():
-            container.stop(grace)
+        for name, container in self._containers.items():
+            if container.record.sidecar and name not in self._ending:
+                container.start_no_more()
+            else:
+                container.stop(grace)
 
     async def run(self) -> None:
         """Run until the pod is deleted from the API, or until this task is cancelled, which ends its processes."""
@@ -144,7 +157,7 @@ class PodWorker:
         try:
             self._address = self._node.addresses.take()[0]
             self._lent = True
-            gpus += self._node.gpus.take(max(sum(wanted[c["name"]] for c in spec["containers"]), 0))
+            gpus += self._node.gpus.take(int(pod_requests(self._pod).get(GPU, 0)))
         except PoolEmptyError as error:
             self._fail("UnexpectedAdmissionError", f"the node has too few free addresses or {GPU}: {error}")
             return
@@ -160,8 +173,9 @@ class PodWorker:
         position = 0
         for record, container in zip([*self._init, *self._records], _all_containers(spec), strict=True):
             count = wanted[record.name]
-            own = gpus[:count] if record.init else gpus[position : position + count]
-            position += 0 if record.init else count
+            own = gpus[position : position + count]
+            # The containers after an init container get its devices, because it has ended. A sidecar keeps them.
+            position += 0 if record.init and not record.sidecar else count
             self._containers[record.name] = ContainerProcess(
                 self._node,
                 self._pod,
@@ -186,13 +200,40 @@ class PodWorker:
         self._dirty.set()
 
     async def _run_containers(self, folders: Mapping[str, Any], policy: str) -> None:
-        for record in self._init:
-            await self._containers[record.name].run(folders, "OnFailure" if policy == "Always" else policy)
-            if record.exit_code != 0:
-                return
-        async with asyncio.TaskGroup() as group:
-            for record in self._records:
-                group.create_task(self._containers[record.name].run(folders, policy))
+        """Run the init containers in order, then the others together, with the sidecars beside them."""
+        sidecars: dict[str, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as beside:
+            for record in self._init:
+                container = self._containers[record.name]
+                if record.sidecar:
+                    sidecars[record.name] = beside.create_task(container.run(folders, "Always"))
+                    complete = await container.started()
+                else:
+                    await container.run(folders, "OnFailure" if policy == "Always" else policy)
+                    complete = record.exit_code == 0
+                if not complete:
+                    break
+            else:
+                async with asyncio.TaskGroup() as group:
+                    for record in self._records:
+                        group.create_task(self._containers[record.name].run(folders, policy))
+            await self._end_sidecars(sidecars)
+
+    async def _end_sidecars(self, tasks: Mapping[str, asyncio.Task[None]]) -> None:
+        """End the sidecars one by one, the last one first. Together they have one grace period.
+
+        Args:
+            tasks: the tasks that run them, by name, in the order of their start.
+        """
+        clock = asyncio.get_running_loop().time
+        if self._kill_at is None:
+            self._kill_at = clock() + self._own_grace()
+        for name in tasks:
+            self._containers[name].start_no_more()
+        for name in reversed(list(tasks)):
+            self._ending.add(name)
+            self._containers[name].stop(max(0.0, self._kill_at - clock()))
+            await tasks[name]
 
     async def _mount(self, volumes: Volumes) -> Mapping[str, Any] | None:
         delay, reported = QUICK_RETRY_SECONDS, ""
@@ -213,7 +254,10 @@ class PodWorker:
     async def _deadline(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
         self._failure = ("DeadlineExceeded", "Pod was active on the node longer than the specified deadline")
-        self.stop(float(self._pod["spec"].get("terminationGracePeriodSeconds") or DEFAULT_GRACE))
+        self.stop(self._own_grace())
+
+    def _own_grace(self) -> float:
+        return float(self._pod["spec"].get("terminationGracePeriodSeconds") or DEFAULT_GRACE)
 
     def _ended_with_kubelet(self, statuses: list[Object]) -> None:
         """A previous kubelet started the containers, and they ended with it."""
@@ -234,7 +278,7 @@ class PodWorker:
     def _never_started(self, record: ContainerRecord) -> None:
         if record.last_state:
             record.state = record.last_state
-        elif not record.init and all(init.exit_code == 0 for init in self._init):
+        elif not record.init and all(init.sidecar or init.complete for init in self._init):
             message = "The container was never started: its pod ended before"
             record.state = terminated(137, "ContainerStatusUnknown", message, finished=timestamp(time.time()))
         # Otherwise it waits for an init container, which did not succeed. A kubelet reports that permanently.
@@ -254,7 +298,7 @@ class PodWorker:
         alive = any(record.running for record in [*self._init, *self._records])
         if self._stopping.is_set() and not alive and phase in ("Pending", "Running"):
             # It will not run again: the exit codes of its containers decide, independent of its restart policy.
-            codes = [record.exit_code for record in [*self._init, *self._records]]
+            codes = [record.exit_code for record in [*self._init, *self._records] if not record.sidecar]
             if self._over or None not in codes:
                 phase = "Succeeded" if all(code == 0 for code in codes) else "Failed"
         status: Object = {"reason": None, "message": None}
@@ -376,5 +420,6 @@ def _record(container: Mapping[str, Any], *, init: bool) -> ContainerRecord:
         name=container["name"],
         image=str(container.get("image") or ""),
         init=init,
+        sidecar=init and is_sidecar(container),
         state={"waiting": {"reason": reason}},
     )

@@ -14,11 +14,18 @@ EPOCH = "1970-01-01T00:00:00Z"
 
 @dataclass
 class ContainerRecord:
-    """The state of one container."""
+    """The state of one container.
+
+    Attributes:
+        init: whether it is an init container.
+        sidecar: whether it is an init container that runs beside the others: one with `restartPolicy: Always`.
+        started: whether it runs and its startup probe has succeeded.
+    """
 
     name: str
     image: str
     init: bool = False
+    sidecar: bool = False
     state: Object = field(default_factory=lambda: {"waiting": {"reason": "ContainerCreating"}})
     last_state: Object = field(default_factory=dict)
     restarts: int = 0
@@ -37,6 +44,16 @@ class ContainerRecord:
         ended = self.state.get("terminated")
         return None if ended is None else int(ended["exitCode"])
 
+    @property
+    def begun(self) -> bool:
+        """Whether a process of it runs or has ended."""
+        return self.running or self.exit_code is not None or bool(self.last_state)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the containers after this init container may start."""
+        return self.started if self.sidecar else self.exit_code == 0
+
     def as_status(self) -> Object:
         """A ContainerStatus."""
         return {
@@ -46,7 +63,7 @@ class ContainerRecord:
             "containerID": f"process://{self.id}" if self.id else "",
             "state": self.state,
             "lastState": self.last_state,
-            "ready": self.exit_code == 0 if self.init else self.ready,
+            "ready": self.complete if self.init and not self.sidecar else self.ready,
             "started": self.started,
             "restartCount": self.restarts,
         }
@@ -88,16 +105,19 @@ def phase_of(policy: str, init: Sequence[ContainerRecord], containers: Sequence[
         init: the init containers, in order.
         containers: the records of the other containers.
     """
+    # A pod ends after its sidecars, but their exit codes do not count.
+    beside = any(record.sidecar and record.begun and record.exit_code is None for record in init)
     for record in init:
+        if record.sidecar:
+            continue
         if record.exit_code is None:
             return "Pending"
         if record.exit_code != 0:
-            return "Failed" if policy == "Never" else "Pending"
+            return "Failed" if policy == "Never" and not beside else "Pending"
     codes = [record.exit_code for record in containers]
     if any(code is None for code in codes):
-        begun = all(record.running or record.exit_code is not None or record.last_state for record in containers)
-        return "Running" if begun else "Pending"
-    if policy == "Always":
+        return "Running" if all(record.begun for record in containers) else "Pending"
+    if policy == "Always" or beside:
         return "Running"
     if all(code == 0 for code in codes):
         return "Succeeded"
@@ -123,8 +143,11 @@ def conditions_of(
         has_address: whether the pod has an address and folders.
         now: metav1.Time, the transition time of what changes.
     """
-    initialized = all(record.exit_code == 0 for record in init)
-    unready = [record.name for record in containers if not record.ready]
+    # A sidecar that restarts does not change a pod back to one that initializes.
+    begun = any(record.begun for record in containers)
+    incomplete = [record.name for record in init if not record.complete and not (begun and record.sidecar)]
+    sidecars = [record for record in init if record.sidecar]
+    unready = [record.name for record in [*sidecars, *containers] if not record.ready]
     ended = phase in ("Succeeded", "Failed")
     if phase == "Succeeded":
         why = ("PodCompleted", "")
@@ -132,12 +155,11 @@ def conditions_of(
         why = ("PodFailed", "")
     else:
         why = ("ContainersNotReady", f"containers with unready status: [{' '.join(unready)}]")
-    incomplete = [record.name for record in init if record.exit_code != 0]
     wanted: dict[str, tuple[bool, str, str]] = {
         "PodReadyToStartContainers": (has_address and not ended, "", ""),
         "Initialized": (
             (True, "PodCompleted" if phase == "Succeeded" else "", "")
-            if initialized
+            if not incomplete
             else (False, "ContainersNotInitialized", f"containers with incomplete status: [{' '.join(incomplete)}]")
         ),
         "Ready": (not unready and not ended, *why),

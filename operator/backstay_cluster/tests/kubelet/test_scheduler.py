@@ -10,6 +10,7 @@ from backstay_cluster.kubelet.scheduler import unschedulable_reason
 
 LABELS = {"kubernetes.io/os": "linux", "zone": "a", "n": "5"}
 NODE = {"cpu": "2", "memory": "4Gi", "pods": "3", "nvidia.com/gpu": "2"}
+GPU = {"resources": {"limits": {"nvidia.com/gpu": "1"}}}
 
 
 def pod(**spec) -> dict:
@@ -33,6 +34,14 @@ def affinity(*expressions) -> dict:
             {"nvidia.com/gpu": 1},
             "Insufficient nvidia",
         ),
+        # A sidecar keeps its devices beside the containers that start after it. An init container has ended before.
+        ({"container": GPU, "initContainers": [{"name": "s", "restartPolicy": "Always", **GPU}]}, {}, None),
+        (
+            {"container": GPU, "initContainers": [{"name": "s", "restartPolicy": "Always", **GPU}]},
+            {"nvidia.com/gpu": 1},
+            "Insufficient nvidia",
+        ),
+        ({"container": GPU, "initContainers": [{"name": "i", **GPU}]}, {"nvidia.com/gpu": 1}, None),
         ({"container": {"resources": {"limits": {"example.org/tpu": 1}}}}, {}, "1 Insufficient example.org/tpu"),
         ({}, {"pods": 3}, "Too many pods"),
         ({"nodeSelector": {"zone": "a"}}, {}, None),

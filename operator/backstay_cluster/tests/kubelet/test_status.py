@@ -11,10 +11,10 @@ from backstay_cluster.kubelet.status import ContainerRecord, conditions_of, cove
 NOW, LATER = "2026-01-01T00:00:00Z", "2026-01-01T00:00:01Z"
 
 
-def record(state: str, *, init: bool = False) -> ContainerRecord:
-    made = ContainerRecord(name="c", image="x", init=init)
+def record(state: str, *, init: bool = False, sidecar: bool = False) -> ContainerRecord:
+    made = ContainerRecord(name="side" if sidecar else "c", image="x", init=init or sidecar, sidecar=sidecar)
     if state == "running":
-        made.state, made.ready = {"running": {"startedAt": NOW}}, True
+        made.state, made.started, made.ready = {"running": {"startedAt": NOW}}, True, True
     elif state == "backoff":
         made.state, made.last_state = waiting("CrashLoopBackOff"), terminated(1, "Error", "", finished=NOW)
     elif state != "waiting":
@@ -44,6 +44,43 @@ def record(state: str, *, init: bool = False) -> ContainerRecord:
 )
 def test_phase(policy, init, containers, phase):
     assert phase_of(policy, [record(s, init=True) for s in init], [record(s) for s in containers]) == phase
+
+
+@pytest.mark.parametrize(
+    ("policy", "sidecar", "init", "container", "phase"),
+    [
+        ("Never", "waiting", "waiting", "waiting", "Pending"),
+        ("Never", "running", "0", "waiting", "Pending"),
+        ("Never", "running", "0", "running", "Running"),
+        ("Never", "backoff", "0", "running", "Running"),
+        ("Never", "running", "0", "0", "Running"),
+        ("Never", "backoff", "0", "0", "Running"),
+        ("Never", "143", "0", "0", "Succeeded"),
+        ("Never", "0", "0", "1", "Failed"),
+        ("Never", "running", "1", "waiting", "Pending"),
+        ("Never", "143", "1", "waiting", "Failed"),
+        ("OnFailure", "4", "0", "0", "Succeeded"),
+    ],
+)
+def test_a_pod_ends_after_its_sidecar_and_ignores_its_exit_code(policy, sidecar, init, container, phase):
+    inits = [record(sidecar, sidecar=True), record(init, init=True)]
+    assert phase_of(policy, inits, [record(container)]) == phase
+
+
+@pytest.mark.parametrize(
+    ("sidecar", "container", "initialized", "ready"),
+    [
+        ("running", "running", "True", "True"),
+        ("backoff", "running", "True", "False"),
+        ("running", "waiting", "True", "False"),
+        ("backoff", "waiting", "False", "False"),
+    ],
+)
+def test_a_sidecar_counts_for_conditions(sidecar, container, initialized, ready):
+    inits = [record(sidecar, sidecar=True)]
+    made = conditions_of([], "Running", inits, [record(container)], has_address=True, now=NOW)
+    found = {c["type"]: c["status"] for c in made}
+    assert (found["Initialized"], found["Ready"]) == (initialized, ready)
 
 
 def test_foreign_conditions_stay_and_times_change_only_with_the_status():
