@@ -69,16 +69,8 @@ def _pod_status(obj: Obj) -> str:
     status = obj.get("status") or {}
     reason = status.get("reason") or status.get("phase") or "Unknown"
     ready_containers = False
-    for at, container in enumerate(status.get("initContainerStatuses") or ()):
-        state = container.get("state") or {}
-        ended, waiting = state.get("terminated"), state.get("waiting")
-        if ended and ended.get("exitCode") == 0:
-            continue
-        if ended:
-            return f"Init:{ended.get('reason') or 'ExitCode:' + str(ended.get('exitCode'))}"
-        if waiting and waiting.get("reason") not in {None, "", "PodInitializing"}:
-            return f"Init:{waiting['reason']}"
-        return f"Init:{at}/{len(dig(obj, 'spec', 'initContainers') or [])}"
+    if not _has_condition(status, "Initialized") and (initializing := _init_status(obj)):
+        return initializing
     for container in reversed(status.get("containerStatuses") or ()):
         state = container.get("state") or {}
         ended, waiting = state.get("terminated"), state.get("waiting")
@@ -90,20 +82,53 @@ def _pod_status(obj: Obj) -> str:
         elif state.get("running") and container.get("ready"):
             ready_containers = True
     if reason == "Completed" and ready_containers:
-        ready = any(c.get("type") == "Ready" and c.get("status") == "True" for c in status.get("conditions") or ())
-        reason = "Running" if ready else "NotReady"
+        reason = "Running" if _has_condition(status, "Ready") else "NotReady"
     if obj["metadata"].get("deletionTimestamp"):
         return "Unknown" if status.get("reason") == "NodeLost" else "Terminating"
     return str(reason)
 
 
+def _has_condition(status: Obj, kind: str) -> bool:
+    return any(c.get("type") == kind and c.get("status") == "True" for c in status.get("conditions") or ())
+
+
+def _init_status(obj: Obj) -> str:
+    """Returns the STATUS of a pod whose init containers are not complete; empty if they are."""
+    sidecars = _sidecars(obj)
+    for at, container in enumerate(dig(obj, "status", "initContainerStatuses") or ()):
+        state = container.get("state") or {}
+        ended, waiting = state.get("terminated"), state.get("waiting")
+        if ended and ended.get("exitCode") == 0:
+            continue
+        if container.get("name") in sidecars and container.get("started"):
+            continue
+        if ended:
+            return f"Init:{ended.get('reason') or 'ExitCode:' + str(ended.get('exitCode'))}"
+        if waiting and waiting.get("reason") not in {None, "", "PodInitializing"}:
+            return f"Init:{waiting['reason']}"
+        return f"Init:{at}/{len(dig(obj, 'spec', 'initContainers') or [])}"
+    return ""
+
+
+def _sidecars(obj: Obj) -> set[str]:
+    """The names of the init containers that run beside the others."""
+    return {c["name"] for c in dig(obj, "spec", "initContainers") or () if c.get("restartPolicy") == "Always"}
+
+
+def _counted_statuses(obj: Obj) -> list[Obj]:
+    """The statuses of the sidecars and of the containers that are not init containers."""
+    sidecars = _sidecars(obj)
+    beside = [s for s in dig(obj, "status", "initContainerStatuses") or () if s.get("name") in sidecars]
+    return [*beside, *(dig(obj, "status", "containerStatuses") or ())]
+
+
 def _pod_ready(obj: Obj) -> str:
-    statuses = dig(obj, "status", "containerStatuses") or []
-    return f"{sum(bool(s.get('ready')) for s in statuses)}/{len(dig(obj, 'spec', 'containers') or [])}"
+    ready = sum(bool(status.get("ready")) for status in _counted_statuses(obj))
+    return f"{ready}/{len(dig(obj, 'spec', 'containers') or []) + len(_sidecars(obj))}"
 
 
 def _pod_restarts(obj: Obj) -> str:
-    statuses = dig(obj, "status", "containerStatuses") or []
+    statuses = _counted_statuses(obj)
     count = sum(int(s.get("restartCount", 0)) for s in statuses)
     ends = [dig(s, "lastState", "terminated", "finishedAt") for s in statuses]
     newest = max((e for e in ends if e), default=None)

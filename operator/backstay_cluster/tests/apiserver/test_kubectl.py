@@ -197,6 +197,29 @@ def test_get_pods_and_all(fresh):
         fresh("get", kind)
 
 
+@pytest.mark.parametrize(
+    ("initialized", "side", "main", "columns"),
+    [
+        ("False", {"state": {"running": {}}, "started": False}, {"waiting": {}}, ["0/2", "Init:0/1", "0"]),
+        ("True", {"state": {"running": {}}, "started": True, "ready": True}, {"running": {}}, ["2/2", "Running", "0"]),
+        ("True", {"state": {"waiting": {"reason": "CrashLoopBackOff"}}}, {"running": {}}, ["1/2", "Running", "0"]),
+        ("True", {"state": {"terminated": {"exitCode": 143}}}, {"running": {}}, ["1/2", "Running", "0"]),
+    ],
+)
+def test_get_pods_counts_a_sidecar_as_a_container(fresh, initialized, side, main, columns):
+    inits = [{"name": "side", "image": "x", "restartPolicy": "Always"}]
+    fresh("apply", "-f", "-", stdin={**POD, "spec": {**POD["spec"], "initContainers": inits}})
+    common = {"image": "x", "imageID": "", "ready": False, "restartCount": 0}
+    status = {
+        "phase": "Pending" if initialized == "False" else "Running",
+        "conditions": [{"type": "Initialized", "status": initialized}],
+        "initContainerStatuses": [{**common, "name": "side", **side}],
+        "containerStatuses": [{**common, "name": "c", "state": main, "ready": "running" in main}],
+    }
+    fresh("patch", "pod", "p1", "--subresource=status", "--type=merge", "-p", json.dumps({"status": status}))
+    assert fresh("get", "pods").splitlines()[1].split()[1:4] == columns
+
+
 def test_describe(fresh):
     fresh("apply", "-f", "-", stdin=POD)
     uid = fresh("get", "pod", "p1", "-o", "jsonpath={.metadata.uid}")
