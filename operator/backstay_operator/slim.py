@@ -14,7 +14,7 @@ from backstay_spec import contract
 
 Json = dict[str, Any]
 
-_CONTAINER: Final = ("name", "state", "ready", "restartCount", "started", "image")
+_CONTAINER: Final = ("name", "state", "lastState", "ready", "restartCount", "started", "image")
 _STATUS: Final = ("phase", "reason", "message", "podIP", "startTime")
 _CONDITION: Final = ("type", "status", "reason", "message", "lastTransitionTime")
 _LAST_APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
@@ -48,6 +48,9 @@ def pod(body: Mapping[str, Any]) -> Json:
         for var in container.get("env") or []
         if var.get("name") in (contract.ENV_SERVERS, contract.ENV_TRAINED)
     ]
+    if spec.get("initContainers"):
+        # A sidecar that runs or failed is not the reason why a pod does not start or died.
+        kept_spec["initContainers"] = [_only(each, ("name", "restartPolicy")) for each in spec["initContainers"]]
     return {"metadata": _metadata(body, annotations=False), "spec": kept_spec, "status": kept}
 
 

@@ -265,11 +265,12 @@ def verdict_of(pod: Manifest) -> Verdict:
         return Verdict(_REASONS.get(reason, Cause.NOT_ADMITTED), _joined(reason, reported))
     if _deleted_before_it_ended(pod, state):
         return Verdict(Cause.DELETED, "deleted")
-    return _exit_verdict(status, state, reason, reported)
+    return _exit_verdict(pod, state, reason, reported)
 
 
-def _exit_verdict(status: Mapping[str, Any], state: Mapping[str, Any] | None, reason: str, reported: str) -> Verdict:
-    if (failed := _failed_init(status, state)) is not None:
+def _exit_verdict(pod: Manifest, state: Mapping[str, Any] | None, reason: str, reported: str) -> Verdict:
+    status: Mapping[str, Any] = pod.get("status") or {}
+    if (failed := _failed_init(pod, state)) is not None:
         return failed
     states = [(s.get("state") or {}).get("terminated") for s in status.get("containerStatuses") or ()]
     if any(s is not None and s.get("reason") == "OOMKilled" for s in states):
@@ -298,16 +299,22 @@ def is_group_lost(pod: Manifest) -> bool:
     return state.get("exitCode") == SIGNALLED + signal.SIGABRT and _JAX_LOST in str(state.get("message") or "").lower()
 
 
-def _failed_init(status: Mapping[str, Any], state: Mapping[str, Any] | None) -> Verdict | None:
-    """The verdict about a pod whose trainer never ran because an init container failed; None: none did.
+def _sidecars(pod: Manifest) -> set[str]:
+    """The names of the init containers that run beside the trainer. They are restarted, and end after it."""
+    containers = (pod.get("spec") or {}).get("initContainers") or ()
+    return {container.get("name", "") for container in containers if container.get("restartPolicy") == "Always"}
 
-    An init container that runs beside the trainer, a sidecar, is restarted when it fails. It ends with the pod.
-    """
+
+def _failed_init(pod: Manifest, state: Mapping[str, Any] | None) -> Verdict | None:
+    """The verdict about a pod whose trainer never ran because an init container failed; None: none did."""
     if state is not None and state.get("reason") != UNKNOWN_STATE:
         return None
-    for container in status.get("initContainerStatuses") or ():
+    sidecars = _sidecars(pod)
+    for container in _statuses(pod, "initContainerStatuses"):
         ended = (container.get("state") or {}).get("terminated")
-        if ended is None or ended.get("exitCode") == 0 or ended.get("reason") == UNKNOWN_STATE:
+        if container.get("name") in sidecars or ended is None:
+            continue
+        if ended.get("exitCode") == 0 or ended.get("reason") == UNKNOWN_STATE:
             continue
         name = f"the init container {container.get('name', '')}"
         if ended.get("reason") == "OOMKilled":
@@ -340,13 +347,10 @@ def obstacle_of(pod: Manifest) -> Obstacle | None:
     """Why this pod, which lives, has not started; None once a container of it that is not an init container runs or
     ran."""
     status: Mapping[str, Any] = pod.get("status") or {}
-    started, initializes = False, ""
-    sidecars = {
-        container.get("name")
-        for container in (pod.get("spec") or {}).get("initContainers") or ()
-        if container.get("restartPolicy") == "Always"
-    }
-    for kind in ("initContainerStatuses", "containerStatuses"):
+    started, initializes = any(map(_has_started, _statuses(pod, "containerStatuses"))), ""
+    sidecars = _sidecars(pod)
+    # Once a container has started, a sidecar that ends and restarts does not keep the pod from starting.
+    for kind in ("containerStatuses",) if started else ("initContainerStatuses", "containerStatuses"):
         for container in _statuses(pod, kind):
             state = container.get("state") or {}
             waiting = state.get("waiting") or {}
@@ -358,10 +362,11 @@ def obstacle_of(pod: Manifest) -> Obstacle | None:
             if blocked is not None:
                 reported = _joined(waiting["reason"], waiting.get("message") or container.get("image") or "")
                 return Obstacle(blocked, reported)
-            if kind == "containerStatuses":
-                started = started or "running" in state or "terminated" in state
-            elif "running" in state and container.get("name") not in sidecars:
-                initializes = str(container.get("name", ""))
+            if kind == "initContainerStatuses" and "running" in state:
+                if container.get("name") not in sidecars:
+                    initializes = f"the init container {container.get('name', '')} runs"
+                elif container.get("started") is False:
+                    initializes = f"the startup probe of the sidecar {container.get('name', '')} has not succeeded"
     if started or status.get("phase") not in (None, "Pending"):
         return None
     scheduled = _condition(status, "PodScheduled")
@@ -371,7 +376,7 @@ def obstacle_of(pod: Manifest) -> Obstacle | None:
             return Obstacle(Blocked.GATED, _joined(Blocked.GATED, why))
         return Obstacle(Blocked.UNSCHEDULABLE, _joined(Blocked.UNSCHEDULABLE, why))
     if initializes:
-        return Obstacle(Blocked.NOT_STARTED, f"its containers have not started: the init container {initializes} runs")
+        return Obstacle(Blocked.NOT_STARTED, f"its containers have not started: {initializes}")
     # Kubernetes reports a volume that cannot be mounted, such as the code's ConfigMap, only in the pod's events.
     metadata = pod.get("metadata") or {}
     command = f"kubectl --namespace {metadata.get('namespace', '')} events --for pod/{metadata.get('name', '')}"
@@ -379,6 +384,11 @@ def obstacle_of(pod: Manifest) -> Obstacle | None:
         f"`{command}` shows the reason: an image that is being pulled, or a ConfigMap, Secret or volume that is missing"
     )
     return Obstacle(Blocked.NOT_STARTED, f"its containers have not started; {why}")
+
+
+def _has_started(container: Mapping[str, Any]) -> bool:
+    state = container.get("state") or {}
+    return "running" in state or "terminated" in state
 
 
 def refusal_obstacle(reason: str, message: str) -> Obstacle:

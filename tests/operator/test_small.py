@@ -173,11 +173,16 @@ def test_a_pod_is_kept_small_and_whole_enough() -> None:
             "labels": {"l": "1"},
             "annotations": {"a": "b"},
         },
-        "spec": {"nodeName": "n", "containers": [{"name": "trainer", "env": env}, {"name": "side"}]},
+        "spec": {
+            "nodeName": "n",
+            "containers": [{"name": "trainer", "env": env}, {"name": "side"}],
+            "initContainers": [{"name": "proxy", "restartPolicy": "Always", "image": "x"}],
+        },
         "status": {
             "phase": "Failed",
             "podIP": "127.1.2.3",
             "containerStatuses": [{"name": "trainer", "state": {"terminated": {"exitCode": 1}}, "volumeMounts": [1]}],
+            "initContainerStatuses": [{"name": "proxy", "lastState": {"terminated": {"exitCode": 128}}, "imageID": ""}],
             "conditions": [{"type": "DisruptionTarget", "status": "True", "reason": "x", "lastProbeTime": None}],
         },
     }
@@ -186,8 +191,11 @@ def test_a_pod_is_kept_small_and_whole_enough() -> None:
     assert kept["spec"] == {
         "nodeName": "n",
         "containers": [{"name": "trainer", "env": [{"name": "BACKSTAY_SERVERS", "value": "10.0.0.1:7077"}]}],
+        "initContainers": [{"name": "proxy", "restartPolicy": "Always"}],
     }
     assert kept["status"]["containerStatuses"] == [{"name": "trainer", "state": {"terminated": {"exitCode": 1}}}]
+    proxy = {"name": "proxy", "lastState": {"terminated": {"exitCode": 128}}}
+    assert kept["status"]["initContainerStatuses"] == [proxy]
     assert kept["status"]["conditions"] == [{"type": "DisruptionTarget", "status": "True", "reason": "x"}]
     assert "managedFields" in pod["metadata"], "the event that others may hold is not changed"
 

@@ -170,6 +170,34 @@ def test_an_init_container_that_runs_is_named_and_a_sidecar_is_not():
     assert "init container" not in obstacle.text
 
 
+SIDECAR = {"initContainers": [{"name": "side", "restartPolicy": "Always"}, {"name": "download"}]}
+FAILED_SIDE = {"terminated": {"exitCode": 4, "reason": "Error"}}
+
+
+def test_a_sidecar_is_an_obstacle_only_if_it_keeps_the_trainer_from_starting():
+    """T8: a sidecar is named while it cannot start, and not while it restarts beside the trainer."""
+    missing = {"terminated": {"exitCode": 128, "reason": "StartError", "message": 'exec: "none": not found'}}
+    side = {"name": "side", "state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": missing}
+    trainer = {"name": "trainer", "state": {"waiting": {"reason": "PodInitializing"}}}
+    status = {"phase": "Pending", "initContainerStatuses": [side], "containerStatuses": [trainer]}
+    obstacle = obstacle_of({"spec": SIDECAR, "status": status})
+    assert obstacle.blocked == "NotStarted"
+    assert "the container side ends again and again: exit code 128, StartError" in obstacle.text
+    runs = {**trainer, "state": {"running": {}}}
+    assert obstacle_of({"spec": SIDECAR, "status": {**status, "phase": "Running", "containerStatuses": [runs]}}) is None
+    starting = {"name": "side", "state": {"running": {}}, "started": False}
+    obstacle = obstacle_of({"spec": SIDECAR, "status": {**status, "initContainerStatuses": [starting]}})
+    assert obstacle.text.endswith("the startup probe of the sidecar side has not succeeded")
+
+
+def test_a_sidecar_that_ended_with_its_pod_is_not_why_it_died():
+    """O4: the pod ended its sidecar with SIGTERM after an init container had failed."""
+    states = [{"name": "side", "state": FAILED_SIDE}, {"name": "download", "state": {"terminated": {"exitCode": 3}}}]
+    trainer = {"name": "trainer", "state": {"waiting": {"reason": "PodInitializing"}}}
+    status = {"phase": "Failed", "initContainerStatuses": states, "containerStatuses": [trainer]}
+    assert verdict_of({"spec": SIDECAR, "status": status}).text == "the init container download failed with exit code 3"
+
+
 def test_what_a_script_printed_cannot_move_a_reader_s_cursor():
     """O4: its final message is in the status, and `kubectl` prints it unchanged."""
     red = "\x1b[31mValueError\x1b[0m:\ttoo hot\r\n"
