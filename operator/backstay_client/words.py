@@ -52,13 +52,10 @@ def shortened(place: str) -> str:
 
 def without_folder(message: str) -> str:
     """A message in which paths inside the current folder are relative to it; URIs stay as they are."""
-    try:
-        folder = str(Path.cwd())
-    except OSError:  # the current folder was deleted
+    folder = current_folder()
+    if folder is None or str(folder) == os.sep:
         return message
-    if folder == os.sep:
-        return message
-    return re.sub(rf"(?<![\w./:-]){re.escape(folder + os.sep)}(?=[\w.])", "", message)
+    return re.sub(rf"(?<![\w./:-]){re.escape(str(folder) + os.sep)}(?=[\w.])", "", message)
 
 
 def count(number: int, noun: str) -> str:

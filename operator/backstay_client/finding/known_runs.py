@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from backstay_client.jobfiles.jobfile import BadInput
-from backstay_client.words import shortened
+from backstay_client.words import current_folder, shortened
 
 __all__ = [
     "RESULT",
@@ -170,7 +170,7 @@ def register(folder: Path, job: Mapping[str, Any] | None, argv: Sequence[str] | 
         meta.get("name", ""),
         meta.get("namespace", "default"),
         tuple(["backstay", *sys.argv[1:]] if argv is None else argv),
-        _current_folder(),
+        str(current_folder() or ""),
         time.time(),
         ProcessMark.current(),
     )
@@ -183,13 +183,6 @@ def register(folder: Path, job: Mapping[str, Any] | None, argv: Sequence[str] | 
     with contextlib.suppress(OSError, RuntimeError):  # a RuntimeError: the user has no home
         write_json(_pointer(folder), {"folder": str(folder)})
     return run
-
-
-def _current_folder() -> str:
-    try:
-        return str(Path.cwd())
-    except OSError:  # the current folder was deleted
-        return ""
 
 
 def _pointer(folder: Path) -> Path:

@@ -37,8 +37,11 @@ _REPLACED: Final = {_BOOL, _INT, _FLOAT, "tag:yaml.org,2002:timestamp"}
 _Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
 
 
-def _resolvers(of_pyyaml: _Resolvers) -> _Resolvers:
-    found = {first: [each for each in resolvers if each[0] not in _REPLACED] for first, resolvers in of_pyyaml.items()}
+_PYYAML: Final[_Resolvers] = yaml.SafeLoader.yaml_implicit_resolvers
+
+
+def _resolvers() -> _Resolvers:
+    found = {first: [each for each in resolvers if each[0] not in _REPLACED] for first, resolvers in _PYYAML.items()}
     for tag, pattern, firsts in _KUBECTL:
         for first in firsts:
             found.setdefault(first, []).append((tag, re.compile(rf"(?:{pattern})\Z")))
@@ -48,7 +51,7 @@ def _resolvers(of_pyyaml: _Resolvers) -> _Resolvers:
 class BoundedLoader(yaml.SafeLoader):
     """Loads YAML like `yaml.SafeLoader`, but refuses duplicate keys, excessive aliasing, and excessive nesting."""
 
-    yaml_implicit_resolvers: _Resolvers = _resolvers(yaml.SafeLoader.yaml_implicit_resolvers)
+    yaml_implicit_resolvers: _Resolvers = _resolvers()
     bool_values = yaml.SafeLoader.bool_values | {"y": True, "n": False}
     _depth = 0
 
@@ -83,17 +86,16 @@ class BoundedLoader(yaml.SafeLoader):
         return root
 
 
+_BOTH: Final = {
+    first: [*_PYYAML.get(first, ()), *BoundedLoader.yaml_implicit_resolvers.get(first, ())]
+    for first in {**_PYYAML, **BoundedLoader.yaml_implicit_resolvers}
+}
+
+
 class _Dumper(yaml.SafeDumper):
     """Quotes each string that `BoundedLoader`, kubectl or PyYAML would read as something else."""
 
-    yaml_implicit_resolvers: _Resolvers = {
-        first: [*resolvers, *BoundedLoader.yaml_implicit_resolvers.get(first, ())]
-        for first, resolvers in yaml.SafeDumper.yaml_implicit_resolvers.items()
-    } | {
-        first: resolvers
-        for first, resolvers in BoundedLoader.yaml_implicit_resolvers.items()
-        if first not in yaml.SafeDumper.yaml_implicit_resolvers
-    }
+    yaml_implicit_resolvers: _Resolvers = _BOTH
 
 
 def _represent(dumper: _Dumper, text: str) -> yaml.Node:
