@@ -42,20 +42,25 @@ _COMPILED = "compiled"  # the folder of JAX's cache of compilations in the clust
 _UNSEEN_SECONDS = 60.0
 
 
-def line_writer(stream: TextIO) -> Callable[[str], None]:
-    """A function that writes lines to `stream`.
+class LineWriter:
+    """Writes lines to a stream. If that fails, such as after ``| head``, the job continues without these lines.
 
-    If the stream cannot be written, such as after ``| head``, the job continues without these lines.
+    Attributes:
+        error: why a line could not be written; None: all were, or their reader has ended.
     """
 
-    def write_line(line: str) -> None:
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.error: str | None = None
+
+    def __call__(self, line: str) -> None:
         try:
-            print(line, file=stream, flush=True)
+            print(line, file=self._stream, flush=True)
         except OSError as error:
             if not is_of_output(error):
                 raise
-
-    return write_line
+            if self.error is None and not isinstance(error, BrokenPipeError):
+                self.error = f"the output cannot be written: {error.strerror}"
 
 
 def run_job(
@@ -94,7 +99,7 @@ def run_job(
     known = register(folder, job)
     use_live = (console.is_terminal and not as_json) if live is None else live
 
-    write_line = line_writer(sys.stderr if as_json else sys.stdout)
+    write_line = LineWriter(sys.stderr if as_json else sys.stdout)
     hint = f"Ctrl-C stops the job; for kubectl: export KUBECONFIG={shortened(str(folder / 'backstay.kubeconfig'))}"
     display: Display = LiveDisplay(console, hint) if use_live else LineDisplay(write_line)
     following = Following(job, display, folder / _LOGS, StateFile(folder))
@@ -149,6 +154,9 @@ def run_job(
         write_line(line)
     kept = keep_trace(trace, following, folder / _LOGS, write_line)
     conclude()
+    if write_line.error is not None:
+        print(f"error: {write_line.error}; see the result with `backstay history`", file=sys.stderr)
+        return FAILED
     return OK if view.phase == "Succeeded" and kept else FAILED
 
 

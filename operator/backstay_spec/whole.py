@@ -1,11 +1,11 @@
-"""Whole numbers that users pass, which may be those of NumPy or JAX."""
+"""Numbers that users pass, which may be those of NumPy or JAX."""
 
 from __future__ import annotations
 
 import operator
 from typing import Any
 
-__all__ = ["set_whole", "whole"]
+__all__ = ["number", "set_whole", "whole"]
 
 
 def whole(value: Any) -> Any:
@@ -18,6 +18,19 @@ def whole(value: Any) -> Any:
     try:
         return operator.index(value)
     except TypeError:
+        return value
+
+
+def number(value: Any) -> Any:
+    """The `float` of a real number of any type, such as ``np.float32(0.5)`` or ``jnp.asarray(0.5)``.
+
+    Everything else is returned unchanged, and so are booleans and `int`.
+    """
+    if isinstance(value, bool | int | str | bytes) or value is None or getattr(value, "dtype", None) == "bool":
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError):
         return value
 
 

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from backstay_cli import report
 from backstay_cli.main import app
-from backstay_cli.run import line_writer
+from backstay_cli.run import LineWriter
 from backstay_cli.view import LiveDisplay
 from backstay_client.jobfiles.jobfile import (
     BadInput,
@@ -133,6 +133,13 @@ def test_a_checkpoint_folder_that_is_a_file_is_refused_before_the_job(script: st
     result = RUNNER.invoke(app, ["run", "--checkpoint", script, script])
     assert result.exit_code == 2
     assert "is a file: must be a folder" in result.stderr
+
+
+@pytest.mark.parametrize("uri", ["nosuch://x", "simplecache::nosuch://x"])
+def test_a_checkpoint_folder_that_no_package_opens_is_refused_before_the_job(script: str, uri: str) -> None:
+    result = RUNNER.invoke(app, ["run", "--checkpoint", uri, script])
+    assert result.exit_code == 2
+    assert f"the checkpoint folder {uri} cannot be opened on this machine" in result.stderr
 
 
 @given(st.text(max_size=200))
@@ -576,10 +583,23 @@ def test_t8_a_reader_that_has_ended_does_not_stop_a_job_from_being_followed() ->
     stream = os.fdopen(writes, "w")
     os.close(reads)
     ended = {"kind": "TrainingJob", "metadata": {"name": "a", "namespace": "default"}, "status": {"phase": "Succeeded"}}
-    display = LineDisplay(line_writer(stream))
+    writer = LineWriter(stream)
+    display = LineDisplay(writer)
     display.show(view_of(ended, [], []))
     display.print(["a line of the script"])
+    assert writer.error is None, "the reader of a pipe may end"
     with pytest.raises(BrokenPipeError):
+        stream.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_t8_a_full_disk_does_not_stop_a_job_and_is_remembered() -> None:
+    stream = Path("/dev/full").open("w")  # noqa: SIM115  # what could not be written fails again when it is closed
+    writer = LineWriter(stream)
+    writer("a line")
+    writer("another")
+    assert writer.error == "the output cannot be written: No space left on device"
+    with pytest.raises(OSError, match="No space left"):
         stream.close()
 
 
@@ -589,4 +609,4 @@ def test_an_error_that_is_not_of_the_output_is_not_hidden() -> None:
             raise PermissionError(errno.EACCES, "Permission denied", "a-file")
 
     with pytest.raises(PermissionError):
-        line_writer(Failing())("a line")
+        LineWriter(Failing())("a line")

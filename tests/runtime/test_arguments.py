@@ -93,6 +93,27 @@ def test_numbers_of_few_bits_do_not_overflow() -> None:
     assert StoreTo("/tmp/x", every_seconds=np.float32(2)).every_seconds == 2
 
 
+@pytest.mark.parametrize("of_kind", [float, np.float32, np.float64, np.asarray, jnp.asarray, jnp.bfloat16])
+def test_numbers_of_every_type_are_taken(of_kind) -> None:
+    half = of_kind(0.5)
+    local = backstay.LocalSteps(2, optax.sgd(0.1), overlap=1, mixing=half)
+    assert (local.mixing, type(local.mixing)) == (0.5, float)
+    assert StoreTo("/tmp/x", every_seconds=half).every_seconds == 0.5
+    assert backstay.from_dataset([1, 2], batch_size=1, ahead_bytes=of_kind(2.0)).ahead_bytes == 2
+    assert backstay.train(**arguments(clip_norm=half, average=half, log_every=half)).step == 2
+
+
+@pytest.mark.parametrize("value", ["0.5", b"1", True, np.bool_(True), np.full(2, 0.5), jnp.full(2, 0.5), 0.5j, [0.5]])
+def test_what_is_not_a_number_is_refused(value) -> None:
+    with pytest.raises(ConfigurationError, match=r"mixing is .*: must be a number"):
+        backstay.LocalSteps(2, optax.sgd(0.1), overlap=1, mixing=value)
+    with pytest.raises(ConfigurationError, match=r"every_seconds is .*: must be a number"):
+        StoreTo("/tmp/x", every_seconds=value)
+    for name in ("clip_norm", "average", "log_every"):
+        with pytest.raises(ConfigurationError, match=f"{name} is .*: must be a number"):
+            backstay.train(**arguments(**{name: value}))
+
+
 @pytest.mark.parametrize("value", [True, 1.0, np.float64(2), "3", np.bool_(True), np.zeros(2, int), None])
 def test_what_is_not_a_whole_number_is_refused(value) -> None:
     assert whole(value) is value

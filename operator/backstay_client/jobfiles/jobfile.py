@@ -512,14 +512,15 @@ def localise(job: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def refuse_what_cannot_run(job: dict[str, Any], path: Path) -> None:
-    """Refuse a valid job that would wait indefinitely on this machine.
+    """Refuse a valid job that would wait indefinitely on this machine, or fail in each pod.
 
     Raises:
-        BadInput: the job is suspended, has arguments and no command, or stores its checkpoints in a file.
+        BadInput: the job is suspended, has arguments and no command, or its checkpoint folder is a file or needs a
+            package that is not installed.
     """
     uri = (job["spec"].get("checkpoint") or {}).get("uri")
-    if isinstance(uri, str) and Path(uri.removeprefix("file://")).is_file():
-        raise BadInput(f"the checkpoint folder {uri} is a file: must be a folder, or a path that does not exist")
+    if isinstance(uri, str):
+        _refuse_checkpoint_folder(uri)
     if (job["spec"].get("runPolicy") or {}).get("suspend"):
         raise BadInput(
             f"{path}: spec.runPolicy.suspend is true, so the job would create no pods and never end. Set it to false, "
@@ -527,6 +528,25 @@ def refuse_what_cannot_run(job: dict[str, Any], path: Path) -> None:
         )
     for text in args_without_command(parse_job(job).spec):
         raise BadInput(f"{path}: {text}")
+
+
+def _refuse_checkpoint_folder(uri: str) -> None:
+    if Path(uri.removeprefix("file://")).is_file():
+        raise BadInput(f"the checkpoint folder {uri} is a file: must be a folder, or a path that does not exist")
+    scheme = uri.partition("://")[0].rpartition("::")[2]
+    if "://" not in uri or scheme == "file":
+        return
+    try:
+        import fsspec
+    except ImportError:
+        return
+    try:
+        fsspec.get_filesystem_class(scheme)
+    except (ImportError, ValueError) as error:
+        raise BadInput(
+            f"the checkpoint folder {uri} cannot be opened on this machine: {error}. It must be a path, or a URI with "
+            "a scheme that fsspec supports, such as s3 or gs, whose package is installed"
+        ) from None
 
 
 def refuse_unwritable(path: Path, option: str) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
-from backstay_spec.whole import set_whole
+from backstay_spec.whole import number, set_whole
 
 from ..errors import ConfigurationError
 from ._manifest import JobIdentity
@@ -52,8 +51,9 @@ class StoreTo:
             raise ConfigurationError(
                 f"checkpoint: every_steps is {self.every_steps!r}: must be a whole number, 1 or more, or None"
             )
-        seconds: Any = self.every_seconds
-        if isinstance(seconds, bool) or not isinstance(seconds, Real) or not 0 <= float(seconds) < math.inf:
+        seconds = number(self.every_seconds)
+        object.__setattr__(self, "every_seconds", seconds)
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
             raise ConfigurationError(f"checkpoint: every_seconds is {seconds!r}: must be a number, 0 or more")
         if not _is_count(self.keep, 1):
             raise ConfigurationError(f"checkpoint: keep is {self.keep!r}: must be a whole number, 1 or more")

@@ -6,15 +6,15 @@ over all ranks, even when their number changes (T9).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from backstay_spec.whole import whole
+from backstay_spec.whole import number, whole
 
 from ..errors import ConfigurationError
 from ._batch_key import BatchKey
@@ -164,9 +164,9 @@ def from_dataset(
             raise ConfigurationError(f"from_dataset: {name} is {value!r}, must be a whole number of 1 or more")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
         raise ConfigurationError(f"from_dataset: seed is {seed!r}, must be a whole number of 0 or more, or None")
-    most: Any = ahead_bytes
-    if isinstance(most, bool) or not isinstance(most, Real) or not float(most) >= 1:
-        raise ConfigurationError(f"from_dataset: ahead_bytes is {ahead_bytes!r}, must be a number of 1 or more")
+    most = number(ahead_bytes)
+    if isinstance(most, bool) or not isinstance(most, int | float) or not 1 <= most < math.inf:
+        raise ConfigurationError(f"from_dataset: ahead_bytes is {ahead_bytes!r}, must be a number of bytes, 1 or more")
     for name, flag in (("shuffle", shuffle), ("has_rng", has_rng)):
         if not isinstance(flag, bool | np.bool_):
             raise ConfigurationError(f"from_dataset: {name} is {flag!r}, must be True or False")
@@ -186,5 +186,5 @@ def from_dataset(
         has_rng=has_rng,
         seed=seed,
         shuffle=shuffle,
-        prepared=PreparedAhead(workers, max(2, workers + 1) if ahead is None else ahead, ahead_bytes),
+        prepared=PreparedAhead(workers, max(2, workers + 1) if ahead is None else ahead, int(most)),
     )

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from backstay_rpc.control_pb2 import Leaf
-from backstay_spec.whole import set_whole
+from backstay_spec.whole import number, set_whole
 
 from .._coordination import Samples
 from .._data import Batches, BatchKey
@@ -162,12 +162,13 @@ class Script:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
             raise ConfigurationError(f"seed is {self.seed!r}: must be a whole number from 0 to 2**32 - 1")
         for name in ("clip_norm", "average", "log_every"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, int | float):
-                object.__setattr__(self, name, _number(name, value))
+            value = number(getattr(self, name))
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise ConfigurationError(f"{name} is {_shown(value)}: must be a number")
+            object.__setattr__(self, name, value)
         if self.clip_norm is not None and not 0.0 < self.clip_norm < math.inf:
             raise ConfigurationError(f"clip_norm is {self.clip_norm!r}: must be a positive number, or None not to clip")
-        if self.average is not None and (isinstance(self.average, bool) or not 0.0 < self.average < 1.0):
+        if self.average is not None and not 0.0 < self.average < 1.0:
             raise ConfigurationError(
                 f"average is {self.average!r}: must be the decay of the moving average, more than 0 and less than 1, "
                 "such as 0.999"
@@ -349,14 +350,6 @@ class Script:
         if tree.frozen is not None and self.frozen is None:
             optimizer = only_trained(optimizer, tree.frozen)
         return optimizer if self.average is None else averaged(optimizer, self.average)
-
-
-def _number(name: str, value: Any) -> float:
-    """A number of NumPy or JAX, as a float."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise ConfigurationError(f"{name} is {_shown(value)}: must be a number") from None
 
 
 def epochs_of(script: Script) -> Samples | None:

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from backstay_spec.whole import number
+
 from .._process import Stop, configure
 from ..errors import ConfigurationError
 from ._choice import CheckpointChoice, LoadedCheckpoint
@@ -80,7 +82,8 @@ def serve(
         raise ConfigurationError("serve needs checkpoint=..., or BACKSTAY_SERVE_CHECKPOINT: a folder or a manifest")
     if not callable(predict):
         raise ConfigurationError(f"predict is {type(predict).__name__}: must be a function (params, state, batch)")
-    if not isinstance(delay, int | float) or not 0 <= delay <= 10:
+    delay = number(delay)
+    if isinstance(delay, bool) or not isinstance(delay, int | float) or not 0 <= delay <= 10:
         raise ConfigurationError(f"delay is {delay!r:.50}: must be a number of seconds from 0 to 10")
     signature, sizes = Signature.of(example), padded_sizes(batch)
     choice = CheckpointChoice(os.fspath(uri), step=settings.step, like=like, average=average, base=base)

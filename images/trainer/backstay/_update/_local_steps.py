@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from numbers import Real
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from backstay_spec.whole import set_whole, whole
+from backstay_spec.whole import number, set_whole, whole
 
 from ..errors import ConfigurationError
 
@@ -78,8 +77,9 @@ class LocalSteps:
             raise ConfigurationError(
                 f"LocalSteps: overlap is {self.overlap!r}: must be a whole number of steps from 0 to {self.batches}"
             )
-        share: Any = self.mixing
-        if isinstance(share, bool) or not isinstance(share, Real) or not 0.0 <= float(share) < 1.0:
+        share = number(self.mixing)
+        object.__setattr__(self, "mixing", share)
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 <= share < 1.0:
             raise ConfigurationError(
                 f"LocalSteps: mixing is {self.mixing!r}: must be a number of at least 0 and below 1"
             )
