@@ -279,6 +279,31 @@ def test_a_resumed_job_trains_once_it_makes_updates(running, gone):
     assert "TrainingInterrupted" not in [reason for reason, _ in cluster.events]
 
 
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_late_report_of_a_server_from_before_a_suspension_starts_nothing(running, gone):
+    """The step of the report is above that of the status, and no server of the resumed job has begun."""
+    cluster = running(TWO_SERVERS)
+    cluster.tick(11)
+    cluster.answer(step=9, term=1, coordinator=1, term_start=TermStart(1, 0))
+    cluster.settle()
+    cluster.edit(runPolicy={"suspend": True})
+    cluster.settle()
+    for _ in range(2 if gone else 1):
+        cluster.bury()
+        cluster.settle()
+    cluster.tick(1)
+    cluster.edit(runPolicy={"suspend": False})
+    for step in (12, 13):
+        cluster.answer(step=step, term=1, coordinator=1, term_start=TermStart(1, 0))
+        cluster.settle()
+        cluster.bury()
+        assert cluster.condition("Running")["status"] == "False", cluster.condition("Running")
+        assert cluster.status["phase"] in ("Pending", "Starting")
+    cluster.run_all()
+    cluster.settle()
+    assert cluster.status["phase"] == "Running"
+
+
 def test_the_last_report_of_a_server_is_in_the_status_of_a_suspended_job(running):
     cluster = running(TWO_SERVERS)
     cluster.tick(11)

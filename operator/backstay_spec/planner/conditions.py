@@ -280,7 +280,7 @@ def training(facts: Facts, record: Record, slots: Sequence[Slot]) -> Training:
     servers = [slot.text for slot in slots if slot.role == contract.ROLE_SERVER and slot not in ready]
     no_worker = not any(slot.role == contract.ROLE_WORKER for slot in ready)
     stopped = status.REASON_SERVERS if servers else status.REASON_WORKERS if no_worker else ""
-    updates, began = facts.observed.updates, status.holds(facts.conditions, status.RUNNING)
+    updates, began = facts.observed.updates, status.holds(facts.conditions, status.RUNNING) and not resumed(facts)
     if not facts.trained or _continues(facts):
         first = Statement(status.TRAINING, False, "NotStarted", _not_started(facts))
         return Training((first, *_running(facts, record, slots, "", began)))
@@ -374,6 +374,8 @@ def _running(facts: Facts, record: Record, slots: Sequence[Slot], stopped: str, 
     servers = all(slot in ready for slot in slots if slot.role == contract.ROLE_SERVER)
     workers = any(slot.role == contract.ROLE_WORKER for slot in ready)
     stepped = facts.progress is not None and (facts.progress.report.step or 0) > (facts.old.step or 0)
+    if status.SUSPENDED in facts.conditions:
+        stepped = stepped and _reports_this_run(facts)
     if began and not stopped:
         return []
     if (servers and workers) or stepped:
