@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -15,7 +17,10 @@ import optax
 from jax.sharding import PartitionSpec
 
 import backstay
+from backstay import _timeouts
 
+if "STOP" in os.environ:
+    _timeouts.use(replace(_timeouts.current(), stop=float(os.environ["STOP"])))
 jax.config.update("jax_enable_x64", True)
 OF_ROLE = f"DEVICES_OF_{os.environ.get('BACKSTAY_ROLE', '').upper()}"
 jax.config.update("jax_num_cpu_devices", int(os.environ.get(OF_ROLE, os.environ.get("DEVICES", "1"))))
@@ -149,8 +154,12 @@ def settings(kind, more):
 
 
 def wait():
+    is_leaving = False
     while not Path(os.environ["LET"]).exists():
         time.sleep(0.01)
+        if not is_leaving and any(thread.name == "backstay-leaving" for thread in threading.enumerate()):
+            is_leaving = True
+            print("has received SIGTERM", flush=True)
 
 
 def wait_at_exit():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -176,12 +175,12 @@ def test_t4_a_server_dies_before_each_pod_of_a_rank_has_connected(group: Any, la
 
 def test_sigterm_of_one_pod_ends_its_rank_in_order(group: Any) -> None:
     job = group("fsdp", devices=1, pods_per_rank=2, workers=2)
-    job.environment["HOLD"] = "2"
+    job.environment |= {"HOLD": "2", "STOP": str(LONG)}  # after the usual 3 s, pod 1 would end by itself
     server, others, pods = job.server(0, 1), job.rank(0), job.rank(1)
     for pod in pods:
         job.wait_for(pod, "held at step 2")
     pods[1].process.send_signal(signal.SIGTERM)
-    time.sleep(1)  # a thread receives the signal, while all pods hold. After training it would only end pod 1
+    job.wait_for(pods[1], "has received SIGTERM")  # and all pods hold. After training it would only end pod 1
     (job.folder / "let").touch()
     job.may_end_with(SIGTERM_EXIT)
     assert [pod.wait() for pod in pods] == [SIGTERM_EXIT] * 2
