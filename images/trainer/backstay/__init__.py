@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from backstay_client import AsyncClient, Client
 
     from . import errors
-    from ._checkpoint import Checkpoint, StartFrom, StoreTo, export, load
+    from ._checkpoint import Checkpoint, StartFrom, StoreTo, TorchNames, export, load
     from ._compute import gather
     from ._data import BatchKey, TokenFile, from_dataset, from_iterator
     from ._result import History, Result
@@ -42,6 +42,7 @@ __all__ = [
     "StartFrom",
     "StoreTo",
     "TokenFile",
+    "TorchNames",
     "Wire",
     "errors",
     "export",
@@ -68,6 +69,7 @@ _HOMES: Final = {
     "StartFrom": "._checkpoint",
     "StoreTo": "._checkpoint",
     "TokenFile": "._data",
+    "TorchNames": "._checkpoint",
     "export": "._checkpoint",
     "Wire": "._update",
     "from_dataset": "._data",

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from ._dtypes import BY_NAME, check_storable
 from ._files import Folder, PosixFolder, open_folder, same_place
-from ._formats import BaseNeeded, Exported, MadeByInit, StartFrom, export, fix, read_start
+from ._formats import BaseNeeded, Exported, MadeByInit, StartFrom, TorchNames, export, fix, read_start
 from ._history import (
     AgreedFrozen,
     CheckpointWriter,
@@ -95,6 +95,7 @@ __all__ = [
     "Records",
     "StartFrom",
     "StoreTo",
+    "TorchNames",
     "check_fits",
     "check_storable",
     "describe_structure",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Final, Literal
@@ -62,6 +62,7 @@ def export(
     format: Literal["safetensors", "orbax"] = "safetensors",  # noqa: A002
     *,
     base: Any = False,
+    translate: Callable[[str, NDArray[np.generic]], tuple[str, NDArray[np.generic]]] | None = None,
 ) -> Exported:
     """Write the parameters, and the model state, of a checkpoint in a format that other programs read.
 
@@ -77,13 +78,19 @@ def export(
             dicts.
         base: as in `load`. With it, the output also has the parameters that were frozen. Without it, the output has
             only those that were trained, such as adapters.
+        translate: ``translate(name, array)`` returns the name and the array to write instead, such as
+            `TorchNames.exported`. For ``safetensors`` only.
 
     Raises:
-        ConfigurationError: `format` is not one of these, or `out` has the suffix of another format.
+        ConfigurationError: `format` is not one of these, or `out` has the suffix of another format. `translate` returns
+            something else, or one name for two arrays.
         CheckpointError: there is no complete checkpoint, or `out` exists or cannot be written.
+        Exception: any that `translate` raises.
     """
     if format not in ("safetensors", "orbax"):
         raise ConfigurationError(f"format is {format!r}: must be safetensors or orbax")
+    if translate is not None and format == "orbax":
+        raise ConfigurationError("translate is for format='safetensors': the tree of orbax has the names of the model")
     if not str(out):
         raise ConfigurationError("out is empty: must name a file or a folder that does not exist")
     suffix = PurePath(str(out)).suffix.lower()
@@ -100,14 +107,37 @@ def export(
         named = dict(arrays)
     if base is not False:
         named |= frozen_values(manifest, base)
+    if translate is not None:
+        named = _translated(named, translate)
     if format == "orbax":
         write_orbax(str(out), _tree(manifest, named, whole=base is not False))
     else:
         _write_safetensors(
-            str(out), named, {"format": "np", "step": str(manifest.version), "checkpoint": manifest.name}
+            str(out),
+            named,
+            # Transformers reads no file without a format that it knows.
+            {
+                "format": "np" if translate is None else "pt",
+                "step": str(manifest.version),
+                "checkpoint": manifest.name,
+            },
         )
     without = 0 if manifest.frozen is None or base is not False else len(manifest.frozen.leaves)
     return Exported(manifest.version, len(named), sum(array.nbytes for array in named.values()), without)
+
+
+def _translated(named: Mapping[str, NDArray[np.generic]], translate: Callable[..., Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    for name, array in named.items():
+        pair = translate(name, array)
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise ConfigurationError(f"translate returned {type(pair).__name__} for {name}: must be (name, array)")
+        new = pair[0]
+        if new in names:
+            raise ConfigurationError(f"translate gives the name {new} to {names[new]} and to {name}")
+        names[new], found[new] = name, np.asarray(pair[1])
+    return found
 
 
 def _tree(manifest: Manifest, named: Mapping[str, NDArray[np.generic]], *, whole: bool) -> Any:
