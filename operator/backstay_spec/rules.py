@@ -2,8 +2,7 @@
 
 Three tables:
 
-- `BOUNDS`: one field alone (range, length, pattern). Becomes OpenAPI keywords in the CRD; `crd_check` applies the
-  same keywords.
+- `BOUNDS`: one field alone (range, length, pattern). Becomes OpenAPI keywords in the CRD; `crd_check` applies them.
 - `RULES`: fields against each other, and what a template may not contain. Each has a CEL expression for the API server
   and a Python predicate, over the same JSON with defaults filled in. A test checks that their verdicts agree.
 - `CHANGES`: what may change while a job runs. From one path come both the CEL transition rule and the Python predicate.
@@ -369,6 +368,14 @@ RULES: Final[tuple[FieldRule, ...]] = (
         cel="!(has(self.uri) && has(self.volume))",
         holds=lambda checkpoint: not ("uri" in checkpoint and "volume" in checkpoint),
         message="must be left out together with spec.checkpoint.uri: checkpoints are stored in one place",
+    ),
+    FieldRule(
+        at="spec.checkpoint",
+        field="uri",
+        reads=("uri",),
+        cel="!has(self.uri) || !self.uri.startsWith('memory:')",
+        holds=lambda checkpoint: not checkpoint.get("uri", "").startswith("memory:"),
+        message="must be a place that all servers share and that outlives them; memory:// is the memory of one process",
     ),
     FieldRule(
         at="spec.checkpoint.volume",

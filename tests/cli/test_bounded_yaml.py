@@ -28,10 +28,13 @@ def bomb(width: int, height: int, merge: bool = False) -> str:
 # As the YAML library of kubectl reads them (kubectl create --dry-run=server -o json), most unlike PyYAML.
 SCALARS = {
     "1e-3": 0.001,
-    "1e5": 1e5,
-    "400e6": 4e8,
+    "1e5": 100_000,  # whole numbers, because JSON is between kubectl and the API server
+    "400e6": 400_000_000,
+    "2.0": 2,
+    "-3.": -3,
+    "1e22": 1e22,
     "-.5": -0.5,
-    "08": 8.0,
+    "08": 8,
     "010": 8,
     "0o10": 8,
     "0x1F": 31,

@@ -194,8 +194,12 @@ def test_a_script_a_yaml_file_and_a_mapping_are_submitted_too(client: Client, us
         "backstay.train(init=lambda key: {'w': np.zeros((), 'float32')}, loss=lambda p, b: (p['w'] - b) ** 2,\n"
         "    batches=lambda key: np.float32(1), optimizer=optax.sgd(0.1), steps=int(sys.argv[1]))\n"
     )
-    job = client.submit(script, workers=1, args=[4], env={"COLOUR": "blue"}, labels={"team": "vision"})
+    place = {"uri": str(user_folder / "kept"), "everySteps": 2}
+    job = client.submit(
+        script, workers=1, args=[4], env={"COLOUR": "blue"}, labels={"team": "vision"}, checkpoint=place
+    )
     assert job.wait(progress=False).step == 4
+    assert list((user_folder / "kept").glob("*.manifest.json"))
     assert [one.name for one in client.list(labels={"team": "vision"})] == ["counts"]
     spec = {
         "image": "any",
@@ -221,7 +225,8 @@ def test_a_script_a_yaml_file_and_a_mapping_are_submitted_too(client: Client, us
         ({"workers": 0}, r"workers is 0: must be"),
         ({"wrkers": 2}, r"wrkers= is not an option: must be one of args, backups"),
         ({"name": "Not Valid"}, 'name is "Not Valid": must be'),
-        ({"checkpoint": {"everySteps": 3}}, r"checkpoint"),
+        ({"checkpoint": {"everySteps": 3}}, r"checkpoint=\{'everySteps': 3\} names no place: must have uri or volume"),
+        ({"checkpoint": {"uri": "memory://a"}}, r"spec\.checkpoint\.uri: is \"memory://a\": must be a place"),
         ({"mode": "Eventually"}, 'mode is "Eventually": must be Sync or Async'),
         ({"spec": {"wurkers": {}}}, r"spec\.wurkers"),
         ({"env": {"BACKSTAY_JOB": "x"}}, r"env: BACKSTAY_JOB: variables that begin with BACKSTAY_"),

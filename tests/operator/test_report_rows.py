@@ -91,6 +91,24 @@ def test_each_row_of_the_page_reaches_the_commands(name: str) -> None:
     assert as_object(view, 0.0)[SHOWN.get(name, to_camel(name))]
 
 
+@pytest.mark.parametrize(
+    ("newer", "older", "loss"),
+    [
+        (JobReport(step=30, non_finite_loss=4), JobReport(step=1, loss=3.0), None),
+        (JobReport(step=30), JobReport(step=4, loss=3.0, non_finite_loss=4), None),
+        (JobReport(step=30, loss=0.5, non_finite_loss=4), JobReport(step=4, loss=3.0), 0.5),
+        (JobReport(step=30), JobReport(step=29, loss=3.0), 3.0),
+        (JobReport(step=3, non_finite_loss=2), JobReport(step=4, loss=3.0), 3.0),
+        (JobReport(non_finite_loss=2), JobReport(step=4, loss=3.0), 3.0),
+    ],
+)
+def test_a_report_without_a_loss_does_not_take_that_of_an_older_step_if_it_may_have_diverged(
+    newer: JobReport, older: JobReport, loss: float | None
+) -> None:
+    """JSON has no NaN. The summary of a diverged job had the loss of its first step."""
+    assert newer.over(older).loss == loss
+
+
 def test_each_row_with_a_metric_is_exported() -> None:
     metrics = JobMetrics(lambda: 0.0, lambda: 0.0)
     metrics.progress(("default", "a"), answered(ALL), trains=True)

@@ -72,6 +72,15 @@ def test_booleans_of_numpy_are_booleans(value) -> None:
         (lambda: backstay.from_dataset([1, 2], batch_size=1, ahead_bytes="2"), "ahead_bytes is '2', must be a number"),
         (lambda: backstay.from_dataset([1, 2], batch_size=1, ahead_bytes=-1), "ahead_bytes is -1, must be a number"),
         (lambda: backstay.Wire("Int8", error_feedback="no"), "error_feedback is 'no': must be True, False or None"),
+        (lambda: backstay.train(**arguments(log_every=None)), "log_every is None: must be a number"),
+        (
+            lambda: backstay.train(**arguments(checkpoint=2)),
+            "checkpoint is 2: must be a path, a URI or a",
+        ),
+        (
+            lambda: backstay.train(**arguments(start_from=[1])),
+            "start_from is [1]: must be a path, a URI or a",
+        ),
         (lambda: backstay.outer_optimizer(fragments=2.5), "fragments is 2.5: must be a whole number, 1 or more"),
         (lambda: backstay.outer_optimizer(warmup=True), "warmup is True: must be a whole number, 0 or more"),
     ],

@@ -41,6 +41,18 @@ def test_the_result_as_json_is_the_same_each_time(job: str) -> None:
     assert found["runs"][0]["workerSeconds"]["applied"] > 0
 
 
+def test_nulls_and_whole_numbers_are_what_the_api_server_makes_of_them(job: str, tmp_path: Path) -> None:
+    plain, odd = yaml.safe_load(Path(job).read_text()), tmp_path / "odd.yaml"
+    plain["spec"]["workers"] = {"replicas": 2}
+    plain["spec"]["parameterServers"]["replicas"] = 1
+    odd.write_text(yaml.safe_dump(plain).replace("replicas: 2\n", "replicas: 2.0\n    podsPerRank: null\n", 1))
+    assert "podsPerRank: null" in odd.read_text()
+    Path(job).write_text(yaml.safe_dump(plain))
+    one, other = (run(path, *SMALL, "--output", "json") for path in (job, str(odd)))
+    assert other.exit_code == 0, other.stderr
+    assert one.stdout == other.stdout
+
+
 def test_a_trace_has_the_format_of_backstay_trace_and_can_be_fitted(job: str, tmp_path: Path) -> None:
     out = tmp_path / "simulated.trace.json"
     assert run(job, *SMALL, "--set", "step.sigma=0.2", "--set", "step.seconds=0.7", "--trace", str(out)).exit_code == 0

@@ -212,6 +212,12 @@ BAD = [
         'spec.checkpoint.volume.name: is "v": must be left out, the operator names the volume; give the source alone, '
         "such as persistentVolumeClaim: {claimName: ckpt}",
     ),
+    (
+        "spec/checkpoint",
+        {"uri": "memory://a"},
+        'spec.checkpoint.uri: is "memory://a": must be a place that all servers share and that outlives them; '
+        "memory:// is the memory of one process",
+    ),
     ("spec/checkpoint/keep", 0, "spec.checkpoint.keep: is 0: must be between 1 and 10000"),
     (
         "spec/workingDir",

@@ -66,6 +66,13 @@ def test_the_rest_is_not_computed_for_a_part(size):
     np.testing.assert_allclose(part, whole["trained"], rtol=1e-5, atol=1e-6)
 
 
+def set_around(key):
+    """Operations that depend on what is set around them."""
+    with jax.threefry_partitionable(not jax.config.jax_threefry_partitionable):
+        one, other = jax.random.split(key)
+        return {"random": jax.random.normal(one, (64,)), "bits": jax.random.bits(other, (64,))}
+
+
 def various(key):
     """Operations that JAX runs in different ways, one array twice as long as the limit for one program."""
     keys = jax.random.split(key, 3)
@@ -78,6 +85,7 @@ def various(key):
         "scanned": jax.lax.scan(lambda sums, one: (sums + jax.random.uniform(one, (5,)), sums), jnp.ones(5), keys)[1],
         "of both": [jnp.mean(used_twice, axis=0), used_twice @ used_twice.T],
         "numbers": (np.arange(4.0), 0.5, jnp.int32(7)),
+        "settings": set_around(keys[2]),
         "custom rule": jax.nn.gelu(jax.random.normal(keys[1], (1_001,))),
     }
 

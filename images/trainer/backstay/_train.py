@@ -321,7 +321,7 @@ def _start(start_from: str | os.PathLike[str] | StartFrom | None) -> StartFrom |
         return None
     from ._checkpoint import StartFrom
 
-    return start_from if isinstance(start_from, StartFrom) else StartFrom(os.fspath(start_from))
+    return start_from if isinstance(start_from, StartFrom) else StartFrom(_path("start_from", start_from, "StartFrom"))
 
 
 def _store_to(checkpoint: str | os.PathLike[str] | StoreTo | None) -> StoreTo | None:
@@ -331,7 +331,17 @@ def _store_to(checkpoint: str | os.PathLike[str] | StoreTo | None) -> StoreTo | 
         return None
     from ._checkpoint import StoreTo
 
-    return checkpoint if isinstance(checkpoint, StoreTo) else StoreTo(os.fspath(checkpoint))
+    return checkpoint if isinstance(checkpoint, StoreTo) else StoreTo(_path("checkpoint", checkpoint, "StoreTo"))
+
+
+def _path(name: str, value: Any, other: str) -> str:
+    try:
+        path: str = os.fspath(value)
+        return path
+    except TypeError:
+        raise ConfigurationError(
+            f"{name} is {value!r:.200}: must be a path, a URI or a backstay.{other}, or None"
+        ) from None
 
 
 def _alone(script: Script, to: StoreTo | None) -> Result:

@@ -159,6 +159,8 @@ def _of_sources(
         checkpoint = cluster.folder / _CHECKPOINTS / name  # so that the job has a result
     parts = dict(checkpoint) if isinstance(checkpoint, Mapping) else None
     text = None if checkpoint is None or parts is not None else str(checkpoint)
+    if parts is not None and not (parts.get("uri") or parts.get("volume")):
+        raise BadInput(f"checkpoint={parts!r:.200} names no place: must have uri or volume")
     if text is not None and not embedded and relative_checkpoint({"spec": {"checkpoint": {"uri": text}}}) is not None:
         raise BadInput(
             f"checkpoint={text!r} is a relative path, and pods of {cluster.name} have another folder: must be a URI "
@@ -166,7 +168,7 @@ def _of_sources(
         )
     command = sources.command(options.get("args"), Path.cwd() if embedded else None)
     # A whole spec.checkpoint replaces the options about checkpoints, whose place it is not checked with.
-    stand_in = "memory://" if parts is not None else text
+    stand_in = "/stand-in" if parts is not None else text
     words = [escaped(word) for word in command]
     job = job_of_command(words, ScriptOptions(**{**chosen, "checkpoint": stand_in}), name=name, image=image)
     spec = job["spec"]

@@ -33,6 +33,7 @@ _KUBECTL: Final = (
         "-+.0123456789",
     ),
 )
+_WHOLE: Final = 1e21  # from which JSON written by Go has an exponent
 _REPLACED: Final = {_BOOL, _INT, _FLOAT, "tag:yaml.org,2002:timestamp"}
 _Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
 
@@ -54,6 +55,11 @@ class BoundedLoader(yaml.SafeLoader):
     yaml_implicit_resolvers: _Resolvers = _resolvers()
     bool_values = yaml.SafeLoader.bool_values | {"y": True, "n": False}
     _depth = 0
+
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
+        """Returns a whole number as an `int`, because kubectl converts YAML to JSON, in which 2.0 becomes 2."""
+        value = super().construct_yaml_float(node)
+        return int(value) if abs(value) < _WHOLE and value.is_integer() else value
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self._depth += 1
@@ -90,6 +96,9 @@ _BOTH: Final = {
     first: [*_PYYAML.get(first, ()), *BoundedLoader.yaml_implicit_resolvers.get(first, ())]
     for first in {**_PYYAML, **BoundedLoader.yaml_implicit_resolvers}
 }
+
+
+BoundedLoader.add_constructor(_FLOAT, BoundedLoader.construct_yaml_float)
 
 
 class _Dumper(yaml.SafeDumper):

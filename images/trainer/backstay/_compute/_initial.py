@@ -129,7 +129,8 @@ def _evaluated(traced: Any, key: Any, needed: Collection[int]) -> Any:
     last = {atom: number for number, equation in enumerate(equations) for atom in variables(equation.invars)}
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*traced.jaxpr.consts, key), strict=True))
     for number, equation in enumerate(equations):
-        made = bind(equation.primitive, equation.params, [read(atom) for atom in equation.invars])
+        with equation.ctx.manager:  # what the script had set around it, such as jax.threefry_partitionable
+            made = bind(equation.primitive, equation.params, [read(atom) for atom in equation.invars])
         values |= {atom: value for atom, value in zip(equation.outvars, made, strict=True) if atom in used}
         del made
         for atom in variables(equation.invars):

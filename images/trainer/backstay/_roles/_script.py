@@ -163,7 +163,8 @@ class Script:
             raise ConfigurationError(f"seed is {self.seed!r}: must be a whole number from 0 to 2**32 - 1")
         for name in ("clip_norm", "average", "log_every"):
             value = number(getattr(self, name))
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            optional = value is None and name != "log_every"
+            if not optional and (isinstance(value, bool) or not isinstance(value, int | float)):
                 raise ConfigurationError(f"{name} is {_shown(value)}: must be a number")
             object.__setattr__(self, name, value)
         if self.clip_norm is not None and not 0.0 < self.clip_norm < math.inf:

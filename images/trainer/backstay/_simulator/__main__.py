@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from backstay_spec.types import TrainingJob
+from backstay_spec.validation import parse_job
 
 from ._assumptions import Assumptions
 from ._fit import fitted
@@ -56,7 +56,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     if request.get("fit"):
         fit = fitted(_trace(Path(request["fit"])), assumed)
         assumed, found["fit"] = fit.assumed, fit.to_json()
-    job = TrainingJob.model_validate(request["job"])
+    job = parse_job(request["job"])
     from ._run import simulate, summary  # they import JAX, which takes a second
 
     first, timeline = int(request.get("seed", 0)), request.get("timeline")
