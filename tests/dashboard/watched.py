@@ -380,6 +380,17 @@ def whole(cluster: Cluster) -> bool:
     return len(roles) == 3 and ready and conditions.get("StandbysInSync") == conditions.get("Training") == "True"
 
 
+def are_unstored(cluster: Cluster, asked: Callable[[str], Any]) -> bool:
+    """Whether updates were applied after the newest checkpoint: a kill at another time would lose none."""
+
+    def newest() -> int:
+        folder = Path(cluster.status()["checkpoint"]["uri"]).parent
+        return max(int(path.name.split("-")[1]) for path in folder.glob("step-*.manifest.json"))
+
+    step = newest()
+    return bool(asked(f"backstay_job_step > {step}")) and newest() == step
+
+
 def suffer(cluster: Cluster, watch: Watch, calm: float) -> None:
     """Everything happens, one thing after another, with `calm` seconds after the last."""
 
@@ -400,6 +411,7 @@ def suffer(cluster: Cluster, watch: Watch, calm: float) -> None:
     seen("a standby took over", lambda: counts(cluster, "ParameterServer").get("restarts"))
     seen("the job is whole again", lambda: whole(cluster))
     term = cluster.status()["term"]
+    seen("there are updates that no checkpoint has", lambda: are_unstored(cluster, asked))
     cluster.kill_servers()
     seen("the job is back at a checkpoint", lambda: cluster.status().get("term", 0) > term)
     seen("updates are redone", lambda: asked("backstay_job_steps_redone_total > 0"))

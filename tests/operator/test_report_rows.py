@@ -109,6 +109,17 @@ def test_a_report_without_a_loss_does_not_take_that_of_an_older_step_if_it_may_h
     assert newer.over(older).loss == loss
 
 
+def test_infinite_metrics_of_the_page_stay_infinite() -> None:
+    """They were printed as NaN."""
+    values = {"up": "Infinity", "down": "-Infinity", "none": None}
+    shown = with_page(view_of({"metadata": META}, [], []), {"goalSteps": 9, "step": 3, "trainMetrics": values})
+    assert {name: str(value) for name, value in shown.report.train_metrics.items()} == {
+        "up": "inf",
+        "down": "-inf",
+        "none": "nan",
+    }
+
+
 def test_each_row_with_a_metric_is_exported() -> None:
     metrics = JobMetrics(lambda: 0.0, lambda: 0.0)
     metrics.progress(("default", "a"), answered(ALL), trains=True)

@@ -26,14 +26,14 @@ class Clock:
 def test_a_pod_is_shown_with_what_it_does_and_for_how_long() -> None:
     clock = Clock()
     observer = Mock(spec=JobObserver)
-    observer.status.return_value = {"step": 3, "loss": float("nan"), "nested": {"x": [float("inf")]}}
+    observer.status.return_value = {"step": 3, "loss": float("nan"), "nested": {"x": [float("inf"), -float("inf")]}}
     page = StatusPage(observer, clock=clock)
     page.beat(beat(1, activity=TRAINING, doing=Doing(point="compute", step=0, has_step=True, seconds=2.0, member=2)))
     clock.now = 105.0
     page.beat(beat(0, activity=WAITING))
     shown = page.page()
     json.dumps(shown, allow_nan=False)
-    assert (shown["step"], shown["loss"], shown["nested"]) == (3, None, {"x": [None]})
+    assert (shown["step"], shown["loss"], shown["nested"]) == (3, None, {"x": ["Infinity", "-Infinity"]})
     first, second = shown["pods"]
     assert (first["index"], first["doing"], first["step"], first["activity"]) == (0, "", None, "WAITING")
     assert (second["doing"], second["step"], second["seconds"], second["heartbeatSeconds"]) == ("compute", 0, 7.0, 5.0)

@@ -66,12 +66,14 @@ class StatusPage:
                 del self._beats[peer.role, peer.index]
 
     def page(self) -> dict[str, Any]:
-        """Returns the page as JSON, in which no number is NaN or infinite."""
+        """Returns the page as JSON, in which NaN is null, and an infinity the text ``Infinity`` or ``-Infinity``."""
         now = self._clock()
         with self._lock:
             beats = sorted(self._beats.items())
         pods = [_pod(now, one) for _, one in beats if now - one.at < _FORGET_SECONDS]
-        page: dict[str, Any] = _finite({**({} if self._observer is None else self._observer.status(now)), "pods": pods})
+        page: dict[str, Any] = _in_json(
+            {**({} if self._observer is None else self._observer.status(now)), "pods": pods}
+        )
         return page
 
 
@@ -90,9 +92,9 @@ def _pod(now: float, beat: _PodBeat) -> dict[str, Any]:
     }
 
 
-def _finite(value: Any) -> Any:
+def _in_json(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
-        return None
+        return None if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
-    return [_finite(inner) for inner in value] if isinstance(value, list) else value
+        return {key: _in_json(inner) for key, inner in value.items()}
+    return [_in_json(inner) for inner in value] if isinstance(value, list) else value

@@ -163,18 +163,17 @@ class Script:
             raise ConfigurationError(f"seed is {self.seed!r}: must be a whole number from 0 to 2**32 - 1")
         for name in ("clip_norm", "average", "log_every"):
             value = number(getattr(self, name))
-            optional = value is None and name != "log_every"
-            if not optional and (isinstance(value, bool) or not isinstance(value, int | float)):
+            if not isinstance(value, int | float) and (value is not None or name == "log_every"):
                 raise ConfigurationError(f"{name} is {_shown(value)}: must be a number")
             object.__setattr__(self, name, value)
-        if self.clip_norm is not None and not 0.0 < self.clip_norm < math.inf:
+        if self.clip_norm is not None and (isinstance(self.clip_norm, bool) or not 0.0 < self.clip_norm < math.inf):
             raise ConfigurationError(f"clip_norm is {self.clip_norm!r}: must be a positive number, or None not to clip")
-        if self.average is not None and not 0.0 < self.average < 1.0:
+        if self.average is not None and (isinstance(self.average, bool) or not 0.0 < self.average < 1.0):
             raise ConfigurationError(
                 f"average is {self.average!r}: must be the decay of the moving average, more than 0 and less than 1, "
                 "such as 0.999"
             )
-        if not 0.0 <= self.log_every < math.inf:
+        if isinstance(self.log_every, bool) or not 0.0 <= self.log_every < math.inf:
             raise ConfigurationError(f"log_every is {self.log_every!r}: must be a number of seconds, 0 or more")
 
     def plan(self, shards: int, wire: Wire | None = None, members: int = 1) -> ScriptPlan:
