@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import io
+import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO, cast
 
 import aiohttp
 from rich.console import Console
@@ -42,24 +45,50 @@ _COMPILED = "compiled"  # the folder of JAX's cache of compilations in the clust
 _UNSEEN_SECONDS = 60.0
 
 
-class LineWriter:
-    """Writes lines to a stream. If that fails, such as after ``| head``, the job continues without these lines.
+class LineWriter(io.TextIOBase):
+    """Writes to a stream. If that fails, such as after ``| head``, the job continues without what was written.
 
     Attributes:
-        error: why a line could not be written; None: all were, or their reader has ended.
+        error: why something could not be written; None: all was, or its reader has ended, or the terminal is closed.
     """
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+        self._stream, self._terminal = stream, stream.isatty()
         self.error: str | None = None
 
     def __call__(self, line: str) -> None:
+        """Write one line."""
+        print(line, file=self, flush=True)
+
+    def write(self, text: str) -> int:
+        with self._remembered():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._remembered():
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # typeshed has an attribute
+        return self._stream.encoding
+
+    @contextlib.contextmanager
+    def _remembered(self) -> Iterator[None]:
         try:
-            print(line, file=self._stream, flush=True)
+            yield
         except OSError as error:
             if not is_of_output(error):
                 raise
-            if self.error is None and not isinstance(error, BrokenPipeError):
+            if self._terminal and error.errno == errno.EIO:  # it is closed: the rest goes nowhere
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            elif self.error is None and not isinstance(error, BrokenPipeError):
                 self.error = f"the output cannot be written: {error.strerror}"
 
 
@@ -95,11 +124,11 @@ def run_job(
     Returns:
         The exit status: 0 Succeeded, 1 Failed, 130 interrupted or suspended.
     """
-    console = Console(stderr=as_json)
+    write_line = LineWriter(sys.stderr if as_json else sys.stdout)
+    console = Console(file=cast(IO[str], write_line))
     known = register(folder, job)
     use_live = (console.is_terminal and not as_json) if live is None else live
 
-    write_line = LineWriter(sys.stderr if as_json else sys.stdout)
     hint = f"Ctrl-C stops the job; for kubectl: export KUBECONFIG={shortened(str(folder / 'backstay.kubeconfig'))}"
     display: Display = LiveDisplay(console, hint) if use_live else LineDisplay(write_line)
     following = Following(job, display, folder / _LOGS, StateFile(folder))

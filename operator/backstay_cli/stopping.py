@@ -54,7 +54,8 @@ def stored_step(view: JobView, logs: Path) -> int | None:
     newest = stored(view, logs)
     if newest is not None:
         return newest[0]
-    return view.checkpoint_step if view.checkpoint_step == view.report.step else None
+    known = view.checkpoint_step == view.report.step and not _is_missing(view, view.checkpoint or "")
+    return view.checkpoint_step if known else None
 
 
 def with_stored(view: JobView, logs: Path) -> JobView:
@@ -62,7 +63,7 @@ def with_stored(view: JobView, logs: Path) -> JobView:
     job."""
     newest = stored(view, logs)
     if newest is None:
-        return view
+        return replace(view, checkpoint=None) if _is_missing(view, view.checkpoint or "") else view
     return replace(
         view,
         report=view.report.model_copy(update={"step": max(newest[0], view.report.step or 0)}),
@@ -77,8 +78,19 @@ def with_former(view: JobView, pods: Sequence[dict[str, Any]]) -> JobView:
 
 
 def stored(view: JobView, logs: Path) -> tuple[int, str] | None:
-    """The step and the URI of the newest checkpoint that shard 0's servers stored in this run."""
-    found = []
+    """The step and the URI of the newest checkpoint that shard 0's servers stored in this run, and that is there."""
+    return max(((step, place) for step, place in _announced(view, logs) if not _is_missing(view, place)), default=None)
+
+
+def _is_missing(view: JobView, place: str) -> bool:
+    """Whether a checkpoint in a folder of this machine was deleted. A volume has another path here than in the pod."""
+    uri = (view.job.get("spec", {}).get("checkpoint") or {}).get("uri", "")
+    return "://" not in f"{uri}{place}" and uri.startswith("/") and place.startswith("/") and not Path(place).exists()
+
+
+def _announced(view: JobView, logs: Path) -> list[tuple[int, str]]:
+    """The step and the URI of the last checkpoint of each log of shard 0's servers."""
+    found: list[tuple[int, str]] = []
     for pod in view.pods:
         labels = pod["metadata"].get("labels", {})
         if (labels.get(contract.LABEL_ROLE), labels.get(contract.LABEL_INDEX)) != (contract.ROLE_SERVER, "0"):
@@ -91,7 +103,7 @@ def stored(view: JobView, logs: Path) -> tuple[int, str] | None:
                 found += [(int(step), place) for step, place in lines[-1:]]
         except OSError:
             continue
-    return max(found, default=None)
+    return found
 
 
 def closing_lines(view: JobView | None, job: dict[str, Any], logs: Path, again: str, how: str) -> Iterator[str]:
@@ -111,7 +123,15 @@ def closing_lines(view: JobView | None, job: dict[str, Any], logs: Path, again: 
         yield "  nothing is stored: the job has no checkpoint (--checkpoint FOLDER for a script, or spec.checkpoint)"
     elif (step := stored_step(view, logs)) is None:
         yield f"{how} at step {number(view.report.step)}; nothing is left running"
-        yield "  this run stored no checkpoint; the log of parameter server 0 has the reason"
+        lost = max(_announced(view, logs), default=None)
+        if lost is None:
+            yield "  this run stored no checkpoint; the log of parameter server 0 has the reason"
+        else:
+            yield f"  the checkpoint of step {number(lost[0])} was stored, and is missing now: {lost[1]}"
+    elif step < view.report.step:
+        yield f"{how} at step {number(view.report.step)}; nothing is left running"
+        yield f"  only the checkpoint of step {number(step)} is stored; the log of parameter server 0 has the reason"
+        yield f"  to continue from it: {again}"
     else:
         yield f"{how}; the checkpoint of step {number(step)} is stored; nothing is left running"
         yield f"  to continue: {again}"

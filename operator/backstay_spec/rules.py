@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from backstay_spec import gpus, grace
+from backstay_spec import gpus, grace, places
 from backstay_spec.contract import CONTAINER, ENV_PREFIX, GROUP, LABEL_JOB
 
 __all__ = ["BOUNDS", "CHANGES", "MAX_NAME", "RULES", "FieldBound", "FieldChange", "FieldRule"]
@@ -373,9 +373,9 @@ RULES: Final[tuple[FieldRule, ...]] = (
         at="spec.checkpoint",
         field="uri",
         reads=("uri",),
-        cel="!has(self.uri) || !self.uri.startsWith('memory:')",
-        holds=lambda checkpoint: not checkpoint.get("uri", "").startswith("memory:"),
-        message="must be a place that all servers share and that outlives them; memory:// is the memory of one process",
+        cel=f"!has(self.uri) || !(self.uri.startsWith('memory:') || self.uri.matches('{places.NOT_WRITABLE}'))",
+        holds=lambda its: not re.match(f"memory:|{places.NOT_WRITABLE}", its.get("uri", "")),
+        message="must be a place to write that all servers share and that outlives them: not memory:// or http://",
     ),
     FieldRule(
         at="spec.checkpoint.volume",

@@ -7,9 +7,10 @@ import io
 import json
 import math
 import os
+import pty
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import pytest
 import yaml
@@ -133,6 +134,19 @@ def test_a_checkpoint_folder_that_is_a_file_is_refused_before_the_job(script: st
     result = RUNNER.invoke(app, ["run", "--checkpoint", script, script])
     assert result.exit_code == 2
     assert "is a file: must be a folder" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("uri", "why"),
+    [
+        ("s3:ck", "a path without '//' after the scheme: must be s3://ck for the scheme s3, or ./s3:ck for a folder"),
+        ("http://localhost/x", "must be a place to write"),
+    ],
+)
+def test_a_checkpoint_folder_that_cannot_be_written_is_refused_before_the_job(script: str, uri: str, why: str) -> None:
+    result = RUNNER.invoke(app, ["run", "--checkpoint", uri, script])
+    assert result.exit_code == 2
+    assert why in result.stderr
 
 
 @pytest.mark.parametrize("uri", ["nosuch://x", "simplecache::nosuch://x"])
@@ -601,6 +615,22 @@ def test_t8_a_full_disk_does_not_stop_a_job_and_is_remembered() -> None:
     assert writer.error == "the output cannot be written: No space left on device"
     with pytest.raises(OSError, match="No space left"):
         stream.close()
+
+
+def test_t8_a_terminal_that_is_closed_does_not_stop_a_job_and_the_rest_goes_nowhere() -> None:
+    main, other = pty.openpty()
+    with os.fdopen(other, "w") as stream:
+        writer = LineWriter(stream)
+        display = LiveDisplay(Console(file=cast(IO[str], writer)), "hint")
+        ended = {"kind": "TrainingJob", "metadata": {"name": "a", "namespace": "default"}, "status": {}}
+        with display:
+            display.show(view_of(ended, [], []))
+            os.close(main)
+            display.show(view_of(ended, [], []))
+            display.print(["a line of the script"])
+        writer("a line")
+        assert writer.error is None, "as for the reader of a pipe"
+        assert os.fstat(stream.fileno()).st_rdev == os.stat(os.devnull).st_rdev  # noqa: PTH116  # a device
 
 
 def test_an_error_that_is_not_of_the_output_is_not_hidden() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import between
 import pytest
 
 from backstay_cli.main import command_again
@@ -85,6 +86,38 @@ def test_a_checkpoint_of_a_pod_that_is_gone_counts_if_it_has_the_newest_step(tmp
     assert (
         stored_step(JobView("a", "default", report=JobReport(step=97), checkpoint_step=90, pods=pods), tmp_path) is None
     )
+
+
+def stored_in(folder: Path, step: int) -> str:
+    return f"01:02:03 parameter-server-0: checkpoint of step {step}: {folder / f'{step}.json'}"
+
+
+def test_a_checkpoint_that_is_not_there_or_not_the_last_step_is_shown_as_such(tmp_path: Path) -> None:
+    """The folder was deleted in the middle of training, or its disk was full."""
+    folder = tmp_path / "ck"
+    job = {"spec": {"checkpoint": {"uri": str(folder)}}}
+    log(tmp_path, server(1), stored_in(folder, 50))
+    view = JobView(
+        "a",
+        "default",
+        report=JobReport(step=107),
+        pods=(server(1),),
+        job=job,
+        checkpoint=str(folder / "50.json"),
+        checkpoint_step=50,
+    )
+    lines = list(closing_lines(view, job, tmp_path, AGAIN, "stopped"))
+    assert lines[0] == "stopped at step 107; nothing is left running"
+    assert lines[1] == f"  the checkpoint of step 50 was stored, and is missing now: {folder / '50.json'}"
+    assert AGAIN not in "\n".join(lines)
+    assert with_stored(view, tmp_path).checkpoint is None
+    folder.mkdir()
+    between.put(folder / "50.json", "{}")
+    lines = list(closing_lines(view, job, tmp_path, AGAIN, "stopped"))
+    assert lines[0] == "stopped at step 107; nothing is left running"
+    assert lines[1].startswith("  only the checkpoint of step 50 is stored; ")
+    assert lines[2] == f"  to continue from it: {AGAIN}"
+    assert with_stored(view, tmp_path).checkpoint == str(folder / "50.json")
 
 
 def test_a_run_with_volumes_continues_in_its_own_folder() -> None:

@@ -133,3 +133,9 @@ def test_what_is_not_a_whole_number_is_refused(value) -> None:
 def test_disabled_jit_is_refused_in_one_sentence_with_what_to_use_instead() -> None:
     with jax.disable_jit(), pytest.raises(ConfigurationError, match=r"call loss\(params, batch\) by itself"):
         backstay.train(**arguments())
+
+
+@pytest.mark.parametrize("uri", ["s3:a", "https://a"])
+def test_a_folder_that_cannot_be_written_is_refused_before_training(uri: str) -> None:
+    with pytest.raises(ConfigurationError, match="the checkpoint folder"):
+        StoreTo(uri)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import re
@@ -133,3 +134,30 @@ def test_a_terminal_shows_a_bar_and_other_places_get_lines(
         "step 3/3",
         "update 3",
     ]
+
+
+class Closed(Terminal):
+    """A terminal whose window was closed."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def flush(self) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def test_t8_training_continues_when_the_terminal_is_closed() -> None:
+    bar = Bar(Closed(), 10)
+    bar.update(0.0, 1, "text")
+    with bar.without_bar():
+        pass
+    bar.erase()
+    bar.update(1.0, 2, "text")
+    bar.leave()
+
+
+def test_t8_a_process_without_stderr_has_no_bar() -> None:
+    assert not on_terminal(None)
+    closed = Terminal()
+    closed.close()
+    assert not on_terminal(closed)

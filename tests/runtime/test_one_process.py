@@ -366,7 +366,8 @@ def test_t7_ctrl_c_stores_and_says_where_and_the_same_command_continues(run, tmp
     assert output.partition("RESULT")[2] == plain.partition("RESULT")[2]
 
 
-def test_t8_a_second_ctrl_c_ends_immediately_and_sigterm_has_the_exit_code_of_a_pod(run, tmp_path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_t8_a_second_ctrl_c_ends_immediately_and_other_signals_have_their_exit_code(run, tmp_path, number: int) -> None:
     first = run(hold=7)
     first.until("7")
     first.process.send_signal(signal.SIGINT)
@@ -377,11 +378,11 @@ def test_t8_a_second_ctrl_c_ends_immediately_and_sigterm_has_the_exit_code_of_a_
     assert "is stored in" not in output
     second = run(hold=5)
     second.until("5")
-    second.process.send_signal(signal.SIGTERM)
+    second.process.send_signal(number)
     second.output_until("training stores a checkpoint after this update")
     second.hold(6)
     code, output = second.end()
-    assert code == 143, output
+    assert code == 128 + number, output
     assert "training ended after step 6, which is stored in" in output
     assert "Traceback" not in output
 

@@ -115,7 +115,9 @@ SPECS = st.fixed_dictionaries(
             overlap=st.booleans(),
         ),
         "checkpoint": optional(
-            uri=st.sampled_from(["s3://b/f", "/x", "x", "memory://a", ""]),
+            uri=st.sampled_from(
+                ["s3://b/f", "/x", "x", "memory://a", "", "http://a", "simplecache::https://a", "xhttp://a"]
+            ),
             volume=st.sampled_from([{"hostPath": {"path": "/x"}}, {"name": "v", "emptyDir": {}}, {}]),
             everySteps=SMALL,
             everySeconds=SMALL,

@@ -215,8 +215,8 @@ BAD = [
     (
         "spec/checkpoint",
         {"uri": "memory://a"},
-        'spec.checkpoint.uri: is "memory://a": must be a place that all servers share and that outlives them; '
-        "memory:// is the memory of one process",
+        'spec.checkpoint.uri: is "memory://a": must be a place to write that all servers share and that outlives '
+        "them: not memory:// or http://",
     ),
     ("spec/checkpoint/keep", 0, "spec.checkpoint.keep: is 0: must be between 1 and 10000"),
     (

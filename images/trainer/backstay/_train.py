@@ -15,7 +15,6 @@ from backstay_spec import contract
 from ._coordination import MODES
 from ._data import BatchKey
 from ._process import (
-    SIGTERM_EXIT,
     Bar,
     Environment,
     Interrupts,
@@ -140,8 +139,8 @@ def train(
             names, or loads a part. The optimizer's state is new, and the first update makes version 1. A job that
             already has its own checkpoints continues from those.
         checkpoint: in a single process, the folder for checkpoints, or a `StoreTo`. The same script, started again,
-            continues from the newest one. Ctrl-C and SIGTERM store one. Without this argument, the environment variable
-            ``BACKSTAY_CHECKPOINT`` can name the folder. In a job, `spec.checkpoint` decides instead.
+            continues from the newest one. Ctrl-C, SIGTERM and SIGHUP store one. Without this argument, the environment
+            variable ``BACKSTAY_CHECKPOINT`` can name the folder. In a job, `spec.checkpoint` decides instead.
         on_update: ``on_update(step, loss, metrics)`` is called at most once a second, and after the last update. In a
             job, the server of shard 0 calls it in another thread, so it does not delay updates. `metrics` is the mean
             over the ranks of the update of the metrics that `loss` returned.
@@ -409,7 +408,7 @@ def _alone(script: Script, to: StoreTo | None) -> Result:
 
 
 def _reason(signalled: InterruptedAt, storage: AloneStorage) -> KeyboardInterrupt | SystemExit:
-    """The exception that ends `train` after a signal, as in any script. The message of SIGTERM is logged."""
+    """The exception that ends `train` after a signal, as in any script. Those of SIGTERM and SIGHUP are logged."""
     step = signalled.step
     if storage.stored == step:
         text = f"training ended after step {step}, which is stored in {storage.newest}: the same command continues"
@@ -419,7 +418,7 @@ def _reason(signalled: InterruptedAt, storage: AloneStorage) -> KeyboardInterrup
     if signalled.number == signal.SIGINT:
         return KeyboardInterrupt(text)
     _LOG.info("%s", text)
-    return SystemExit(SIGTERM_EXIT)
+    return SystemExit(128 + signalled.number)
 
 
 def _log_evaluation(step: int, metrics: Mapping[str, float]) -> None:

@@ -26,6 +26,7 @@ from backstay_spec import contract
 from backstay_spec.advice import args_without_command
 from backstay_spec.crd_check import display
 from backstay_spec.errors import SpecError
+from backstay_spec.places import refusal
 from backstay_spec.runtime import BestMode
 from backstay_spec.types import GradientCodec, ParameterCodec, UpdateMode
 from backstay_spec.validation import SpecErrors, parse_job
@@ -225,7 +226,7 @@ def with_absolute_checkpoint(job: Any, folder: Path) -> Any:
     if uri is None:
         return job
     job = copy.deepcopy(job)
-    job["spec"]["checkpoint"]["uri"] = str((folder / Path(uri).expanduser()).resolve())
+    job["spec"]["checkpoint"]["uri"] = _absolute(uri, folder)
     return job
 
 
@@ -234,6 +235,12 @@ def relative_checkpoint(job: Any) -> str | None:
     for key in ("spec", "checkpoint", "uri"):
         job = job.get(key) if isinstance(job, dict) else None
     return job if isinstance(job, str) and job and not job.startswith("/") and _URI.match(job) is None else None
+
+
+def _absolute(uri: str, folder: Path) -> str:
+    if (why := refusal(uri)) is not None:
+        raise BadInput(why)
+    return str((folder / Path(uri).expanduser()).resolve())
 
 
 _IN_QUOTES = re.compile(r'; write ".*?" in quotes')
@@ -389,7 +396,7 @@ def job_of_command(
     if options.evaluator or best is not None:
         spec["evaluator"] = {}
     if (checkpoint := options.checkpoint) is not None:
-        uri = checkpoint if _URI.match(checkpoint) else str(Path(checkpoint).expanduser().resolve())
+        uri = checkpoint if _URI.match(checkpoint) else _absolute(checkpoint, Path())
         more = {
             "everySteps": options.every_steps,
             "everySeconds": options.every_seconds,

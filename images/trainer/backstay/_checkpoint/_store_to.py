@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from backstay_spec.places import refusal
 from backstay_spec.whole import number, set_whole
 
 from ..errors import ConfigurationError
@@ -47,6 +48,8 @@ class StoreTo:
         set_whole(self, "every_steps", "every_seconds", "keep")
         if not self.uri:
             raise ConfigurationError("checkpoint has an empty uri: must name a folder")
+        if (why := refusal(self.uri)) is not None:
+            raise ConfigurationError(why)
         if self.every_steps is not None and not _is_count(self.every_steps, 1):
             raise ConfigurationError(
                 f"checkpoint: every_steps is {self.every_steps!r}: must be a whole number, 1 or more, or None"

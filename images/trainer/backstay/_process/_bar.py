@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final, TextIO
 
 __all__ = ["Bar", "line", "on_terminal"]
@@ -16,9 +16,9 @@ _ERASE: Final = "\r\x1b[2K"
 _COLUMNS: Final = 80
 
 
-def on_terminal(stream: TextIO) -> bool:
-    """Whether `stream` is a terminal that can erase a line."""
-    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+def on_terminal(stream: TextIO | None) -> bool:
+    """Whether `stream` is a terminal that can erase a line. It is None if the process began without it (``2>&-``)."""
+    return stream is not None and not stream.closed and stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def line(text: str, step: int, steps: int, seconds: float | None, *, columns: int, ascii_only: bool = False) -> str:
@@ -37,7 +37,10 @@ def line(text: str, step: int, steps: int, seconds: float | None, *, columns: in
 
 
 class Bar(logging.StreamHandler[TextIO]):
-    """Writes log lines, and a bar below the newest one."""
+    """Writes log lines, and a bar below the newest one.
+
+    Training continues when the terminal disappears: what cannot be drawn is left out.
+    """
 
     def __init__(self, stream: TextIO, steps: int) -> None:
         """
@@ -103,19 +106,22 @@ class Bar(logging.StreamHandler[TextIO]):
         """Keep the bar in its line, and begin the next line."""
         with self._drawing:
             if self._visible:
-                self.stream.write("\n")
+                self._write("\n")
             self._visible = False
 
     def _draw(self) -> None:
-        self.stream.write(_ERASE + self._newest)
-        self.stream.flush()
+        self._write(_ERASE + self._newest)
         self._visible = True
 
     def _erase(self) -> None:
         if self._visible:
-            self.stream.write(_ERASE)
-            self.stream.flush()
+            self._write(_ERASE)
         self._visible = False
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError, ValueError):  # the terminal was closed, or the script has closed the stream
+            self.stream.write(text)
+            self.stream.flush()
 
 
 def _columns(stream: TextIO) -> int:

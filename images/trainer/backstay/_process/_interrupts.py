@@ -1,4 +1,4 @@
-"""Stops training after the present update at Ctrl-C and SIGTERM in a single process."""
+"""Stops training after the present update at Ctrl-C, SIGTERM and SIGHUP in a single process."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, Final
 
 __all__ = ["Interrupts"]
 
-_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """A context that keeps the first SIGINT or SIGTERM for `arrived`. A second one has its usual effect.
+    """A context that keeps the first of these signals for `arrived`. A second one has its usual effect.
 
     Only the main thread handles signals. In another thread, and for a signal that the process ignores, nothing changes.
     """
