@@ -92,6 +92,8 @@ def number(value: float | None, digits: int = 4) -> str:
         return str(value)
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
+    if abs(value) >= 1e15:
+        return f"{value:.{digits}g}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
 
 

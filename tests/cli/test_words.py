@@ -204,3 +204,9 @@ def test_the_report_has_the_call_that_loads_the_best_checkpoint() -> None:
     assert load in list(report.lines(view, 1.0, Path("/logs")))
     for other in (replace(view, report=JobReport(step=9)), replace(view, job={"spec": {"checkpoint": {"uri": "/ck"}}})):
         assert not any("best=True" in line for line in report.lines(other, 1.0, Path("/logs")))
+
+
+@given(st.floats(1e15, 1e307) | st.integers(10**15, 10**300))
+def test_a_large_number_is_short(value: float) -> None:
+    assert len(number(value)) <= 10, number(value)
+    assert float(number(value)) == pytest.approx(value, rel=1e-3)
