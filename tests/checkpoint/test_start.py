@@ -102,6 +102,25 @@ def test_each_kind_of_place_gives_the_same_parameters(tmp_path: Path, write_name
     equal(started(StartFrom(place)), TREE)
 
 
+@pytest.mark.parametrize("missing", ["init", "error"])
+def test_an_incomplete_download_is_refused(tmp_path: Path, missing: Any) -> None:
+    """With the missing file's parameters as `init` returned them, half of the model would be random."""
+    files = {name: f"model-{number}.safetensors" for number, name in enumerate(NAMED)}
+    for name, file in files.items():
+        safetensors.numpy.save_file({name: NAMED[name]}, tmp_path / file)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    other = {name: f"model.fp16-{file}" for name, file in files.items()}
+    (tmp_path / "model.fp16.safetensors.index.json").write_text(json.dumps({"weight_map": other}))
+    equal(started(StartFrom(str(tmp_path), missing=missing)), TREE)
+    (tmp_path / files["dense.kernel"]).unlink()
+    with pytest.raises(CheckpointError, match=r"index.json names 1 of \d files that are not there: model-.*complete"):
+        started(StartFrom(str(tmp_path), missing=missing))
+    index.write_text("[]")
+    with pytest.raises(CheckpointError, match="is not an index of safetensors files"):
+        started(StartFrom(str(tmp_path), missing=missing))
+
+
 def test_what_does_not_fit_is_listed_in_full(tmp_path: Path) -> None:
     place = f"{tmp_path}/model.safetensors"
     kernel = NAMED["dense.kernel"]

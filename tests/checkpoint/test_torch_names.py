@@ -134,8 +134,12 @@ def test_invalid_pairs_are_refused(rename: Any) -> None:
 @pytest.mark.parametrize(
     ("translate", "says"),
     [
-        (lambda name, value: name, "translate returned str for dense.bias: must be (name, array)"),
-        (lambda name, value: ("same", value), "translate gives the name same to dense.bias and to dense.kernel"),
+        (lambda name, value: name, "translate returned str for dense.bias: must be (name, array), or None"),
+        (lambda name, value: None, "translate returned None for each array"),
+        (
+            lambda name, value: ("same", value),
+            "translate gives the name same to dense.bias and to dense.kernel: return None",
+        ),
     ],
 )
 def test_an_invalid_translation_writes_nothing(
@@ -148,3 +152,43 @@ def test_an_invalid_translation_writes_nothing(
     with pytest.raises(ConfigurationError, match="translate is for format='safetensors'"):
         backstay.export(store.uri, str(tmp_path / "out"), "orbax", translate=translate)
     assert not (tmp_path / "out").exists()
+
+
+def test_pairs_of_a_generator_are_used_each_time() -> None:
+    names = TorchNames(rename=((old, new) for old, new in [("base", "model")]))
+    assert [names.name("base.kernel"), names.name("base.bias")] == ["model.weight", "model.bias"]
+
+
+@pytest.mark.parametrize("key", ["a.b", "ü/x", "p%41"])
+def test_a_key_with_characters_that_are_escaped_is_found_in_both_ways(tmp_path: Path, key: str) -> None:
+    kernel = array(5, 3)
+    arguments: dict[str, Any] = {
+        "loss": lambda params, batch: 0.0 * params[key]["kernel"].sum(),
+        "batches": lambda _: np.zeros(1),
+        "optimizer": optax.sgd(1.0),
+    }
+    store = f"{tmp_path}/store"
+    backstay.train(init=lambda _: {key: {"kernel": jnp.asarray(kernel)}}, steps=1, checkpoint=store, **arguments)
+    backstay.export(store, out := f"{tmp_path}/m.safetensors", translate=TorchNames().exported)
+    found = safetensors.numpy.load_file(out)
+    assert list(found) == [f"{key}.weight"]
+    np.testing.assert_array_equal(found[f"{key}.weight"], kernel.T)
+    started = backstay.train(
+        init=lambda _: {key: {"kernel": jnp.zeros((5, 3))}},
+        steps=0,
+        start_from=StartFrom(out, mapping=TorchNames()),
+        **arguments,
+    )
+    np.testing.assert_array_equal(started.params[key]["kernel"], kernel)
+
+
+def test_one_of_two_tied_weights_is_left_out(tmp_path: Path, write_named: Callable[..., Manifest]) -> None:
+    words = array(7, 3)
+    store = CheckpointStore(f"{tmp_path}/store")
+    write_named(store, {"words": {"embedding": words}, "head": {"kernel": words.T}}, version=1)
+
+    def translate(name: str, value: Any) -> Any:
+        return None if name == "head.kernel" else TorchNames().exported(name, value)
+
+    backstay.export(store.uri, out := f"{tmp_path}/m.safetensors", translate=translate)
+    assert list(safetensors.numpy.load_file(out)) == ["words.weight"]

@@ -108,7 +108,7 @@ def test_a_failed_job_raises_with_the_exception_of_the_script(client: Client, tr
     assert caught.value.reason == "NonFiniteGradients"
     status = job.wait(progress=False, check=False)
     assert (status.phase, status.succeeded, status.reason) == ("Failed", False, "NonFiniteGradients")
-    with pytest.raises(NoResult, match=r"has stored no checkpoint"):
+    with pytest.raises(NoResult, match=r"is Failed, and has stored no checkpoint: NonFiniteGradients: "):
         job.result()
 
 
@@ -225,6 +225,7 @@ def test_a_script_a_yaml_file_and_a_mapping_are_submitted_too(client: Client, us
         ({"workers": 0}, r"workers is 0: must be"),
         ({"wrkers": 2}, r"wrkers= is not an option: must be one of args, backups"),
         ({"name": "Not Valid"}, 'name is "Not Valid": must be'),
+        ({"name": ""}, "name='' is empty: must be a name"),
         ({"checkpoint": {"everySteps": 3}}, r"checkpoint=\{'everySteps': 3\} names no place: must have uri or volume"),
         ({"checkpoint": {"uri": "memory://a"}}, r"spec\.checkpoint\.uri: is \"memory://a\": must be a place"),
         ({"mode": "Eventually"}, 'mode is "Eventually": must be Sync or Async'),

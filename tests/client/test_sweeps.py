@@ -15,6 +15,8 @@ from types import ModuleType
 from typing import Any
 
 import aiohttp
+import jax.numpy as jnp
+import numpy as np
 import optuna
 import pytest
 from between import LONG, until
@@ -53,6 +55,7 @@ class FakeJob:
         self.step = 0
         self.deleted = False
         self.ends = "Succeeded"
+        self.non_finite = False  # whether `evaluate` returns NaN
 
     async def status(self) -> JobStatus:
         if self.deleted:
@@ -62,6 +65,8 @@ class FakeJob:
         loss = self.params["rate"]
         view = JobView(self.name, "default", phase=phase)
         status = JobStatus(self.name, "default", phase, "Why", "because", self.step, loss, view=view)
+        if self.non_finite:
+            return replace(status, report=JobReport(step=self.step, goal_steps=GOAL, non_finite_metrics=["accuracy"]))
         return replace(status, metrics={"accuracy": 1 - loss}, report=JobReport(step=self.step, goal_steps=GOAL))
 
     async def curve(self) -> TrainingCurve:
@@ -297,6 +302,37 @@ async def test_metrics_of_evaluate_are_objectives_and_a_wrong_name_lists_the_val
     assert cluster.jobs["other-1"].deleted or cluster.jobs["other-0"].deleted, "the other trial was stopped"
 
 
+@pytest.mark.parametrize("number", [0, 3])
+async def test_a_trial_whose_objective_is_not_finite_fails_alone(path: Path, cluster: FakeCluster, number: int) -> None:
+    """The status leaves NaN out, so the objective seemed not to exist, and the whole sweep ended."""
+
+    async def start(name: str, params: Mapping[str, Any], labels: Mapping[str, str]) -> FakeJob:
+        job = await cluster.start(name, params, labels)
+        job.non_finite = name == f"digits-{number}"
+        return job
+
+    with SweepStore(plan(objective="accuracy", direction="maximize"), path) as store:
+        jobs = TrialJobs(start, cluster.existing)
+        trials = await finish(SweepRunner(store, jobs, trials=6, parallel=2, prunes=False, patience=60, poll_seconds=0))
+    assert [one.state for one in trials] == ["FAIL" if one == number else "COMPLETE" for one in range(6)]
+    assert trials[number].why == "its last accuracy is not a finite number"
+
+
+def test_numbers_of_numpy_and_jax_are_those_of_python() -> None:
+    space = distributions_of(
+        {
+            "whole": (np.int64(2), jnp.asarray(4)),
+            "real": (np.float32(0.5), 2),
+            "log": (np.int32(1), np.int32(8), "log"),
+            "one": [np.int64(3), np.float64(0.5), "a", None, np.bool_(True)],
+        }
+    )
+    assert space["whole"] == optuna.distributions.IntDistribution(2, 4)
+    assert space["real"] == optuna.distributions.FloatDistribution(0.5, 2.0)
+    assert space["log"] == optuna.distributions.IntDistribution(1, 8, log=True)
+    assert [type(one) for one in space["one"].choices] == [int, float, str, type(None), bool]
+
+
 async def test_a_foreign_job_under_the_name_of_a_trial_is_not_touched(path: Path, cluster: FakeCluster) -> None:
     foreign = await cluster.start("digits-0", {"rate": 0.5}, {})
     with (
@@ -363,6 +399,7 @@ def ended(tmp_path: Path) -> FoundCluster:
         ({"parallel": True}, "parallel=True: must be a whole number from 1"),
         ({"direction": "down"}, "direction='down': must be minimize or maximize"),
         ({"args": [1]}, "args: is list: must be a mapping"),
+        ({"args": {"rate": 1.0}}, "args: has 'rate', which the space has too"),
         ({"checkpoint": {"volume": {}}}, "must be a folder or a URI, and not a volume"),
         ({"name": "n" * 36}, "a sweep's name has at most 35"),
         ({"workers": 0}, "workers is 0: must be"),

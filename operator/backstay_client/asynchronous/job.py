@@ -26,7 +26,7 @@ from backstay_client.show.html import job_card
 from backstay_client.show.progress import display_for
 from backstay_client.view.follow import JobView, look
 from backstay_client.view.status import JobStatus, status_of
-from backstay_client.words import duration
+from backstay_client.words import duration, on_one_line
 from backstay_spec import contract
 
 __all__ = [
@@ -403,6 +403,9 @@ def checkpoint_of(status: JobStatus) -> str:
     if not status.checkpoint:
         if not stored.get("uri") and not stored.get("volume"):
             raise NoResult(f"the job {status.name} stores no checkpoints: submit it with checkpoint=")
+        if status.ended:
+            why = f": {status.reason}: {on_one_line(status.message)}" if not status.succeeded else ""
+            raise NoResult(f"the job {status.name} is {status.phase}, and has stored no checkpoint{why}")
         raise NoResult(
             f"the job {status.name} is {status.phase}, and has stored no checkpoint yet: its last update stores one, "
             "so call job.wait() first"

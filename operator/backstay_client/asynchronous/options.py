@@ -154,6 +154,8 @@ def _of_sources(
     chosen: dict[str, Any] = {name: whole(options.get(name)) for name in _FIELDS - {"checkpoint"}}
     if chosen["backups"] is not None:
         chosen["backups"] = str(chosen["backups"])
+    if chosen["name"] == "":
+        raise BadInput("name='' is empty: must be a name, or None for the name of the function or the script")
     name = chosen["name"] or sources.name
     if checkpoint is None and cluster.folder is not None:
         checkpoint = cluster.folder / _CHECKPOINTS / name  # so that the job has a result

@@ -118,6 +118,8 @@ def prepared_sweep(
     if isinstance(checkpoint, Mapping) and not checkpoint.get("uri"):
         raise BadInput("checkpoint: the trials need different folders: must be a folder or a URI, and not a volume")
     distributions = distributions_of(space)
+    if both := sorted(set(args or {}) & set(distributions)):
+        raise BadInput(f"args: has {', '.join(map(repr, both))}, which the space has too: must be in one of them")
     example = submission_of(what, _options_of(job, job.get("name"), example_of(distributions), {}), cluster, image)
     name = str(job.get("name") or example.job["metadata"]["name"])
     if len(name) > _LONGEST_NAME:

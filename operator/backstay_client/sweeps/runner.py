@@ -236,13 +236,15 @@ class SweepRunner:
         value, step = found.get(objective), status.step
         if running.values and (value is None or objective not in status.metrics):
             step, value = running.values[-1]
-        if value is None and objective not in found and objective not in curve.metrics:
+        # The status leaves out values that are not finite. An earlier trial may have had the objective.
+        known = {*found, *curve.metrics, *status.report.non_finite_metrics}
+        if value is None and objective not in known and all(one.state != "COMPLETE" for one in self._store.results()):
             names = sorted({"loss", *found, *curve.metrics, *(n for e in curve.evaluations.values() for n in e)})
             why = f"the objective {objective!r} does not exist: must be one of {', '.join(names)}"
             self._store.fail(trial, why)
             raise SweepFailed(why)
-        if value is None or math.isnan(value):
-            self._store.fail(trial, f"its last {objective} is not a number")
+        if value is None or not math.isfinite(value):
+            self._store.fail(trial, f"its last {objective} is not a finite number")
             self._refuse_first_failures()
         else:
             self._store.complete(trial, value, step)

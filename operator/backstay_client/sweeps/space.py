@@ -8,6 +8,7 @@ from typing import Any
 
 from backstay_client.jobfiles.jobfile import BadInput
 from backstay_client.show.frames import needed
+from backstay_spec.whole import whole
 
 __all__ = ["as_text", "distributions_of", "example_of", "optuna"]
 
@@ -48,9 +49,9 @@ def _distribution(name: str, values: Any) -> Any:
         if isinstance(values, kinds.BaseDistribution):
             return values
         if isinstance(values, list):
-            return kinds.CategoricalDistribution(values)
+            return kinds.CategoricalDistribution([_plain(value) for value in values])
         if isinstance(values, tuple) and len(values) in {2, 3} and values[2:] in {(), ("log",)}:
-            low, high, log = values[0], values[1], len(values) == 3
+            low, high, log = _plain(values[0]), _plain(values[1]), len(values) == 3
             if isinstance(low, bool) or isinstance(high, bool):
                 raise ValueError("a boolean is not a number")
             if isinstance(low, int) and isinstance(high, int):
@@ -59,6 +60,12 @@ def _distribution(name: str, values: Any) -> Any:
     except (ValueError, TypeError) as error:
         raise BadInput(f"space[{name!r}]: is {values!r}: {error}: {_VALID}") from None
     raise BadInput(f"space[{name!r}]: is {values!r}: {_VALID}")
+
+
+def _plain(value: Any) -> Any:
+    """A number of NumPy or JAX as one of Python. Everything else is returned unchanged."""
+    value = whole(value)
+    return value.item() if getattr(value, "shape", None) == () else value
 
 
 def example_of(distributions: Mapping[str, Any]) -> dict[str, Any]:

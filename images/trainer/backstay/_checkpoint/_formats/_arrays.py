@@ -34,6 +34,7 @@ from ._orbax import is_orbax, read_orbax
 __all__ = ["Arrays", "MissingArray", "Readers", "fix", "open_arrays"]
 
 _SAFETENSORS: Final = ".safetensors"
+_INDEX: Final = ".safetensors.index.json"
 _SAMPLE: Final = 64 << 10
 """Bytes at the beginning and at the end of a file. Its fingerprint contains them, and so differs for another file of
 the same size."""
@@ -275,7 +276,14 @@ def _files(uri: str, opened: contextlib.ExitStack) -> Iterator[tuple[str, str]]:
     """The safetensors files at `uri`, each with a local path. Remote ones are copied: the library maps files."""
     parent, _, last = uri.rstrip("/").rpartition("/")
     folder = open_folder(parent or "." if uri.endswith(_SAFETENSORS) else uri)
-    names = [last] if uri.endswith(_SAFETENSORS) else [name for name in folder.names() if name.endswith(_SAFETENSORS)]
+    if uri.endswith(_SAFETENSORS):
+        names = [last]
+    else:
+        present = folder.names()
+        names = [name for name in present if name.endswith(_SAFETENSORS)]
+        for index in present:
+            if index.endswith(_INDEX):
+                _refuse_missing(f"{folder.uri}/{index}", folder.read(index), names)
     if isinstance(folder, PosixFolder):
         yield from ((str(folder.path / name), str(folder.path / name)) for name in names)
         return
@@ -283,6 +291,21 @@ def _files(uri: str, opened: contextlib.ExitStack) -> Iterator[tuple[str, str]]:
     for name in names:
         (scratch / name).write_bytes(folder.read(name))
         yield f"{folder.uri}/{name}", str(scratch / name)
+
+
+def _refuse_missing(index: str, content: bytes, names: list[str]) -> None:
+    """An index lists the files of one model, such as after an incomplete download. One without any file is of another
+    variant of the model."""
+    try:
+        listed = set(json.loads(content)["weight_map"].values())
+        missing = sorted(listed.difference(names))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is not an index of safetensors files: {error!r}") from error
+    if 0 < len(missing) < len(listed):
+        raise CheckpointError(
+            f"{index} names {len(missing)} of {len(listed)} files that are not there: {', '.join(missing[:5])}. Is "
+            "the download complete?"
+        )
 
 
 def _fingerprint(uri: str) -> str:

@@ -62,7 +62,7 @@ def export(
     format: Literal["safetensors", "orbax"] = "safetensors",  # noqa: A002
     *,
     base: Any = False,
-    translate: Callable[[str, NDArray[np.generic]], tuple[str, NDArray[np.generic]]] | None = None,
+    translate: Callable[[str, NDArray[np.generic]], tuple[str, NDArray[np.generic]] | None] | None = None,
 ) -> Exported:
     """Write the parameters, and the model state, of a checkpoint in a format that other programs read.
 
@@ -79,11 +79,11 @@ def export(
         base: as in `load`. With it, the output also has the parameters that were frozen. Without it, the output has
             only those that were trained, such as adapters.
         translate: ``translate(name, array)`` returns the name and the array to write instead, such as
-            `TorchNames.exported`. For ``safetensors`` only.
+            `TorchNames.exported`. None leaves the array out, such as one of two tied weights. For ``safetensors`` only.
 
     Raises:
         ConfigurationError: `format` is not one of these, or `out` has the suffix of another format. `translate` returns
-            something else, or one name for two arrays.
+            something else, one name for two arrays, or None for all.
         CheckpointError: there is no complete checkpoint, or `out` exists or cannot be written.
         Exception: any that `translate` raises.
     """
@@ -131,12 +131,21 @@ def _translated(named: Mapping[str, NDArray[np.generic]], translate: Callable[..
     names: dict[str, str] = {}
     for name, array in named.items():
         pair = translate(name, array)
+        if pair is None:
+            continue
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
-            raise ConfigurationError(f"translate returned {type(pair).__name__} for {name}: must be (name, array)")
+            raise ConfigurationError(
+                f"translate returned {type(pair).__name__} for {name}: must be (name, array), or None"
+            )
         new = pair[0]
         if new in names:
-            raise ConfigurationError(f"translate gives the name {new} to {names[new]} and to {name}")
+            raise ConfigurationError(
+                f"translate gives the name {new} to {names[new]} and to {name}: return None for one of them to leave "
+                "it out, or another name"
+            )
         names[new], found[new] = name, np.asarray(pair[1])
+    if named and not found:
+        raise ConfigurationError("translate returned None for each array: must return (name, array) for one at least")
     return found
 
 

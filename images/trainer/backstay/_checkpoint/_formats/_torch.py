@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
+from urllib.parse import unquote
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +33,7 @@ class TorchNames:
       first, in reverse: (outputs, inputs, height, width).
     - ``scale`` and ``embedding`` are ``weight``, with the same array.
     - ``mean`` and ``var`` of the model state are ``running_mean`` and ``running_var``.
-    - All others stay.
+    - All others stay. Characters that names of Backstay escape, such as a dot in a key, are in the file as they are.
 
     Other layouts need another mapping. An example is ``Conv1D`` of GPT-2, whose weight is not transposed, or a kernel
     with a dimension for the heads.
@@ -49,6 +50,7 @@ class TorchNames:
 
     def __post_init__(self) -> None:
         try:
+            object.__setattr__(self, "rename", tuple(self.rename))  # a generator has its items once
             for pair in self.rename:
                 pattern, replacement = (pair,) if isinstance(pair, str) else pair  # a pair of letters is a text
                 re.sub(pattern, replacement, "")
@@ -66,7 +68,7 @@ class TorchNames:
         """
         of_state = name.startswith(MODEL_STATE)
         head, dot, last = name.removeprefix(MODEL_STATE).rpartition(".")
-        found = head + dot + (_LAST_OF_STATE if of_state else _LAST).get(last, last)
+        found = unquote(head + dot + (_LAST_OF_STATE if of_state else _LAST).get(last, last))
         for pattern, replacement in self.rename:
             found = re.sub(pattern, replacement, found)
         return found
