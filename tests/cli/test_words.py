@@ -186,6 +186,21 @@ def test_o10_after_the_last_update_the_line_describes_the_end() -> None:
     assert no_update(JobView("a", "default", phase="Succeeded", report=JobReport(step=20), waits=waits)) == ""
 
 
+def test_a_script_that_does_not_end_after_training_is_what_the_job_waits_for() -> None:
+    """The page with the waits ends with the servers. A thread of the script may never end."""
+    trained = {"type": "Trained", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    job = {"metadata": {"name": "a", "namespace": "default"}, "status": {"phase": "Running", "step": 20}}
+    job["status"] |= {"conditions": [trained]}
+    worker = pod(contract.ROLE_WORKER, 0, "Running")
+    view = view_of(job, [worker], [])
+    assert waiting_for(view).startswith("training is complete: the script of worker 0 still runs")
+    assert waiting_for(replace(view, waits={"over": True, "text": "trained to step 20"})) == "", "the page says more"
+    assert waiting_for(replace(view, pods=(pod(contract.ROLE_WORKER, 1, "Running"),))) == ""
+    assert waiting_for(replace(view, pods=(pod(contract.ROLE_WORKER, 0, "Succeeded"),))) == ""
+    trained["status"] = "False"
+    assert waiting_for(view_of(job, [worker], [])) == ""
+
+
 def test_a_message_of_several_lines_stays_one_entry() -> None:
     job = {"metadata": {"name": "a", "namespace": "default"}, "status": {"phase": "Starting"}}
     lines: list[str] = []

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import Any
 
-from backstay_client.view.follow import LONG_WAIT, JobView
+from backstay_client.view.follow import LONG_WAIT, JobView, unix_time
 from backstay_client.view.pods import obstacle as obstacle_of
+from backstay_client.view.pods import slot_of
 from backstay_client.words import count, duration, on_one_line
 from backstay_spec import contract
+from backstay_spec.status import TRAINED
 
 # Seconds after the last update after which the end of the job is described.
 _ENDING = 3.0
@@ -27,7 +31,7 @@ def waiting_for(view: JobView) -> str:
     if view.trouble:
         return on_one_line(view.trouble)
     if view.report.step:
-        return ""
+        return _script(view, pods)
     desired = sum(role.desired for role in view.roles.values())
     if not pods:
         return "creating pods" if not view.restarts else "waiting: pods that died early are replaced"
@@ -53,6 +57,18 @@ def no_update(view: JobView) -> str:
         return str(view.waits.get("text", "")) if shown else ""
     seconds = float(view.waits.get("seconds") or 0.0)
     return f"no update for {duration(seconds)}: {view.waits.get('text', '')}" if seconds >= LONG_WAIT else ""
+
+
+def _script(view: JobView, pods: Sequence[dict[str, Any]]) -> str:
+    """The wait after training for the code after `train`, or for a thread that never ends."""
+    conditions = (view.job.get("status") or {}).get("conditions") or []
+    trained = [condition for condition in conditions if condition["type"] == TRAINED and condition["status"] == "True"]
+    since = unix_time(trained[0].get("lastTransitionTime")) if trained else None
+    if since is None or time.time() - since < _ENDING or view.waits.get("over"):
+        return ""
+    if not any(slot_of(pod)[:2] == (contract.ROLE_WORKER, 0) for pod in pods):
+        return ""
+    return "training is complete: the script of worker 0 still runs (at most afterTrainingSeconds)"
 
 
 def _role(pod: dict[str, Any]) -> str:
