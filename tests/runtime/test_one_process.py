@@ -257,6 +257,7 @@ def test_t9_the_account_of_one_process_is_that_of_a_job() -> None:
 PROGRAM = """
 import pathlib, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may ignore it
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as below nohup
 import jax.numpy as jnp, optax, backstay
 
 place = pathlib.Path(sys.argv[1])
