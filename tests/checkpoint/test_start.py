@@ -113,6 +113,9 @@ def test_an_incomplete_download_is_refused(tmp_path: Path, missing: Any) -> None
     other = {name: f"model.fp16-{file}" for name, file in files.items()}
     (tmp_path / "model.fp16.safetensors.index.json").write_text(json.dumps({"weight_map": other}))
     equal(started(StartFrom(str(tmp_path), missing=missing)), TREE)
+    safetensors.numpy.save_file({"of another save": NAMED["dense.bias"]}, tmp_path / files["dense.bias"])
+    with pytest.raises(CheckpointError, match=r"index.json names 1 of \d tensors that are not in their files: dense"):
+        started(StartFrom(str(tmp_path), missing=missing))
     (tmp_path / files["dense.kernel"]).unlink()
     with pytest.raises(CheckpointError, match=r"index.json names 1 of \d files that are not there: model-.*complete"):
         started(StartFrom(str(tmp_path), missing=missing))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -56,6 +57,8 @@ class FakeJob:
         self.deleted = False
         self.ends = "Succeeded"
         self.non_finite = False  # whether `evaluate` returns NaN
+        self.evaluations: dict[int, dict[str, float]] = {}  # on the curve
+        self.lacks = False  # whether `evaluate` does not return the accuracy
 
     async def status(self) -> JobStatus:
         if self.deleted:
@@ -65,13 +68,15 @@ class FakeJob:
         loss = self.params["rate"]
         view = JobView(self.name, "default", phase=phase)
         status = JobStatus(self.name, "default", phase, "Why", "because", self.step, loss, view=view)
+        if self.lacks:
+            return status
         if self.non_finite:
             return replace(status, report=JobReport(step=self.step, goal_steps=GOAL, non_finite_metrics=["accuracy"]))
         return replace(status, metrics={"accuracy": 1 - loss}, report=JobReport(step=self.step, goal_steps=GOAL))
 
     async def curve(self) -> TrainingCurve:
         steps = tuple(range(1, self.step + 1))
-        return TrainingCurve(steps, (self.params["rate"],) * len(steps))
+        return TrainingCurve(steps, (self.params["rate"],) * len(steps), evaluations=self.evaluations)
 
     async def delete(self, *, wait: bool = True) -> None:
         del wait
@@ -318,6 +323,34 @@ async def test_a_trial_whose_objective_is_not_finite_fails_alone(path: Path, clu
     assert trials[number].why == "its last accuracy is not a finite number"
 
 
+async def test_a_trial_whose_newest_objective_is_not_finite_fails(path: Path, cluster: FakeCluster) -> None:
+    """The status keeps the newest metrics that were finite, which are those before the model diverged. Optuna keeps
+    the last that was reported as the value of the trial."""
+
+    async def start(name: str, params: Mapping[str, Any], labels: Mapping[str, str]) -> FakeJob:
+        job = await cluster.start(name, params, labels)
+        job.evaluations = {32: {"accuracy": 0.9}, GOAL: {"accuracy": math.nan if name == "digits-1" else 0.8}}
+        return job
+
+    with SweepStore(plan(objective="accuracy", direction="maximize"), path) as store:
+        jobs = TrialJobs(start, cluster.existing)
+        trials = await finish(SweepRunner(store, jobs, trials=3, parallel=2, prunes=False, patience=60, poll_seconds=0))
+    assert [(one.state, one.value) for one in trials] == [("COMPLETE", 0.8), ("FAIL", 0.9), ("COMPLETE", 0.8)]
+
+
+async def test_a_trial_without_an_objective_that_others_have_fails_alone(path: Path, cluster: FakeCluster) -> None:
+    async def start(name: str, params: Mapping[str, Any], labels: Mapping[str, str]) -> FakeJob:
+        job = await cluster.start(name, params, labels)
+        job.lacks = name == "digits-3"
+        return job
+
+    with SweepStore(plan(objective="accuracy", direction="maximize"), path) as store:
+        jobs = TrialJobs(start, cluster.existing)
+        trials = await finish(SweepRunner(store, jobs, trials=5, parallel=1, prunes=False, patience=60, poll_seconds=0))
+    assert [one.state for one in trials] == ["COMPLETE", "COMPLETE", "COMPLETE", "FAIL", "COMPLETE"]
+    assert "the objective 'accuracy' does not exist" in trials[3].why
+
+
 def test_numbers_of_numpy_and_jax_are_those_of_python() -> None:
     space = distributions_of(
         {
@@ -378,7 +411,7 @@ def test_the_short_forms_of_a_space() -> None:
     given = {"rate": (1e-4, 1e-1, "log"), "width": (16, 64), "drop": (0, 0.5), "kind": ["a", "b", None]}
     own = {**given, "rate": optuna.distributions.FloatDistribution(1e-4, 1e-1, log=True)}
     assert as_text(distributions_of(given)) == as_text(distributions_of(own))
-    for wrong in ((1,), (2, 1), (0.0, 1.0, "log"), (1, 2, "lin"), "abc", [], 3, (True, False), ("a", "b")):
+    for wrong in ((1,), (2, 1), (0.0, 1.0, "log"), (1, 2, "lin"), "abc", [], 3, (True, False), ("0.1", "1")):
         with pytest.raises(BadInput, match=r"space\['x'\]: is .*must be a list of choices"):
             distributions_of({"x": wrong})
     with pytest.raises(BadInput, match="space: is empty"):
@@ -413,6 +446,8 @@ def test_options_are_checked_before_the_first_trial(
         prepared_sweep(training.train, {"rate": (0.1, 0.2)}, options, ended, None)
     with pytest.raises(BadInput, match="unexpected keyword argument 'rat'"):
         prepared_sweep(training.train, {"rat": (0.1, 0.2)}, {}, ended, None)
+    with pytest.raises(BadInput, match="args: has 'a_b', which the space has too"):  # both are --a-b of a script
+        prepared_sweep("train.py", {"a-b": (0.1, 0.2)}, {"args": {"a_b": 0.1}}, ended, None)
     assert not Path(".backstay").exists()
 
 

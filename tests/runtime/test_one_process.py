@@ -450,6 +450,19 @@ def test_one_process_and_one_server_warn_of_what_several_servers_refuse(tmp_path
         testing.run(one_server, servers=2)
 
 
+def small_with_codec():
+    backstay.train(**arguments(average=None), wire=backstay.Wire(gradients="Int8"))
+
+
+def test_a_codec_that_encodes_nothing_is_named_once(tmp_path, capsys) -> None:
+    """All arrays are smaller than what is encoded, so the codec saves nothing."""
+    small_with_codec()
+    says = "the codecs (gradients Int8, parameters Exact) encode nothing, because no array"
+    assert capsys.readouterr().err.count(says) == 1
+    job = testing.run(small_with_codec, folder=tmp_path, servers=2, wire={"gradients": "Int8"})
+    assert sum(log.count(says) for log in job.logs.values()) == 1
+
+
 def test_one_process_warns_of_an_optimizer_that_no_server_computes_and_refuses_to_store_it(tmp_path, capsys) -> None:
     def update(gradients, state, params=None):
         return jax.tree.map(lambda leaf: -1e-2 * leaf, gradients), state.astype(jnp.float64) + 1.0

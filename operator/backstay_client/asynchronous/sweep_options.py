@@ -118,7 +118,7 @@ def prepared_sweep(
     if isinstance(checkpoint, Mapping) and not checkpoint.get("uri"):
         raise BadInput("checkpoint: the trials need different folders: must be a folder or a URI, and not a volume")
     distributions = distributions_of(space)
-    if both := sorted(set(args or {}) & set(distributions)):
+    if both := sorted(one for one in args or {} if _option(one) in map(_option, distributions)):
         raise BadInput(f"args: has {', '.join(map(repr, both))}, which the space has too: must be in one of them")
     example = submission_of(what, _options_of(job, job.get("name"), example_of(distributions), {}), cluster, image)
     name = str(job.get("name") or example.job["metadata"]["name"])
@@ -128,6 +128,11 @@ def prepared_sweep(
         raise BadInput("storage: is a URL: must be the path of a file, such as sweep.db")
     path = Path(own.get("storage") or Path(".backstay", "sweeps", f"{name}.db"))
     return PreparedSweep(SweepPlan(name, distributions, own.get("objective", "loss"), direction), path, own, job)
+
+
+def _option(name: str) -> str:
+    """What a name of an argument has in common with others that are the same option of a script."""
+    return str(name).replace("_", "-")
 
 
 def _options_of(

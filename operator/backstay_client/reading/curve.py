@@ -36,13 +36,16 @@ class TrainingCurve:
 
     def values(self, name: str) -> list[tuple[int, float]]:
         """The finite values of the loss, of a metric of `loss`, or else of a metric of `evaluate`, with their steps."""
+        return [(step, value) for step, value in self._points(name) if math.isfinite(value)]
+
+    def newest(self, name: str) -> tuple[int, float] | None:
+        """The newest of the values that `values` returns, which is NaN if it is not finite. None: there is none."""
+        return max(self._points(name), key=lambda point: point[0], default=None)
+
+    def _points(self, name: str) -> Iterable[tuple[int, float]]:
         if name == "loss" or name in self.metrics:
-            found: Iterable[tuple[int, float]] = zip(
-                self.steps, self.loss if name == "loss" else self.metrics[name], strict=True
-            )
-        else:
-            found = ((step, metrics[name]) for step, metrics in sorted(self.evaluations.items()) if name in metrics)
-        return [(step, value) for step, value in found if math.isfinite(value)]
+            return zip(self.steps, self.loss if name == "loss" else self.metrics[name], strict=True)
+        return ((step, metrics[name]) for step, metrics in sorted(self.evaluations.items()) if name in metrics)
 
     def before(self, newer: TrainingCurve) -> TrainingCurve:
         """This curve up to the first step of a newer server's curve, and that curve from there."""

@@ -234,20 +234,26 @@ class SweepRunner:
             return
         found = {"loss": status.loss, **status.report.train_metrics, **status.metrics}
         value, step = found.get(objective), status.step
-        if running.values and (value is None or objective not in status.metrics):
-            step, value = running.values[-1]
-        # The status leaves out values that are not finite. An earlier trial may have had the objective.
-        known = {*found, *curve.metrics, *status.report.non_finite_metrics}
-        if value is None and objective not in known and all(one.state != "COMPLETE" for one in self._store.results()):
+        of_evaluate = objective in status.metrics
+        if of_evaluate:
+            step = status.report.evaluated_step or step
+        # The status keeps the newest finite metrics. Those of the curve may be newer, and NaN.
+        newest = curve.newest(objective)
+        if newest is not None and not (of_evaluate and step is not None and step > newest[0]):
+            step, value = newest
+        if value is not None and math.isfinite(value):
+            self._store.complete(trial, value, step)
+            return
+        if value is not None or objective in status.report.non_finite_metrics:
+            why = f"its last {objective} is not a finite number"
+        else:
             names = sorted({"loss", *found, *curve.metrics, *(n for e in curve.evaluations.values() for n in e)})
             why = f"the objective {objective!r} does not exist: must be one of {', '.join(names)}"
-            self._store.fail(trial, why)
-            raise SweepFailed(why)
-        if value is None or not math.isfinite(value):
-            self._store.fail(trial, f"its last {objective} is not a finite number")
-            self._refuse_first_failures()
-        else:
-            self._store.complete(trial, value, step)
+            if all(one.state != "COMPLETE" for one in self._store.results()):  # otherwise it is a fault of this trial
+                self._store.fail(trial, why)
+                raise SweepFailed(why)
+        self._store.fail(trial, why)
+        self._refuse_first_failures()
 
     def _refuse_first_failures(self) -> None:
         ended = [one for one in self._store.results() if one.state != "RUNNING"]

@@ -52,8 +52,9 @@ def _distribution(name: str, values: Any) -> Any:
             return kinds.CategoricalDistribution([_plain(value) for value in values])
         if isinstance(values, tuple) and len(values) in {2, 3} and values[2:] in {(), ("log",)}:
             low, high, log = _plain(values[0]), _plain(values[1]), len(values) == 3
-            if isinstance(low, bool) or isinstance(high, bool):
-                raise ValueError("a boolean is not a number")
+            for end in (low, high):
+                if isinstance(end, bool | str):  # float() takes both
+                    raise TypeError(f"{end!r} is not a number")
             if isinstance(low, int) and isinstance(high, int):
                 return kinds.IntDistribution(low, high, log=log)
             return kinds.FloatDistribution(float(low), float(high), log=log)

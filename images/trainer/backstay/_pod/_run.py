@@ -71,7 +71,7 @@ def run(environment: Environment, script: Script, began: float, checkpoint: obje
     Raises:
         Exception: `fail` reports it.
     """
-    from .._roles import warn_of_several
+    from .._roles import warn_of_plan
 
     configure(environment.config.log_format, environment.name, environment.job)
     _explain_unused(environment, checkpoint)
@@ -102,8 +102,8 @@ def run(environment: Environment, script: Script, began: float, checkpoint: obje
     script = replace(script, spans=members.count > 1)
     use_devices(environment.role, os.environ)
     plan = script.plan(environment.config.shards, _wire_of(environment), environment.config.pods_per_rank)
-    if environment.role == contract.ROLE_SERVER and environment.config.shards == 1 and not environment.standby:
-        warn_of_several(plan)
+    if environment.role == contract.ROLE_SERVER and environment.index == 0 and not environment.standby:
+        warn_of_plan(plan)
     now = time.monotonic()
     _LOG.debug("planned after %.2f s", now - began)
     _instrument.record("start", now - process_age(), now)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ._evaluator import Evaluator
     from ._observers import OnUpdate, StopWhen
     from ._restored import restored
-    from ._script import Script, ScriptPlan, check_alone, epochs_of, evaluated, evaluation_of, warn_of_several
+    from ._script import Script, ScriptPlan, check_alone, epochs_of, evaluated, evaluation_of, warn_of_plan
     from ._server import Server, ServerContext
     from ._standby import Standby
     from ._worker import Worker
@@ -45,7 +45,7 @@ __all__ = [
     "evaluation_of",
     "on_processor",
     "restored",
-    "warn_of_several",
+    "warn_of_plan",
 ]
 
 _HOMES: Final = {
@@ -68,7 +68,7 @@ _HOMES: Final = {
     "evaluation_of": "._script",
     "on_processor": "._beginning",
     "restored": "._restored",
-    "warn_of_several": "._script",
+    "warn_of_plan": "._script",
 }
 
 __getattr__ = lazily(__name__, _HOMES)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .._update import Objective, Partition, Rule, ShardWire, Trace, Wire
     from ._observers import OnUpdate, StopWhen
 
-__all__ = ["Script", "ScriptPlan", "check_alone", "epochs_of", "evaluated", "evaluation_of", "warn_of_several"]
+__all__ = ["Script", "ScriptPlan", "check_alone", "epochs_of", "evaluated", "evaluation_of", "warn_of_plan"]
 
 
 _LOG = logging.getLogger(__name__)
@@ -446,13 +446,22 @@ def check_alone(script: Script, *, stores: bool) -> ScriptPlan | None:
         what = "compute this optimizer" if isinstance(error, OptimizerError) else "train this model"
         _LOG.warning("a job cannot %s: %s", what, error)
         return None
-    warn_of_several(plan)
+    warn_of_plan(plan)
     return plan
 
 
-def warn_of_several(plan: ScriptPlan) -> None:
-    """Warn if only one parameter server can compute the optimizer."""
+def warn_of_plan(plan: ScriptPlan) -> None:
+    """Warn if only one parameter server can compute the optimizer, or if the codecs encode nothing."""
+    from .._update import coded_leaves
+
     try:
         plan.rule.check(2)
     except OptimizerError as error:
         _LOG.warning("this works with one parameter server only: %s", error)
+    if not plan.wire.exact and not coded_leaves(plan.partition.tree, plan.wire):
+        _LOG.warning(
+            "the codecs (gradients %s, parameters %s) encode nothing, because no array that is trained is large enough "
+            "and of a dtype that they know: all travels as with Exact",
+            plan.wire.gradients,
+            plan.wire.parameters,
+        )

@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from json import JSONDecodeError
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ..._update import MODEL_STATE, aligned_empty
 from ...errors import CheckpointError, StorageError
 from .._dtypes import STORED
-from .._files import PosixFolder, open_folder
+from .._files import Folder, PosixFolder, open_folder
 from .._manifest import FrozenRecord, Origin
 from .._names import MANIFEST_SUFFIX
 from .._reader import Reader
@@ -193,15 +193,26 @@ def _is_ours(uri: str) -> bool:
 
 
 def _tensors(uri: str, opened: contextlib.ExitStack) -> dict[str, Callable[[], NDArray[np.generic]]]:
-    """The tensors of one file, or of all files in a folder."""
+    """The tensors of one file, or of all files in a folder.
+
+    Raises:
+        CheckpointError: a tensor is in two files, or an index names one that is not there.
+    """
     readers: dict[str, Callable[[], NDArray[np.generic]]] = {}
     homes: dict[str, str] = {}
-    for name, path in _files(uri, opened):
-        for tensor, reader in _tensors_of_file(name, path).items():
+    found: set[tuple[str, str]] = set()
+    folder, names, indexes = _listed(uri)
+    for name, place, path in _files(folder, names, opened):
+        for tensor, reader in _tensors_of_file(place, path).items():
             if tensor in homes:
-                raise CheckpointError(f"{uri}: the tensor {tensor!r} is in {homes[tensor]} and in {name}")
-            homes[tensor] = name
+                raise CheckpointError(f"{uri}: the tensor {tensor!r} is in {homes[tensor]} and in {place}")
+            homes[tensor] = place
             readers[tensor] = reader
+            found.add((tensor, name))
+    for index, of_tensors in indexes.items():
+        if missing := sorted(tensor for tensor, name in of_tensors.items() if (tensor, name) not in found):
+            what = "tensors that are not in their files"
+            raise _incomplete(f"{folder.uri}/{index}", what, missing, len(of_tensors))
     return readers
 
 
@@ -272,40 +283,44 @@ class TensorReader:
         return np.frombuffer(data, dtype).reshape(self.entry["shape"])
 
 
-def _files(uri: str, opened: contextlib.ExitStack) -> Iterator[tuple[str, str]]:
-    """The safetensors files at `uri`, each with a local path. Remote ones are copied: the library maps files."""
+def _listed(uri: str) -> tuple[Folder, list[str], dict[str, Mapping[str, str]]]:
+    """The folder of the safetensors files at `uri`, their names, and the indexes beside them, of tensor to file."""
     parent, _, last = uri.rstrip("/").rpartition("/")
-    folder = open_folder(parent or "." if uri.endswith(_SAFETENSORS) else uri)
     if uri.endswith(_SAFETENSORS):
-        names = [last]
-    else:
-        present = folder.names()
-        names = [name for name in present if name.endswith(_SAFETENSORS)]
-        for index in present:
-            if index.endswith(_INDEX):
-                _refuse_missing(f"{folder.uri}/{index}", folder.read(index), names)
+        return open_folder(parent or "."), [last], {}
+    folder = open_folder(uri)
+    present = folder.names()
+    names = [name for name in present if name.endswith(_SAFETENSORS)]
+    indexes: dict[str, Mapping[str, str]] = {}
+    for index in (name for name in present if name.endswith(_INDEX)):
+        try:
+            of_tensors: Mapping[str, str] = json.loads(folder.read(index))["weight_map"]
+            files = set(of_tensors.values())
+            missing = sorted(files.difference(names))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{folder.uri}/{index} is not an index of safetensors files: {error!r}") from error
+        if not missing:
+            indexes[index] = of_tensors
+        elif len(missing) < len(files):  # one without any file is of another variant of the model
+            raise _incomplete(f"{folder.uri}/{index}", "files that are not there", missing, len(files))
+    return folder, names, indexes
+
+
+def _incomplete(index: str, what: str, missing: Sequence[str], total: int) -> CheckpointError:
+    return CheckpointError(
+        f"{index} names {len(missing)} of {total} {what}: {', '.join(missing[:5])}. Is the download complete?"
+    )
+
+
+def _files(folder: Folder, names: Iterable[str], opened: contextlib.ExitStack) -> Iterator[tuple[str, str, str]]:
+    """The name of each file, its place, and its local path. Remote ones are copied: the library maps files."""
     if isinstance(folder, PosixFolder):
-        yield from ((str(folder.path / name), str(folder.path / name)) for name in names)
+        yield from ((name, str(folder.path / name), str(folder.path / name)) for name in names)
         return
     scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="backstay-")))
     for name in names:
         (scratch / name).write_bytes(folder.read(name))
-        yield f"{folder.uri}/{name}", str(scratch / name)
-
-
-def _refuse_missing(index: str, content: bytes, names: list[str]) -> None:
-    """An index lists the files of one model, such as after an incomplete download. One without any file is of another
-    variant of the model."""
-    try:
-        listed = set(json.loads(content)["weight_map"].values())
-        missing = sorted(listed.difference(names))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is not an index of safetensors files: {error!r}") from error
-    if 0 < len(missing) < len(listed):
-        raise CheckpointError(
-            f"{index} names {len(missing)} of {len(listed)} files that are not there: {', '.join(missing[:5])}. Is "
-            "the download complete?"
-        )
+        yield name, f"{folder.uri}/{name}", str(scratch / name)
 
 
 def _fingerprint(uri: str) -> str:
