@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -69,6 +70,20 @@ def test_an_evaluation_that_is_reported_again_is_stored_once(tmp_path: Path) -> 
     reports.evaluated(4, {"accuracy": 0.75})
     reports.close()
     assert scalars(tmp_path)["evaluation/accuracy"] == [(2, 0.25), (4, 0.5), (4, 0.75)]
+
+
+def test_values_that_are_not_finite_are_points_too(tmp_path: Path) -> None:
+    """A training that diverged would look as if it had ended early."""
+    reports = Reports(None, EventFiles(PosixFolder(tmp_path), "job.uid.1", clock=lambda: 1000.0))
+    reports.begin(0)
+    reports.update(1.0, 1, math.inf, {"error": -math.inf, "large": 1e300}, {}, last=True)
+    for _ in range(2):
+        reports.evaluated(1, {"accuracy": float("nan")})
+    reports.close()
+    shown = scalars(tmp_path)
+    assert (shown["loss"], shown["train/error"]) == ([(1, math.inf)], [(1, -math.inf)])
+    assert shown["train/large"] == [(1, math.inf)], "the format has float32"
+    assert [(step, math.isnan(value)) for step, value in shown["evaluation/accuracy"]] == [(1, True)]
 
 
 @pytest.mark.parametrize("kind", ["posix", "object store"])

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -123,7 +122,7 @@ class Reports:
         self._queue: list[_QueuedReport] = []
         self._closed = False
         self._raised = self._stopped = False
-        self._evaluated: dict[int, Mapping[str, float]] = {}  # by step: the scalars that `files` has
+        self._evaluated: dict[int, str] = {}  # by step: the scalars that `files` has
         self._thread: threading.Thread | None = None
         if on_update is not None or files is not None or stop_when is not None:
             self._thread = threading.Thread(target=self._run, name="backstay-reports", daemon=True)
@@ -205,12 +204,12 @@ class Reports:
                 self._files.begin(report.step)
                 self._evaluated = {step: found for step, found in self._evaluated.items() if step < report.step}
                 return
-            finite = {name: value for name, value in report.scalars.items() if math.isfinite(value)}
             if report.loss is None:  # after a lost connection, an evaluator reports its newest evaluation again
-                if self._evaluated.get(report.step) == finite:
+                found = repr(report.scalars)  # in which NaN is equal to NaN
+                if self._evaluated.get(report.step) == found:
                     return
-                self._evaluated[report.step] = finite
-            self._files.add(report.step, finite)
+                self._evaluated[report.step] = found
+            self._files.add(report.step, report.scalars)
         except ImportError as error:
             _LOG.warning("no scalars for TensorBoard are written: %s: pip install tensorboardX", error)
             self._files = None
