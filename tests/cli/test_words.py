@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import math
 import sys
+import time
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from between import put
 from hypothesis import given
 from hypothesis import strategies as st
 
 from backstay_cli import report
+from backstay_client.kube import ApiRequestError
 from backstay_client.show.lines import LineDisplay
 from backstay_client.view.follow import JobView, RoleView, view_of
+from backstay_client.view.starting import newest_line
 from backstay_client.view.waiting import no_update, waiting_for
 from backstay_client.words import number, on_one_line, plain, printable, shortened, without_folder
 from backstay_spec import contract
@@ -78,6 +84,74 @@ UNSCHEDULABLE["status"]["conditions"] = [
 )
 def test_what_a_job_waits_for_is_stated(view: dict[str, Any], says: str) -> None:
     assert waiting_for(JobView("a", "default", **{"roles": DESIRED, **view})) == says
+
+
+class LogsOnly:
+    """An API server of which only logs of pods are read.
+
+    Attributes:
+        logs: the log of each pod, by its name.
+        error: raised in place of an answer; None: none.
+    """
+
+    def __init__(self, logs: Mapping[str, bytes], error: Exception | None = None) -> None:
+        self.logs, self.error = logs, error
+
+    async def log(self, namespace: str, pod: str, **options: str) -> AsyncIterator[bytes]:
+        if self.error is not None:
+            raise self.error
+        assert (namespace, options) == ("default", {"tailLines": "1"})
+        for byte in self.logs[pod]:
+            yield bytes([byte])
+
+
+def since(role: str, seconds: float, ready: bool = False) -> dict[str, Any]:
+    """A pod whose container began some seconds before now."""
+    began = datetime.fromtimestamp(time.time() - seconds, UTC).isoformat()
+    container = {"name": contract.CONTAINER, "state": {"running": {"startedAt": began}}}
+    return pod(role, 0, ready=ready, containerStatuses=[{"name": "sidecar"}, container])
+
+
+SERVER, WORKER = f"a-{contract.ROLE_SERVER}-0", f"a-{contract.ROLE_WORKER}-0"
+LOGS = {SERVER: b"one\nthe folder\x1b[0m does not answer\n", WORKER: b'{"time": "now", "message": "loads data"}\n'}
+
+
+@pytest.mark.parametrize(
+    ("ages", "found"),
+    [
+        ([(contract.ROLE_WORKER, 1000), (contract.ROLE_SERVER, 100)], (SERVER, "the folder\\x1b[0m does not answer")),
+        ([(contract.ROLE_WORKER, 100), (contract.ROLE_SERVER, 100, True)], (WORKER, "loads data")),
+        ([(contract.ROLE_WORKER, 100), (contract.ROLE_SERVER, -900)], (WORKER, "loads data")),
+        ([(contract.ROLE_SERVER, -900)], ("", "")),
+    ],
+)
+async def test_the_newest_line_of_a_pod_that_starts_for_long_is_read(ages: Any, found: tuple[str, str]) -> None:
+    api: Any = LogsOnly(LOGS)
+    pods = [since(*age) for age in ages]
+    pods += [pod(contract.ROLE_SERVER, 1, "Pending"), pod(contract.ROLE_SERVER, 2)]
+    assert await newest_line(api, "default", pods) == found
+    for error in (ApiRequestError(403, "Forbidden", "no"), TimeoutError(), aiohttp.ClientConnectionError()):
+        failing: Any = LogsOnly(LOGS, error)
+        assert await newest_line(failing, "default", pods) == ("", "")
+
+
+async def test_a_long_line_is_cut() -> None:
+    api: Any = LogsOnly({SERVER: b"x" * 10_000})
+    assert await newest_line(api, "default", [since(contract.ROLE_SERVER, 100)]) == (SERVER, "x" * 239 + "…")
+
+
+def test_the_newest_line_is_shown_rarely() -> None:
+    """A script that draws the progress of its download would fill the terminal."""
+    lines: list[str] = []
+    now = [0.0]
+    display = LineDisplay(lines.append, clock=lambda: now[0])
+    for second in range(25):
+        now[0] = float(second)
+        newest = (SERVER, f"{second} MB") if second > 2 else ("", "")
+        display.show(JobView("a", "default", roles=DESIRED, pods=pods(False, False, False), newest_line=newest))
+    said = [line.split("] ")[1] for line in lines]
+    start = "starting Python and JAX in 3 pods"
+    assert said == ["a is Pending", start, *(f"{start}. server 0 wrote: {number} MB" for number in (3, 13, 23))]
 
 
 def test_a_traceback_is_cut_down_to_what_it_ends_with() -> None:

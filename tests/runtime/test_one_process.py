@@ -457,7 +457,7 @@ def small_with_codec():
 def test_a_codec_that_encodes_nothing_is_named_once(tmp_path, capsys) -> None:
     """All arrays are smaller than what is encoded, so the codec saves nothing."""
     small_with_codec()
-    says = "the codecs (gradients Int8, parameters Exact) encode nothing, because no array"
+    says = "the codecs (gradients Int8, parameters Exact) encode nothing: no array"
     assert capsys.readouterr().err.count(says) == 1
     job = testing.run(small_with_codec, folder=tmp_path, servers=2, wire={"gradients": "Int8"})
     assert sum(log.count(says) for log in job.logs.values()) == 1

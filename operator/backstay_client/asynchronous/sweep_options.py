@@ -131,7 +131,7 @@ def prepared_sweep(
 
 
 def _option(name: str) -> str:
-    """What a name of an argument has in common with others that are the same option of a script."""
+    """The option of a script that an argument becomes, without the dashes before it."""
     return str(name).replace("_", "-")
 
 

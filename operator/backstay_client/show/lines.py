@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from backstay_client.view.follow import JobView
-from backstay_client.view.waiting import no_update, waiting_for
+from backstay_client.view.waiting import WROTE, no_update, waiting_for
 from backstay_client.words import duration, loss, number, plain, shown, without_folder
 
 __all__ = ["SCRIPT", "Display", "LineDisplay", "shown_events"]
@@ -22,6 +22,9 @@ _NO_UPDATE_SECONDS = 60.0
 
 _COMPILES_SECONDS = 20.0
 """The same before the first update, when JAX may compile for minutes."""
+
+_NEWEST_LINE_SECONDS = 10.0
+"""Seconds between two lines of a log of a pod that starts."""
 
 
 def shown_events(events: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
@@ -57,7 +60,8 @@ class LineDisplay:
         self._events = 0
         self._last = clock()
         self._step: int | None = None
-        self._waiting = ""
+        self._waiting = self._stage = ""
+        self._waiting_at = -math.inf
         self._no_update_at = -math.inf
         self._evaluated: int | None = None
 
@@ -81,10 +85,12 @@ class LineDisplay:
             self._phase = view.phase
             self._write_line(f"{view.name} is {view.phase}")
         now = self._clock()
+        stage = waiting.partition(WROTE)[0]
         # If pods die repeatedly, their events are a better explanation.
-        if waiting and waiting != self._waiting and not view.restarts:
-            self._write_line(waiting)
-        self._waiting = waiting
+        if waiting != self._waiting and (stage != self._stage or now - self._waiting_at >= _NEWEST_LINE_SECONDS):
+            self._stage, self._waiting, self._waiting_at = stage, waiting, now
+            if waiting and not view.restarts:
+                self._write_line(waiting)
         text = no_update(view)
         pause = _NO_UPDATE_SECONDS if view.report.step else _COMPILES_SECONDS
         if text and not view.ended and now - self._no_update_at >= pause:

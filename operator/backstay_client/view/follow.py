@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from backstay_client.kube import JobApi
+from backstay_client.view.starting import newest_line
 from backstay_client.words import number, size
 from backstay_spec import contract
 from backstay_spec.job_report import NO_RATES, JobReport
@@ -108,6 +109,7 @@ class JobView:
     doings: Mapping[str, PodActivity] = field(default_factory=dict)  # by the name of the pod
     blame: tuple[Mapping[str, Any], ...] = ()  # the ranks that updates waited for, the longest first
     waits: Mapping[str, Any] = field(default_factory=dict)  # what the next update waits for
+    newest_line: tuple[str, str] = ("", "")  # of the log of a pod that starts, after its name, if it takes long
     live: bool = False  # shard 0's server answered: the numbers are current
     folder: str = ""  # of its run on this machine; empty: it is a job of another cluster
     job: Mapping[str, Any] = field(default_factory=dict)  # the TrainingJob
@@ -144,7 +146,8 @@ async def look(api: JobApi, namespace: str, name: str, before: JobView | None = 
     view = view_of(job, pods, events, before)
     if view.ended:
         return view
-    return await _with_live_numbers(api, view)
+    view = await _with_live_numbers(api, view)
+    return view if view.live else replace(view, newest_line=await newest_line(api, namespace, view.pods))
 
 
 def view_of(

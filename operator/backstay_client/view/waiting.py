@@ -15,6 +15,8 @@ from backstay_spec.status import TRAINED
 
 # Seconds after the last update after which the end of the job is described.
 _ENDING = 3.0
+WROTE = " wrote: "
+"""The words between the stage of a long start and the newest line in the log of a pod."""
 _NAMES = {contract.ROLE_SERVER: "server", contract.ROLE_WORKER: "worker", contract.ROLE_EVALUATOR: "evaluator"}
 
 
@@ -44,10 +46,14 @@ def waiting_for(view: JobView) -> str:
     servers = [pod for pod in running if _role(pod) == contract.ROLE_SERVER]
     ready_servers = [pod for pod in ready if _role(pod) == contract.ROLE_SERVER]
     if not ready:
-        return f"starting Python and JAX in {count(len(running), 'pod')}"
-    if len(ready_servers) < len(servers):
-        return f"preparing the parameters: {len(ready_servers)} of {count(len(servers), 'server')} ready"
-    return f"compiling the first step: {len(ready)} of {count(len(running), 'pod')} ready"
+        stage = f"starting Python and JAX in {count(len(running), 'pod')}"
+    elif len(ready_servers) < len(servers):
+        stage = f"preparing the parameters: {len(ready_servers)} of {count(len(servers), 'server')} ready"
+    else:
+        stage = f"compiling the first step: {len(ready)} of {count(len(running), 'pod')} ready"
+    writer, line = view.newest_line
+    names = [_name(pod) for pod in running if pod["metadata"]["name"] == writer]
+    return f"{stage}. {names[0]}{WROTE}{line}" if names and line else stage
 
 
 def no_update(view: JobView) -> str:

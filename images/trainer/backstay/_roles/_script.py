@@ -460,8 +460,8 @@ def warn_of_plan(plan: ScriptPlan) -> None:
         _LOG.warning("this works with one parameter server only: %s", error)
     if not plan.wire.exact and not coded_leaves(plan.partition.tree, plan.wire):
         _LOG.warning(
-            "the codecs (gradients %s, parameters %s) encode nothing, because no array that is trained is large enough "
-            "and of a dtype that they know: all travels as with Exact",
+            "the codecs (gradients %s, parameters %s) encode nothing: no array that is trained is large enough and of "
+            "a dtype that they know",
             plan.wire.gradients,
             plan.wire.parameters,
         )

@@ -1,0 +1,71 @@
+"""Reads what a pod that has not started yet wrote last, which says most about a long start."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterable
+from datetime import datetime
+from typing import Any
+
+import aiohttp
+
+from backstay_client.kube import ApiRequestError, JobApi
+from backstay_client.words import printable
+from backstay_spec import contract
+
+__all__ = ["newest_line"]
+
+LONG_START = 10.0
+"""Seconds since the start of a container after which its log is read."""
+
+_SECONDS = 2.0
+_LONGEST = 240
+
+
+async def newest_line(api: JobApi, namespace: str, pods: Iterable[dict[str, Any]]) -> tuple[str, str]:
+    """The last line in the log of the first pod that has long been in its start.
+
+    Servers are before other pods, because these wait for them.
+
+    Returns:
+        The name of the pod and its line; empty: no pod is in a long start, or its log is empty or cannot be read.
+    """
+    slow = sorted((pod for pod in pods if _starts_long(pod)), key=_order)
+    if not slow:
+        return "", ""
+    name, text = slow[0]["metadata"]["name"], b""
+    try:
+        async with asyncio.timeout(_SECONDS):
+            async for chunk in api.log(namespace, name, tailLines="1"):
+                text += chunk
+    except (ApiRequestError, aiohttp.ClientError, OSError):  # of which a timeout is one
+        return "", ""
+    return name, _message(text.decode(errors="replace").strip().rpartition("\n")[2])
+
+
+def _order(pod: dict[str, Any]) -> tuple[bool, str]:
+    return pod["metadata"].get("labels", {}).get(contract.LABEL_ROLE) != contract.ROLE_SERVER, pod["metadata"]["name"]
+
+
+def _starts_long(pod: dict[str, Any]) -> bool:
+    status = pod.get("status", {})
+    if any(one.get("type") == "Ready" and one.get("status") == "True" for one in status.get("conditions") or []):
+        return False
+    for container in status.get("containerStatuses") or []:
+        if container.get("name") == contract.CONTAINER:
+            began = container.get("state", {}).get("running", {}).get("startedAt")
+            return bool(began) and time.time() - datetime.fromisoformat(began).timestamp() >= LONG_START
+    return False
+
+
+def _message(line: str) -> str:
+    """The text of a line, which may be a JSON object (`spec.logFormat`)."""
+    try:
+        found = json.loads(line)
+        line = str(found["message"])
+    except (ValueError, KeyError, TypeError):
+        pass
+    shown = printable(line)
+    return shown if len(shown) <= _LONGEST else shown[: _LONGEST - 1] + "…"
