@@ -10,6 +10,7 @@ import pytest
 
 import backstay
 from backstay import testing
+from backstay.errors import ConfigurationError
 
 STEPS = 8
 CASES = {
@@ -72,6 +73,47 @@ def test_t4_complex_parameters_train_as_their_parts(case: str) -> None:
         np.testing.assert_allclose(one["b"], other["b"], rtol=1e-12)
     first = float(loss(init(jax.random.key(0)), batches(backstay.BatchKey(0, 0, 0, 1))))
     assert results["params"].loss < first
+
+
+@pytest.mark.filterwarnings("ignore:Casting from complex")  # which Python hides from a user
+@pytest.mark.parametrize(
+    "optimizer",
+    [optax.MultiSteps(optax.sgd(0.05), 2), optax.adam(0.1, mu_dtype="float32")],
+    ids=["accumulator", "moment"],
+)
+@pytest.mark.parametrize("place", ["optimizer", "local"])
+def test_t4_an_optimizer_that_drops_imaginary_parts_is_refused(optimizer, place: str) -> None:
+    more = {"optimizer": optimizer}
+    if place == "local":
+        more = {"optimizer": None, "local": backstay.LocalSteps(2, optimizer)}
+    with pytest.raises(ConfigurationError, match="converts complex values to float32, which drops their imaginary"):
+        backstay.train(**arguments("plain", init=init, loss=loss, **more))
+
+
+@pytest.mark.filterwarnings("ignore:Casting from complex")  # which Python hides from a user
+@pytest.mark.usefixtures("_float64")
+def test_t4_gradients_that_are_accumulated_as_complex_values_train_as_their_parts() -> None:
+    """The accumulator of a real parameter is complex too, and has no imaginary part to drop."""
+    multi = optax.MultiSteps(optax.sgd(0.05), 2, accumulator_dtype=jnp.complex128)
+    one = backstay.train(**arguments("plain", init=init, loss=loss, optimizer=multi))
+    real = optax.MultiSteps(optax.sgd(0.05), 2, accumulator_dtype=jnp.float64)
+    other = backstay.train(**arguments("plain", init=parts, loss=loss_of_parts, optimizer=real))
+    np.testing.assert_allclose(one.params["w"], other.params["w"][0] + 1j * other.params["w"][1], rtol=1e-12)
+
+
+def test_t4_an_optimizer_that_takes_the_real_part_is_not_refused() -> None:
+    def update(gradients, state, params=None):
+        moved = jax.tree.map(lambda leaf: -0.1 * leaf.real.astype(leaf.dtype), gradients)
+        added = jax.tree.map(lambda leaf: jnp.abs(leaf) + (leaf != 0), gradients)
+        return moved, jax.tree.map(jnp.add, state, added)
+
+    def zeros(params):
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), params)
+
+    result = backstay.train(
+        **arguments("plain", init=init, loss=loss, optimizer=optax.GradientTransformation(zeros, update))
+    )
+    np.testing.assert_array_equal(result.params["w"].imag, init(jax.random.key(0))["w"].imag)
 
 
 def test_t4_own_gradients_are_the_conjugates_of_what_jax_computes() -> None:

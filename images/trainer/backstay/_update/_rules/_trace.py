@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ...errors import OptimizerError
+from ...errors import ConfigurationError, OptimizerError
 from .._tree import TreeSpec, leaf_names
 from ._advice import called, factories, never
 from ._flat import Flat, Origins, flatten
+from ._imaginary import drops_imaginary
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ def trace(optimizer: optax.GradientTransformation, tree: TreeSpec) -> Trace:
     Raises:
         OptimizerError: the optimizer cannot be traced, needs more than gradients, state and parameters, or does not
             keep the dtypes and shapes of its state.
+        ConfigurationError: the optimizer drops the imaginary parts of complex values.
     """
     if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
         raise OptimizerError(
@@ -106,7 +108,14 @@ def trace(optimizer: optax.GradientTransformation, tree: TreeSpec) -> Trace:
         StateSpec(name, tuple(leaf.shape), leaf.dtype, bool(leaf.weak_type))
         for name, (_, leaf) in zip(names, paths, strict=True)
     )
-    return Trace(tree, specs, treedef, flatten(closed), flatten(init))
+    flat, flat_init = flatten(closed), flatten(init)
+    if (dtype := drops_imaginary(flat, flat_init, len(tree.leaves))) is not None:
+        raise ConfigurationError(
+            f"optimizer converts complex values to {dtype}, which drops their imaginary parts. Give the dtype of its "
+            "state a complex one, such as accumulator_dtype=jnp.complex64 of optax.MultiSteps; use jnp.real where the "
+            "real part is meant"
+        )
+    return Trace(tree, specs, treedef, flat, flat_init)
 
 
 def _same(tree: TreeSpec, optimizer: Any, new_params: Any, state: Any, new_state: Any) -> None:
