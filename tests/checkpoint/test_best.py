@@ -185,9 +185,9 @@ def test_t7_a_damaged_checkpoint_is_not_the_best(write: Write, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("metrics", "best", "message"),
     [
-        ({"accuracy": 1.0}, None, "has no spec.checkpoint.keepBest"),
+        ({"accuracy": 1.0}, None, "none has a finite evaluation by a job that has spec.checkpoint.keepBest"),
         ({"error": 1.0}, ACCURACY, "no evaluation of a complete checkpoint has the metric 'accuracy'"),
-        ({"accuracy": math.nan}, ACCURACY, "has no spec.checkpoint.keepBest"),
+        ({"accuracy": math.nan}, ACCURACY, "none has a finite evaluation by a job that has spec.checkpoint.keepBest"),
     ],
 )
 def test_without_a_best_checkpoint_the_error_states_why(

@@ -64,3 +64,24 @@ def test_o10_evaluate_ends_the_process_of_a_run_that_finds_its_training_complete
     """The servers leave. Exit code 0 then means what it means after training: the script has ended in order."""
     testing.run(script, checkpoint_every=STEPS, env={KIND: "exit"}, folder=str(tmp_path))
     assert testing.run(script, checkpoint_every=STEPS, env={KIND: "end"}, folder=str(tmp_path)).succeeded
+
+
+def without_evaluate() -> None:
+    backstay.train(
+        init=lambda key: {"w": jnp.zeros(2)},
+        loss=lambda params, batch: jnp.sum((params["w"] - batch) ** 2),
+        batches=lambda key: jnp.ones(2),
+        optimizer=optax.sgd(0.1),
+        steps=STEPS,
+    )
+
+
+def test_an_evaluator_without_evaluate_is_refused_by_each_pod() -> None:
+    """Only the evaluator failed, and the job succeeded without a best checkpoint, and without a word."""
+    job = testing.run(without_evaluate, evaluator=True, checkpoint_every=STEPS, check=False, max_restarts=0)
+    said = "this job has an evaluator, but train was called without evaluate: pass evaluate, or remove spec.evaluator"
+    assert not job.succeeded
+    assert {name.rpartition("-")[0].rpartition("-")[0] for name, log in job.logs.items() if said in log} >= {
+        "parameter-server-0",
+        "worker-0",
+    }

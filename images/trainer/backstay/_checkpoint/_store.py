@@ -401,7 +401,7 @@ class CheckpointStore:
             except CheckpointError:
                 del evaluations[name]  # a damaged one is not the best
         if rule is None:
-            why = "the job that wrote them has no spec.checkpoint.keepBest"
+            why = "none has a finite evaluation by a job that has spec.checkpoint.keepBest"
         else:
             why = f"no evaluation of a complete checkpoint has the metric {rule.metric!r}"
         raise CheckpointError(f"there is no best checkpoint in {self.uri}: {why}")

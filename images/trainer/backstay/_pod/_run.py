@@ -89,6 +89,11 @@ def run(environment: Environment, script: Script, began: float, checkpoint: obje
             "stop_when needs evaluations, but this job has no evaluator: set spec.evaluator, or use "
             "backstay run --evaluator"
         )
+    if script.evaluate is None and environment.config.evaluator:
+        raise ConfigurationError(
+            "this job has an evaluator, but train was called without evaluate: pass evaluate, or remove "
+            "spec.evaluator and spec.checkpoint.keepBest (of `backstay run`: --evaluator and --keep-best)"
+        )
     stop = Stop()
     stop.install()
     metrics = PodMetrics(environment.job, ROLE_OF_LABEL[environment.role], environment.index)

@@ -46,10 +46,8 @@ class Evaluator:
             evaluated: called after each evaluation with its step and its seconds, whether it failed or not.
 
         Raises:
-            ConfigurationError: `train` was called without `evaluate`, or the job has no checkpoints.
+            ConfigurationError: the job has no checkpoints.
         """
-        if script.evaluate is None:
-            raise ConfigurationError("the job has an evaluator, but train was called without evaluate")
         if environment.checkpoint_uri is None:
             raise ConfigurationError("the job has an evaluator, but no checkpoint: set spec.checkpoint")
         self._env, self._script, self._plan, self._stop = environment, script, plan, stop
