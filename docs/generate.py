@@ -165,7 +165,11 @@ def commands() -> str:
             ("code", "meaning"),
             iter(
                 [
-                    ("0", "The job succeeded; the input is valid; or the command completed the request."),
+                    (
+                        "0",
+                        "The job succeeded; the input is valid; or the command completed the request. A job whose loss "
+                        "was not finite succeeds too, and its summary has the step.",
+                    ),
                     ("1", "The job failed, or the cluster refused, does not answer, or could not run it."),
                     ("2", "The input is invalid. Nothing was started."),
                     ("130", "Interrupted with Ctrl-C, or suspended by another command."),

@@ -18,13 +18,12 @@ from backstay_cli.cluster_commands import add_commands
 from backstay_cli.program import BAD_INPUT, FAILED, INTERRUPTED, OK, StrictCommand, refuse, run_app
 from backstay_cli.script_command import ScriptCommand
 from backstay_cli.serve_command import add_serve
-from backstay_client.creating import HELD
+from backstay_client.creating import HELD, claims_of
 from backstay_client.jobfiles.jobfile import (
     LOCAL_IMAGE,
     BadInput,
     ScriptOptions,
     check,
-    claims_of,
     folder_of,
     is_script,
     job_of_script,

@@ -11,12 +11,11 @@ from typing import Any, Final, TypeVar
 import aiohttp
 
 from backstay_client.errors import JobExists
-from backstay_client.jobfiles.jobfile import claims_of
 from backstay_client.kube import ApiCalls, ApiRequestError
 from backstay_cluster.client import MERGE_PATCH
 from backstay_spec import contract
 
-__all__ = ["HELD", "OtherRefused", "create_job", "create_job_once", "create_others"]
+__all__ = ["HELD", "OtherRefused", "claims_of", "create_job", "create_job_once", "create_others"]
 
 HELD: Final = {
     ("v1", "ConfigMap"): "configmaps",
@@ -183,3 +182,22 @@ async def _own_job(api: ApiCalls, namespace: str, name: str, mark: str) -> dict[
         f"follow that one with client.job({name!r}), delete it, submit with another name=, or with replace=True if it "
         "has ended"
     )
+
+
+def claims_of(job: dict[str, Any]) -> list[str]:
+    """Returns the PersistentVolumeClaims that a job's pods mount, which are made for it on this machine."""
+    found: list[str] = []
+
+    def walk(node: Any) -> None:
+        if isinstance(node, dict):
+            claim = node.get("persistentVolumeClaim")
+            if isinstance(claim, dict) and isinstance(claim.get("claimName"), str):
+                found.append(claim["claimName"])
+            for child in node.values():
+                walk(child)
+        elif isinstance(node, list):
+            for child in node:
+                walk(child)
+
+    walk(job["spec"])
+    return sorted(set(found))

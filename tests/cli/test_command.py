@@ -23,10 +23,10 @@ from backstay_cli import report
 from backstay_cli.main import app
 from backstay_cli.run import LineWriter
 from backstay_cli.view import LiveDisplay
+from backstay_client.creating import claims_of
 from backstay_client.jobfiles.jobfile import (
     BadInput,
     ScriptOptions,
-    claims_of,
     folder_of,
     job_of_script,
     localise,
@@ -134,6 +134,9 @@ def test_a_checkpoint_folder_that_is_a_file_is_refused_before_the_job(script: st
     result = RUNNER.invoke(app, ["run", "--checkpoint", script, script])
     assert result.exit_code == 2
     assert "is a file: must be a folder" in result.stderr
+    result = RUNNER.invoke(app, ["run", "--checkpoint", f"/{'n' * 300}", script])
+    assert result.exit_code == 2
+    assert "cannot be read: File name too long" in result.stderr, "as a folder without permission, which root can read"
 
 
 @pytest.mark.parametrize(

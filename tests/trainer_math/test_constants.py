@@ -104,6 +104,29 @@ def test_t7_a_script_with_another_learning_rate_continues_with_it(
     assert "0.1 was replaced by 0.001" in capfd.readouterr().err
 
 
+def test_t7_a_schedule_that_replaces_another_is_used(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The state has the present value of the schedule, which each update computes again and never reads."""
+
+    def run(rate: float, steps: int) -> float:
+        result = backstay.train(
+            init=lambda key: {"w": jnp.zeros(())},
+            loss=lambda params, batch: params["w"],
+            batches=lambda key: np.zeros(1),
+            optimizer=optax.inject_hyperparams(optax.sgd)(learning_rate=optax.constant_schedule(rate)),
+            steps=steps,
+            checkpoint=str(tmp_path),
+        )
+        return float(result.params["w"])
+
+    assert run(0.1, 10) == pytest.approx(-1.0)
+    assert run(0.001, 20) == pytest.approx(-1.01)
+    said = capfd.readouterr().err
+    assert "the optimizer computes another update: 0.1 was replaced by 0.001" in said
+    assert "are not used" not in said
+
+
 def test_t7_a_constant_that_updates_change_stays_with_a_warning(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,6 +81,11 @@ def test_low_precision_parameters_have_gradients_of_their_dtype():
             r"the metric 'e': an array float32\[3\]: must be a real scalar",
         ),
         (lambda p, b: (jnp.sum(p["w"]), {"e": "x"}), r"the metric 'e': str"),
+        (
+            lambda p, b: (jnp.sum(p["w"]), {"e\n": 1.0}),
+            r"loss returned a metric with the name 'e\\n': must be 1 to 200",
+        ),
+        (lambda p, b: (jnp.sum(p["w"]), {"": 1.0}), r"loss returned a metric with the name '': must be 1 to 200"),
     ],
 )
 def test_a_wrong_loss_is_refused(result, message):

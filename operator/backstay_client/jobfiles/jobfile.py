@@ -538,7 +538,11 @@ def refuse_what_cannot_run(job: dict[str, Any], path: Path) -> None:
 
 
 def _refuse_checkpoint_folder(uri: str) -> None:
-    if Path(uri.removeprefix("file://")).is_file():
+    try:
+        is_file = Path(uri.removeprefix("file://")).is_file()
+    except OSError as error:
+        raise BadInput(f"the checkpoint folder {uri} cannot be read: {error.strerror}") from None
+    if is_file:
         raise BadInput(f"the checkpoint folder {uri} is a file: must be a folder, or a path that does not exist")
     scheme = uri.partition("://")[0].rpartition("::")[2]
     if "://" not in uri or scheme == "file":
@@ -579,22 +583,3 @@ def localise_script(job: dict[str, Any], script: Path) -> dict[str, Any]:
     job = localise(job, Path.cwd())
     job["spec"]["command"][1] = escaped(str(script))
     return job
-
-
-def claims_of(job: dict[str, Any]) -> list[str]:
-    """Returns the PersistentVolumeClaims that a job's pods mount, which are made for it on this machine."""
-    found: list[str] = []
-
-    def walk(node: Any) -> None:
-        if isinstance(node, dict):
-            claim = node.get("persistentVolumeClaim")
-            if isinstance(claim, dict) and isinstance(claim.get("claimName"), str):
-                found.append(claim["claimName"])
-            for child in node.values():
-                walk(child)
-        elif isinstance(node, list):
-            for child in node:
-                walk(child)
-
-    walk(job["spec"])
-    return sorted(set(found))

@@ -36,8 +36,7 @@ __all__ = ["Script", "ScriptPlan", "check_alone", "epochs_of", "evaluated", "eva
 _LOG = logging.getLogger(__name__)
 
 MOST_METRICS: Final = 1000
-LONGEST_NAME: Final = 200
-"""The limits of an evaluation. It must fit into a call and a report (`backstay_rpc.limits`)."""
+"""Metrics in an evaluation, which must fit into a call and a report (`backstay_rpc.limits`)."""
 
 _SHOWN: Final = 80
 
@@ -370,6 +369,8 @@ def evaluation_of(
         ConfigurationError: the result is not a mapping of names to numbers, or `evaluate` called `sys.exit`.
         Exception: any that `evaluate` raises.
     """
+    from .._update import check_metric_name
+
     try:
         returned = evaluate(params, state) if has_state else evaluate(params)
     except SystemExit as left:
@@ -384,11 +385,7 @@ def evaluation_of(
     metrics: dict[str, float] = {}
     for name, value in returned.items():
         text = str(name)
-        if not 0 < len(text) <= LONGEST_NAME or not text.isprintable():
-            raise ConfigurationError(
-                f"evaluate returned a metric with the name {_shown(text)}: must be 1 to {LONGEST_NAME} printable "
-                "characters"
-            )
+        check_metric_name("evaluate returned", text)
         try:
             metrics[text] = float(value)
         except (TypeError, ValueError, OverflowError):

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from ._frozen import digest_of, merged, selected, some_of
     from ._lazy_blocks import LazyBlocks
     from ._local_steps import LocalSteps, default_outer, local_settings, outer_optimizer
-    from ._objective import NON_FINITE_LOSS, Objective, OwnGradients, all_finite
+    from ._objective import NON_FINITE_LOSS, Objective, OwnGradients, all_finite, check_metric_name
     from ._partition import Block, Partition, Piece, partition, parts_of_leaves, range_length
     from ._rules import Rule, Trace, analyse, bind, called, only_trained, trace, unchanged_parameters
     from ._selection import ALL, ALL_AVERAGED, ALL_EXACT, Selection, Values
@@ -116,6 +116,7 @@ __all__ = [
     "bind",
     "body_of",
     "called",
+    "check_metric_name",
     "clip_factor",
     "coded_leaves",
     "default_outer",
@@ -206,6 +207,7 @@ _HOMES: Final = {
     "bind": "._rules",
     "body_of": "._codecs",
     "called": "._rules",
+    "check_metric_name": "._objective",
     "clip_factor": "._clip",
     "coded_leaves": "._codecs",
     "default_outer": "._local_steps",

@@ -14,6 +14,11 @@ import numpy as np
 from ..errors import ConfigurationError
 from ._tree import LeafSpec, TreeSpec, leaf_names
 
+LONGEST_NAME = 200
+"""Characters in the name of a metric, which must fit into a call and a report (`backstay_rpc.limits`)."""
+
+_SHOWN = 80
+
 _ADDED_TOGETHER = 8  # one loop that reads more arrays than this is slower
 NEW_STATE = "loss returned a new state"
 GRADIENTS = "gradients returned gradients"
@@ -21,6 +26,22 @@ NON_FINITE_LOSS = (
     "the loss of step %d is %s although its gradients are finite, so the update was applied. A mean over an empty "
     "batch is such a loss"
 )
+
+
+def check_metric_name(what: str, name: str) -> None:
+    """Refuse a name that a line of the log, a report or a metric of Prometheus cannot hold.
+
+    Args:
+        what: the function and what it did, such as ``evaluate returned``.
+
+    Raises:
+        ConfigurationError: `name` is empty, is longer than `LONGEST_NAME`, or has a character that is not printable.
+    """
+    if not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
+        shown = repr(name) if len(name) <= _SHOWN else f"{repr(name)[:_SHOWN]}..."
+        raise ConfigurationError(
+            f"{what} a metric with the name {shown}: must be 1 to {LONGEST_NAME} printable characters"
+        )
 
 
 @dataclass(frozen=True)
@@ -149,6 +170,7 @@ class Objective:
         for name, value in metrics.items():
             if not isinstance(name, str) or not (_is_scalar(value, jnp.number) or _is_scalar(value, jnp.bool_)):
                 raise ConfigurationError(f"{self._what} the metric {name!r}: {_kind(value)}: must be a real scalar")
+            check_metric_name(self._what, name)
         new = [] if self.tree.state is None else _matching(self.tree.state, state)
         return scalar, ({name: jnp.asarray(value) for name, value in metrics.items()}, new)
 

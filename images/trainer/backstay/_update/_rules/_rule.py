@@ -123,6 +123,8 @@ class Rule:
         constants: the state leaves that no update changes, and that no parameter had a part in, such as the
             hyperparameters of `optax.inject_hyperparams`. They are values of the script. So a checkpoint's values of
             them are not used.
+        unread: the state leaves that no update reads, such as the present values of the schedules of
+            `optax.inject_hyperparams`.
         programs: what updates groups; groups with the same program are updated in the same way.
         cache: values that users of the rule compile and want to keep as long as the rule.
     """
@@ -133,6 +135,7 @@ class Rule:
     groups: tuple[Group, ...]
     shared: tuple[int, ...]
     constants: tuple[int, ...]
+    unread: tuple[int, ...]
     programs: tuple[Program, ...]
     _init: Flat  # parameters to states
     _advance: Flat
@@ -158,8 +161,9 @@ class Rule:
 
     @cached_property
     def start(self) -> ProgramDigest:
-        """The initial values of the states that a checkpoint replaces."""
-        init, _ = Slicer(self._init).select([i for i in range(len(self.states)) if i not in self.constants])
+        """The initial values of the states that a checkpoint replaces and an update reads."""
+        left_out = {*self.constants, *self.unread}
+        init, _ = Slicer(self._init).select([i for i in range(len(self.states)) if i not in left_out])
         return program_digest([init], [], [])
 
     def _program(self, states: Sequence[int]) -> ProgramDigest:
@@ -279,6 +283,7 @@ class _Analysis:
             groups=tuple(groups),
             shared=self.parts.shared,
             constants=self._constants(),
+            unread=self._unread(),
             programs=tuple(self.programs),
             _init=self.trace.init,
             _advance=advance,
@@ -296,6 +301,12 @@ class _Analysis:
             for index in range(len(self.trace.states))
             if not read[index] and origins.unchanged(flat.outputs[leaves + index]) == leaves + index
         )
+
+    def _unread(self) -> tuple[int, ...]:
+        """See `Rule.unread`."""
+        leaves = len(self.trace.tree.leaves)
+        _, read = self.slicer.select(range(len(self.trace.flat.outputs)))
+        return tuple(sorted(set(range(len(self.trace.states))) - {index - leaves for index in read}))
 
     def _group(self, members: tuple[int, ...], states: tuple[int, ...]) -> Group:
         count = len(self.trace.tree.leaves)
