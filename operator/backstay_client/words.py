@@ -25,6 +25,11 @@ def printable(text: str) -> str:
     )
 
 
+def log_line(line: bytes) -> str:
+    """A line of a log as a terminal would leave it: what follows the last carriage return, with controls escaped."""
+    return printable(line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="backslashreplace"))
+
+
 def plain(message: str) -> list[str]:
     """The lines of a message; of each traceback only the end."""
     text = _TORN_TRACEBACK.sub("", _TRACEBACK.sub("", message))

@@ -101,8 +101,9 @@ class LogsOnly:
         if self.error is not None:
             raise self.error
         assert (namespace, options) == ("default", {"tailLines": "1"})
-        for byte in self.logs[pod]:
-            yield bytes([byte])
+        log = self.logs[pod]
+        for start in range(0, len(log), 7):
+            yield log[start : start + 7]
 
 
 def since(role: str, seconds: float, ready: bool = False) -> dict[str, Any]:
@@ -138,6 +139,13 @@ async def test_the_newest_line_of_a_pod_that_starts_for_long_is_read(ages: Any, 
 async def test_a_long_line_is_cut() -> None:
     api: Any = LogsOnly({SERVER: b"x" * 10_000})
     assert await newest_line(api, "default", [since(contract.ROLE_SERVER, 100)]) == (SERVER, "x" * 239 + "…")
+
+
+async def test_the_newest_state_of_a_progress_bar_is_shown() -> None:
+    """It writes all of its states into one line, whose beginning is old."""
+    states = b"\r".join(b"%d MB of 9,000 MB" % number for number in range(9000))
+    api: Any = LogsOnly({SERVER: b"loads\n" + states + b"\r"})
+    assert await newest_line(api, "default", [since(contract.ROLE_SERVER, 100)]) == (SERVER, "8999 MB of 9,000 MB")
 
 
 def test_the_newest_line_is_shown_rarely() -> None:

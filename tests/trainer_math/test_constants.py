@@ -104,9 +104,7 @@ def test_t7_a_script_with_another_learning_rate_continues_with_it(
     assert "0.1 was replaced by 0.001" in capfd.readouterr().err
 
 
-def test_t7_a_schedule_that_replaces_another_is_used(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_t7_a_schedule_that_replaces_another_is_used(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The state has the present value of the schedule, which each update computes again and never reads."""
 
     def run(rate: float, steps: int) -> float:

@@ -17,7 +17,7 @@ from backstay_client.jobfiles.jobfile import BadInput
 from backstay_client.kube import ApiRequestError
 from backstay_client.view.follow import TERMINAL
 from backstay_client.view.pods import active_pods, member_of, slot_of
-from backstay_client.words import printable
+from backstay_client.words import log_line
 from backstay_spec import contract
 
 __all__ = ["ROLES", "WantedLogs", "log_lines", "show_logs"]
@@ -125,9 +125,9 @@ async def _lines(
         async for chunk in cluster.api.log(meta["namespace"], meta["name"], **options):
             *whole, rest = (rest + chunk).split(b"\n")
             for line in whole:
-                yield _shown(line)
+                yield log_line(line)
             if len(rest) > _LONGEST_LINE:
-                yield _shown(rest)
+                yield log_line(rest)
                 rest = b""
     except ApiRequestError as error:
         if error.code not in (400, 404):
@@ -135,7 +135,7 @@ async def _lines(
         for kept in _kept(cluster.folder, pod, wanted):
             yield kept
     if rest:
-        yield _shown(rest)
+        yield log_line(rest)
 
 
 def _kept(folder: Path | None, pod: dict[str, Any], wanted: WantedLogs) -> list[str]:
@@ -146,12 +146,8 @@ def _kept(folder: Path | None, pod: dict[str, Any], wanted: WantedLogs) -> list[
     log = folder / "pods" / meta["namespace"] / meta["name"] / f"{contract.CONTAINER}.log"
     with contextlib.suppress(OSError):
         lines = log.read_bytes().splitlines()
-        return [_shown(line) for line in (lines if wanted.tail is None else lines[len(lines) - wanted.tail :])]
+        return [log_line(line) for line in (lines if wanted.tail is None else lines[len(lines) - wanted.tail :])]
     return []
-
-
-def _shown(line: bytes) -> str:
-    return printable(line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="backslashreplace"))
 
 
 async def _follow(cluster: FoundCluster, job: str, wanted: WantedLogs, *, many: bool) -> AsyncGenerator[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from backstay_client.view.follow import STOPPED, JobView, PodActivity
+from backstay_client.view.starting import is_ready
 from backstay_client.words import duration, on_one_line
 from backstay_spec import contract
 
@@ -121,9 +122,7 @@ def _state(pod: dict[str, Any]) -> str:
         return "Terminating"
     if phase != "Running":
         return phase
-    conditions = status.get("conditions") or []
-    ready = any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions)
-    return "Ready" if ready else "Starting"
+    return "Ready" if is_ready(pod) else "Starting"
 
 
 def has_ended(pod: dict[str, Any]) -> bool:

@@ -12,16 +12,18 @@ from typing import Any
 import aiohttp
 
 from backstay_client.kube import ApiRequestError, JobApi
-from backstay_client.words import printable
+from backstay_client.words import log_line, printable
 from backstay_spec import contract
 
-__all__ = ["newest_line"]
+__all__ = ["is_ready", "newest_line"]
 
 LONG_START = 10.0
 """Seconds since the start of a container after which its log is read."""
 
 _SECONDS = 2.0
 _LONGEST = 240
+_TAIL = 1 << 16
+"""Bytes of a line that are kept: a progress bar writes all of its states into one line."""
 
 
 async def newest_line(api: JobApi, namespace: str, pods: Iterable[dict[str, Any]]) -> tuple[str, str]:
@@ -39,10 +41,16 @@ async def newest_line(api: JobApi, namespace: str, pods: Iterable[dict[str, Any]
     try:
         async with asyncio.timeout(_SECONDS):
             async for chunk in api.log(namespace, name, tailLines="1"):
-                text += chunk
+                text = (text + chunk)[-_TAIL:]
     except (ApiRequestError, aiohttp.ClientError, OSError):  # of which a timeout is one
         return "", ""
-    return name, _message(text.decode(errors="replace").strip().rpartition("\n")[2])
+    return name, _message(log_line(text.rstrip().rpartition(b"\n")[2]))
+
+
+def is_ready(pod: dict[str, Any]) -> bool:
+    """Whether a pod has started: its condition `Ready` is true."""
+    conditions = pod.get("status", {}).get("conditions") or []
+    return any(one.get("type") == "Ready" and one.get("status") == "True" for one in conditions)
 
 
 def _order(pod: dict[str, Any]) -> tuple[bool, str]:
@@ -50,10 +58,9 @@ def _order(pod: dict[str, Any]) -> tuple[bool, str]:
 
 
 def _starts_long(pod: dict[str, Any]) -> bool:
-    status = pod.get("status", {})
-    if any(one.get("type") == "Ready" and one.get("status") == "True" for one in status.get("conditions") or []):
+    if is_ready(pod):
         return False
-    for container in status.get("containerStatuses") or []:
+    for container in pod.get("status", {}).get("containerStatuses") or []:
         if container.get("name") == contract.CONTAINER:
             began = container.get("state", {}).get("running", {}).get("startedAt")
             return bool(began) and time.time() - datetime.fromisoformat(began).timestamp() >= LONG_START
@@ -67,5 +74,5 @@ def _message(line: str) -> str:
         line = str(found["message"])
     except (ValueError, KeyError, TypeError):
         pass
-    shown = printable(line)
+    shown = printable(line)  # a text in JSON may have other controls
     return shown if len(shown) <= _LONGEST else shown[: _LONGEST - 1] + "…"

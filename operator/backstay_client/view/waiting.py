@@ -9,6 +9,7 @@ from typing import Any
 from backstay_client.view.follow import LONG_WAIT, JobView, unix_time
 from backstay_client.view.pods import obstacle as obstacle_of
 from backstay_client.view.pods import slot_of
+from backstay_client.view.starting import is_ready
 from backstay_client.words import count, duration, on_one_line
 from backstay_spec import contract
 from backstay_spec.status import TRAINED
@@ -42,7 +43,7 @@ def waiting_for(view: JobView) -> str:
         return f"{len(running)} of {count(desired, 'pod')} run, the others start again"
     if len(running) < len(pods) or len(pods) < desired:
         return f"starting pods: {len(running)} of {max(desired, len(pods))} run"
-    ready = [pod for pod in running if _is_ready(pod)]
+    ready = [pod for pod in running if is_ready(pod)]
     servers = [pod for pod in running if _role(pod) == contract.ROLE_SERVER]
     ready_servers = [pod for pod in ready if _role(pod) == contract.ROLE_SERVER]
     if not ready:
@@ -84,8 +85,3 @@ def _role(pod: dict[str, Any]) -> str:
 def _name(pod: dict[str, Any]) -> str:
     index = pod["metadata"].get("labels", {}).get(contract.LABEL_INDEX, "")
     return f"{_NAMES.get(_role(pod), 'pod')} {index}"
-
-
-def _is_ready(pod: dict[str, Any]) -> bool:
-    conditions = pod.get("status", {}).get("conditions") or []
-    return any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions)
