@@ -59,6 +59,8 @@ class FakeJob:
         self.non_finite = False  # whether `evaluate` returns NaN
         self.evaluations: dict[int, dict[str, float]] = {}  # on the curve
         self.lacks = False  # whether `evaluate` does not return the accuracy
+        self.losses: tuple[float, ...] | None = None  # on the curve
+        self.report = JobReport()
 
     async def status(self) -> JobStatus:
         if self.deleted:
@@ -68,6 +70,8 @@ class FakeJob:
         loss = self.params["rate"]
         view = JobView(self.name, "default", phase=phase)
         status = JobStatus(self.name, "default", phase, "Why", "because", self.step, loss, view=view)
+        if self.report != JobReport():
+            return replace(status, report=self.report.model_copy(update={"step": self.step, "goal_steps": GOAL}))
         if self.lacks:
             return status
         if self.non_finite:
@@ -76,6 +80,9 @@ class FakeJob:
 
     async def curve(self) -> TrainingCurve:
         steps = tuple(range(1, self.step + 1))
+        if self.losses is not None:
+            losses = self.losses[: self.step]
+            return TrainingCurve(steps[: len(losses)], losses, {"accuracy": losses}, self.evaluations)
         return TrainingCurve(steps, (self.params["rate"],) * len(steps), evaluations=self.evaluations)
 
     async def delete(self, *, wait: bool = True) -> None:
@@ -335,7 +342,8 @@ async def test_a_trial_whose_newest_objective_is_not_finite_fails(path: Path, cl
     with SweepStore(plan(objective="accuracy", direction="maximize"), path) as store:
         jobs = TrialJobs(start, cluster.existing)
         trials = await finish(SweepRunner(store, jobs, trials=3, parallel=2, prunes=False, patience=60, poll_seconds=0))
-    assert [(one.state, one.value) for one in trials] == [("COMPLETE", 0.8), ("FAIL", 0.9), ("COMPLETE", 0.8)]
+    assert [one.state for one in trials] == ["COMPLETE", "FAIL", "COMPLETE"]
+    assert (trials[0].value, str(trials[1].value), trials[2].value) == (0.8, "nan", 0.8)
 
 
 async def test_a_trial_without_an_objective_that_others_have_fails_alone(path: Path, cluster: FakeCluster) -> None:
@@ -349,6 +357,82 @@ async def test_a_trial_without_an_objective_that_others_have_fails_alone(path: P
         trials = await finish(SweepRunner(store, jobs, trials=5, parallel=1, prunes=False, patience=60, poll_seconds=0))
     assert [one.state for one in trials] == ["COMPLETE", "COMPLETE", "COMPLETE", "FAIL", "COMPLETE"]
     assert "the objective 'accuracy' does not exist" in trials[3].why
+
+
+async def test_an_objective_of_both_functions_is_that_of_evaluate(path: Path, cluster: FakeCluster) -> None:
+    async def start(name: str, params: Mapping[str, Any], labels: Mapping[str, str]) -> FakeJob:
+        job = await cluster.start(name, params, labels)
+        job.losses, job.evaluations = (0.1,) * GOAL, {GOAL: {"accuracy": 0.8}}
+        return job
+
+    with SweepStore(plan(objective="accuracy", direction="maximize"), path) as store:
+        jobs = TrialJobs(start, cluster.existing)
+        trials = await finish(SweepRunner(store, jobs, trials=2, parallel=2, prunes=False, patience=60, poll_seconds=0))
+    assert [(one.state, one.value, one.step) for one in trials] == [("COMPLETE", 0.8, GOAL)] * 2
+
+
+@pytest.mark.parametrize("first", [GOAL, GOAL - 1])
+async def test_a_loss_that_diverges_after_the_last_point_of_the_curve_fails(
+    path: Path, cluster: FakeCluster, first: int
+) -> None:
+    """The curve of a long training leaves out steps, and the last one may be among them."""
+
+    async def start(name: str, params: Mapping[str, Any], labels: Mapping[str, str]) -> FakeJob:
+        job = await cluster.start(name, params, labels)
+        job.losses = (0.1,) * (GOAL - 2)
+        if name == "digits-1":
+            job.report = JobReport(non_finite_loss=first)
+            job.params = {"rate": None} if first < GOAL else job.params
+        return job
+
+    with SweepStore(plan(), path) as store:
+        jobs = TrialJobs(start, cluster.existing)
+        trials = await finish(SweepRunner(store, jobs, trials=3, parallel=2, prunes=False, patience=60, poll_seconds=0))
+    assert [one.state for one in trials] == ["COMPLETE", "FAIL", "COMPLETE"]
+    assert trials[1].why == "its last loss is not a finite number"
+    assert (trials[0].value, trials[0].step) == (trials[0].params["rate"], GOAL)
+
+
+async def test_an_objective_that_a_running_trial_has_exists(path: Path, cluster: FakeCluster) -> None:
+    async def start(name: str, params: Mapping[str, Any], labels: Mapping[str, str]) -> FakeJob:
+        job = await cluster.start(name, params, labels)
+        if name == "digits-0":
+            job.lacks, job.step = True, GOAL - 32
+        else:
+            job.losses = (0.5,) * GOAL
+        return job
+
+    with SweepStore(plan(objective="accuracy", direction="maximize"), path) as store:
+        jobs = TrialJobs(start, cluster.existing)
+        trials = await finish(SweepRunner(store, jobs, trials=2, parallel=2, prunes=False, patience=60, poll_seconds=0))
+    assert [one.state for one in trials] == ["FAIL", "COMPLETE"]
+
+
+async def test_values_that_are_not_finite_are_reported_for_pruning(path: Path, cluster: FakeCluster) -> None:
+    """A diverged trial had no new values to compare, and ran to its end."""
+
+    async def start(name: str, params: Mapping[str, Any], labels: Mapping[str, str]) -> FakeJob:
+        job = await cluster.start(name, params, labels)
+        number = int(name.rpartition("-")[2])
+        job.losses = (0.9,) * 10 + (math.nan,) * (GOAL - 10) if number == 6 else (0.1,) * GOAL
+        return job
+
+    with SweepStore(plan(), path) as store:
+        jobs = TrialJobs(start, cluster.existing)
+        trials = await finish(SweepRunner(store, jobs, trials=7, parallel=1, prunes=True, patience=60, poll_seconds=0))
+    assert [one.state for one in trials] == ["COMPLETE"] * 6 + ["PRUNED"]
+
+
+async def test_a_sweep_ends_when_its_sampler_has_no_more(path: Path, cluster: FakeCluster) -> None:
+    """Optuna's grid stops the loop of Optuna, which raised an error while the other trial ran."""
+    rates = {"rate": [0.1, 0.2, 0.3]}
+    with SweepStore(plan(space=rates), path, sampler=optuna.samplers.GridSampler(rates)) as store:
+        jobs = TrialJobs(cluster.start, cluster.existing)
+        trials = await finish(
+            SweepRunner(store, jobs, trials=20, parallel=2, prunes=False, patience=60, poll_seconds=0)
+        )
+    assert {one.value for one in trials} == {0.1, 0.2, 0.3}
+    assert {one.state for one in trials} == {"COMPLETE"}
 
 
 def test_numbers_of_numpy_and_jax_are_those_of_python() -> None:
@@ -411,9 +495,22 @@ def test_the_short_forms_of_a_space() -> None:
     given = {"rate": (1e-4, 1e-1, "log"), "width": (16, 64), "drop": (0, 0.5), "kind": ["a", "b", None]}
     own = {**given, "rate": optuna.distributions.FloatDistribution(1e-4, 1e-1, log=True)}
     assert as_text(distributions_of(given)) == as_text(distributions_of(own))
-    for wrong in ((1,), (2, 1), (0.0, 1.0, "log"), (1, 2, "lin"), "abc", [], 3, (True, False), ("0.1", "1")):
+    for wrong in (
+        (1,),
+        (2, 1),
+        (0.0, 1.0, "log"),
+        (1, 2, "lin"),
+        "abc",
+        [],
+        3,
+        (True, False),
+        ("0.1", "1"),
+        (0.1, math.inf),
+    ):
         with pytest.raises(BadInput, match=r"space\['x'\]: is .*must be a list of choices"):
             distributions_of({"x": wrong})
+    with pytest.raises(BadInput, match="inf is not a finite number"):
+        distributions_of({"x": (0.1, math.inf)})
     with pytest.raises(BadInput, match="space: is empty"):
         distributions_of({})
 

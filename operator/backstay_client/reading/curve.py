@@ -38,9 +38,10 @@ class TrainingCurve:
         """The finite values of the loss, of a metric of `loss`, or else of a metric of `evaluate`, with their steps."""
         return [(step, value) for step, value in self._points(name) if math.isfinite(value)]
 
-    def newest(self, name: str) -> tuple[int, float] | None:
-        """The newest of the values that `values` returns, which is NaN if it is not finite. None: there is none."""
-        return max(self._points(name), key=lambda point: point[0], default=None)
+    def objective(self, name: str) -> list[tuple[int, float]]:
+        """The values of a metric of `evaluate`, or else of the loss or a metric of `loss`. NaN: it was not finite."""
+        evaluated = [(step, metrics[name]) for step, metrics in sorted(self.evaluations.items()) if name in metrics]
+        return evaluated or list(self._points(name))
 
     def _points(self, name: str) -> Iterable[tuple[int, float]]:
         if name == "loss" or name in self.metrics:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -100,6 +100,7 @@ class SweepRunner:
         self._trials, self._parallel, self._prunes = trials, parallel, prunes
         self._patience, self._poll_seconds = patience, poll_seconds
         self._active: dict[int, _Trial] = {}
+        self._exists = any(one.state in ("COMPLETE", "PRUNED") for one in store.results())  # the objective
 
     async def run(self) -> AsyncGenerator[list[TrialResult]]:
         """Run all trials.
@@ -138,7 +139,7 @@ class SweepRunner:
                         f"trials of {self._store.plan.name} may still run: the same call continues the sweep"
                     ) from error
             yield self._store.results()
-            if resumed and not self._active and self._store.count() >= self._trials:
+            if resumed and not self._active and (self._store.exhausted or self._store.count() >= self._trials):
                 return
             await asyncio.sleep(self._poll_seconds)
 
@@ -153,7 +154,7 @@ class SweepRunner:
                 await self._add(trial, found.get(self._store.job_of(trial.number)))
 
     async def _start_new(self) -> None:
-        while len(self._active) < self._parallel and self._store.count() < self._trials:
+        while len(self._active) < self._parallel and not self._store.exhausted and self._store.count() < self._trials:
             await self._add(self._store.ask(), None)
 
     async def _add(self, trial: Any, job: TrialJob | None) -> None:
@@ -183,7 +184,8 @@ class SweepRunner:
             self._end(running)
             self._store.fail(trial, "its job was deleted")
             return
-        running.values = curve.values(self._store.plan.objective) or running.values
+        running.values = curve.objective(self._store.plan.objective) or running.values
+        self._exists = self._exists or bool(running.values)
         if not status.ended:
             if self._report(running, status.report.goal_steps, prunes=self._prunes):
                 self._end(running)
@@ -232,24 +234,18 @@ class SweepRunner:
             self._store.fail(trial, f"{status.reason or status.phase}: {on_one_line(status.message)}")
             self._refuse_first_failures()
             return
-        found = {"loss": status.loss, **status.report.train_metrics, **status.metrics}
-        value, step = found.get(objective), status.step
-        of_evaluate = objective in status.metrics
-        if of_evaluate:
-            step = status.report.evaluated_step or step
-        # The status keeps the newest finite metrics. Those of the curve may be newer, and NaN.
-        newest = curve.newest(objective)
-        if newest is not None and not (of_evaluate and step is not None and step > newest[0]):
-            step, value = newest
+        step, value = _last_value(running.values, status, curve, objective)
         if value is not None and math.isfinite(value):
+            self._exists = True
             self._store.complete(trial, value, step)
             return
-        if value is not None or objective in status.report.non_finite_metrics:
+        if value is not None:
             why = f"its last {objective} is not a finite number"
         else:
-            names = sorted({"loss", *found, *curve.metrics, *(n for e in curve.evaluations.values() for n in e)})
+            found = {"loss", *status.report.train_metrics, *status.metrics, *curve.metrics}
+            names = sorted(found.union(*curve.evaluations.values()))
             why = f"the objective {objective!r} does not exist: must be one of {', '.join(names)}"
-            if all(one.state != "COMPLETE" for one in self._store.results()):  # otherwise it is a fault of this trial
+            if not self._exists:  # otherwise it is a fault of this trial
                 self._store.fail(trial, why)
                 raise SweepFailed(why)
         self._store.fail(trial, why)
@@ -262,3 +258,29 @@ class SweepRunner:
                 f"the first {_FIRST_FAILURES} trials of {self._store.plan.name} have failed. The last one: "
                 f"{ended[-1].job}: {ended[-1].why}"
             )
+
+
+def _last_value(
+    values: Sequence[tuple[int, float]], status: JobStatus, curve: TrainingCurve, objective: str
+) -> tuple[int | None, float | None]:
+    """The last value of the objective in a job, after its step. It is NaN if it was not finite; None: there is none.
+
+    Args:
+        values: the values of the curve, which leaves out steps of a long training, and may be lost with a server.
+    """
+    report = status.report
+    step, value = values[-1] if values else (None, None)
+    if objective in status.metrics or any(objective in metrics for metrics in curve.evaluations.values()):
+        known = (report.evaluated_step or status.step, status.metrics.get(objective))
+        return known if value is None else (step, value)
+    if value is not None and (step or 0) >= (status.step or 0):
+        return step, value
+    if objective == "loss":
+        is_of_before = report.non_finite_loss is not None and report.non_finite_loss == report.step
+        last = None if is_of_before else status.loss
+        not_finite = report.non_finite_loss is not None
+    else:
+        last, not_finite = report.train_metrics.get(objective), objective in report.non_finite_metrics
+    if last is None and not_finite:
+        last = math.nan
+    return (step, value) if last is None else (status.step, last)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,8 +54,8 @@ def _distribution(name: str, values: Any) -> Any:
         if isinstance(values, tuple) and len(values) in {2, 3} and values[2:] in {(), ("log",)}:
             low, high, log = _plain(values[0]), _plain(values[1]), len(values) == 3
             for end in (low, high):
-                if isinstance(end, bool | str):  # float() takes both
-                    raise TypeError(f"{end!r} is not a number")
+                if isinstance(end, bool | str) or not math.isfinite(end):  # float() takes all of these
+                    raise ValueError(f"{end!r} is not a finite number")
             if isinstance(low, int) and isinstance(high, int):
                 return kinds.IntDistribution(low, high, log=log)
             return kinds.FloatDistribution(float(low), float(high), log=log)

@@ -70,6 +70,7 @@ class SweepStore:
         plan: the plan.
         id: the id of the sweep, which its jobs have as a label.
         study: the Optuna study.
+        exhausted: whether the sampler has no more choices.
     """
 
     def __init__(self, plan: SweepPlan, path: Path, *, sampler: Any = None, pruner: Any = None) -> None:
@@ -83,7 +84,7 @@ class SweepStore:
             SweepInUse: another process runs the sweep.
             BadInput: the file has a sweep of this name with another plan, or cannot be used.
         """
-        self.plan = plan
+        self.plan, self.exhausted = plan, False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(path.with_name(f"{path.name}.{plan.name}.lock"), plan.name)
@@ -163,16 +164,26 @@ class SweepStore:
         """The trial has ended with this value."""
         if step is not None:
             trial.set_user_attr(_STEP, step)
-        self.study.tell(trial.number, value)
+        self._store(trial, value)
 
     def prune(self, trial: Any) -> None:
         """The trial was stopped, because others were better."""
-        self.study.tell(trial.number, state=optuna().trial.TrialState.PRUNED)
+        self._store(trial, None, optuna().trial.TrialState.PRUNED)
 
     def fail(self, trial: Any, why: str) -> None:
         """The trial has failed."""
         trial.set_user_attr(_WHY, why)
-        self.study.tell(trial.number, state=optuna().trial.TrialState.FAIL)
+        self._store(trial, None, optuna().trial.TrialState.FAIL)
+
+    def _store(self, trial: Any, value: float | None, state: Any = None) -> None:
+        try:
+            self.study.tell(trial.number, value, state)
+        except RuntimeError as error:
+            # A sampler whose choices are used up stops the loop of Optuna, which is not the loop here. The trial is
+            # stored then.
+            if "Study.stop" not in str(error):
+                raise
+            self.exhausted = True
 
     def results(self) -> list[TrialResult]:
         """All trials that have begun, in order of their numbers."""
