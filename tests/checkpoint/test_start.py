@@ -119,6 +119,9 @@ def test_an_incomplete_download_is_refused(tmp_path: Path, missing: Any) -> None
     (tmp_path / files["dense.kernel"]).unlink()
     with pytest.raises(CheckpointError, match=r"index.json names 1 of \d files that are not there: model-.*complete"):
         started(StartFrom(str(tmp_path), missing=missing))
+    index.write_text(json.dumps({"weight_map": {"a": "./unet/model.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"names files in other folders, such as unet/model.safetensors"):
+        started(StartFrom(str(tmp_path), missing=missing))
     index.write_text("[]")
     with pytest.raises(CheckpointError, match="is not an index of safetensors files"):
         started(StartFrom(str(tmp_path), missing=missing))

@@ -100,7 +100,7 @@ class LogsOnly:
     async def log(self, namespace: str, pod: str, **options: str) -> AsyncIterator[bytes]:
         if self.error is not None:
             raise self.error
-        assert (namespace, options) == ("default", {"tailLines": "1"})
+        assert (namespace, options) == ("default", {"tailLines": "10"})
         log = self.logs[pod]
         for start in range(0, len(log), 7):
             yield log[start : start + 7]
@@ -114,13 +114,16 @@ def since(role: str, seconds: float, ready: bool = False) -> dict[str, Any]:
 
 
 SERVER, WORKER = f"a-{contract.ROLE_SERVER}-0", f"a-{contract.ROLE_WORKER}-0"
-LOGS = {SERVER: b"one\nthe folder\x1b[0m does not answer\n", WORKER: b'{"time": "now", "message": "loads data"}\n'}
+LOGS = {
+    SERVER: b"one\nthe \x1b[31mfolder\x1b[0m\x07 does not answer\n\n\x1b[0m\n",
+    WORKER: b'{"time": "now", "message": "loads data"}\n',
+}
 
 
 @pytest.mark.parametrize(
     ("ages", "found"),
     [
-        ([(contract.ROLE_WORKER, 1000), (contract.ROLE_SERVER, 100)], (SERVER, "the folder\\x1b[0m does not answer")),
+        ([(contract.ROLE_WORKER, 1000), (contract.ROLE_SERVER, 100)], (SERVER, "the folder\\x07 does not answer")),
         ([(contract.ROLE_WORKER, 100), (contract.ROLE_SERVER, 100, True)], (WORKER, "loads data")),
         ([(contract.ROLE_WORKER, 100), (contract.ROLE_SERVER, -900)], (WORKER, "loads data")),
         ([(contract.ROLE_SERVER, -900)], ("", "")),

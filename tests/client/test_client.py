@@ -108,7 +108,7 @@ def test_a_failed_job_raises_with_the_exception_of_the_script(client: Client, tr
     assert caught.value.reason == "NonFiniteGradients"
     status = job.wait(progress=False, check=False)
     assert (status.phase, status.succeeded, status.reason) == ("Failed", False, "NonFiniteGradients")
-    with pytest.raises(NoResult, match=r"is Failed, and has stored no checkpoint: NonFiniteGradients: "):
+    with pytest.raises(NoResult, match=r"is Failed, and has reported no checkpoint: NonFiniteGradients: "):
         job.result()
 
 

@@ -16,7 +16,9 @@ REST = st.from_regex(r"[a-z0-9]{1,9}(/[a-z0-9:]{1,9}){0,3}", fullmatch=True)
 def test_a_scheme_needs_two_slashes(scheme: str, slash: str, rest: str) -> None:
     why = refusal(f"{scheme}:{slash}{rest}")
     assert why is not None
-    assert f"must be {scheme}://{rest} for the scheme {scheme}" in why
+    root = "/" if scheme == "file" else ""
+    assert f"must be {scheme}://{root}{rest} for the scheme {scheme}" in why
+    assert refusal(f"{scheme.upper()}:{slash}{rest}") is not None
     assert refusal(f"./{scheme}:{slash}{rest}") is None
 
 

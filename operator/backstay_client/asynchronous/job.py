@@ -405,7 +405,7 @@ def checkpoint_of(status: JobStatus) -> str:
             raise NoResult(f"the job {status.name} stores no checkpoints: submit it with checkpoint=")
         if status.ended:
             why = f": {status.reason}: {on_one_line(status.message)}" if not status.succeeded else ""
-            raise NoResult(f"the job {status.name} is {status.phase}, and has stored no checkpoint{why}")
+            raise NoResult(f"the job {status.name} is {status.phase}, and has reported no checkpoint{why}")
         raise NoResult(
             f"the job {status.name} is {status.phase}, and has stored no checkpoint yet: its last update stores one, "
             "so call job.wait() first"

@@ -147,7 +147,7 @@ async def look(api: JobApi, namespace: str, name: str, before: JobView | None = 
     if view.ended:
         return view
     view = await _with_live_numbers(api, view)
-    return view if view.live else replace(view, newest_line=await newest_line(api, namespace, view.pods))
+    return view if view.report.step else replace(view, newest_line=await newest_line(api, namespace, view.pods))
 
 
 def view_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Iterable
 from datetime import datetime
@@ -22,12 +23,14 @@ LONG_START = 10.0
 
 _SECONDS = 2.0
 _LONGEST = 240
+_STYLES = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]")
+"""Colours and movements of the cursor (ECMA-48, 5.4)."""
 _TAIL = 1 << 16
 """Bytes of a line that are kept: a progress bar writes all of its states into one line."""
 
 
 async def newest_line(api: JobApi, namespace: str, pods: Iterable[dict[str, Any]]) -> tuple[str, str]:
-    """The last line in the log of the first pod that has long been in its start.
+    """The last line with text in the log of the first pod that has long been in its start.
 
     Servers are before other pods, because these wait for them.
 
@@ -40,11 +43,12 @@ async def newest_line(api: JobApi, namespace: str, pods: Iterable[dict[str, Any]
     name, text = slow[0]["metadata"]["name"], b""
     try:
         async with asyncio.timeout(_SECONDS):
-            async for chunk in api.log(namespace, name, tailLines="1"):
+            async for chunk in api.log(namespace, name, tailLines="10"):
                 text = (text + chunk)[-_TAIL:]
     except (ApiRequestError, aiohttp.ClientError, OSError):  # of which a timeout is one
         return "", ""
-    return name, _message(log_line(text.rstrip().rpartition(b"\n")[2]))
+    lines = [_message(log_line(_STYLES.sub(b"", line).rstrip())) for line in text.split(b"\n")]
+    return name, next((line for line in reversed(lines) if line), "")
 
 
 def is_ready(pod: dict[str, Any]) -> bool:
@@ -71,7 +75,7 @@ def _message(line: str) -> str:
     """The text of a line, which may be a JSON object (`spec.logFormat`)."""
     try:
         found = json.loads(line)
-        line = str(found["message"])
+        line = found["message"] if isinstance(found["message"], str) else line
     except (ValueError, KeyError, TypeError):
         pass
     shown = printable(line)  # a text in JSON may have other controls

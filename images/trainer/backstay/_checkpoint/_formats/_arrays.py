@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import posixpath
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -294,11 +295,17 @@ def _listed(uri: str) -> tuple[Folder, list[str], dict[str, Mapping[str, str]]]:
     indexes: dict[str, Mapping[str, str]] = {}
     for index in (name for name in present if name.endswith(_INDEX)):
         try:
-            of_tensors: Mapping[str, str] = json.loads(folder.read(index))["weight_map"]
+            listed: Mapping[str, str] = json.loads(folder.read(index))["weight_map"]
+            of_tensors = {tensor: posixpath.normpath(name) for tensor, name in listed.items()}
             files = set(of_tensors.values())
             missing = sorted(files.difference(names))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{folder.uri}/{index} is not an index of safetensors files: {error!r}") from error
+        if below := sorted(name for name in files if "/" in name):
+            raise CheckpointError(
+                f"{folder.uri}/{index} names files in other folders, such as {below[0]}: only the files of one folder "
+                "are read. Name the folder that has them"
+            )
         if not missing:
             indexes[index] = of_tensors
         elif len(missing) < len(files):  # one without any file is of another variant of the model
