@@ -15,7 +15,7 @@ from backstay_client.view import explain
 from backstay_client.view.follow import JobView, carried, ready_of, spent
 from backstay_client.view.pods import PodRow, rows, summary
 from backstay_client.view.waiting import no_update, waiting_for
-from backstay_client.words import clock, count, duration, loss, not_finite, number, on_one_line, shown
+from backstay_client.words import clock, count, duration, evaluation, loss, not_finite, number, on_one_line, shown
 from backstay_spec import contract
 
 __all__ = ["Picture", "page"]
@@ -82,16 +82,16 @@ class Picture:
         elif view.report.step is not None:
             yield Text.assemble(("step ", "dim"), number(view.report.step))
         yield from self._numbers(width)
+        if view.report.evaluation_error:
+            yield _line(("the evaluation failed: ", "red"), on_one_line(view.report.evaluation_failed))
         for label, values in (
             ("metrics of loss", view.report.train_metrics),
-            (f"evaluation of step {number(view.report.evaluated_step)}", view.report.metrics),
+            (evaluation(view.report), view.report.metrics),
         ):
             if values:
                 yield _line((f"{label}  ", "dim"), shown(values))
         if names := not_finite(view.report):
             yield _line((f"metrics that were {names}", "yellow"))
-        if view.report.evaluation_error:
-            yield _line(("the evaluation failed: ", "red"), on_one_line(view.report.evaluation_failed))
         if waits := no_update(view):
             yield _line((waits, "yellow"))
         yield Text()

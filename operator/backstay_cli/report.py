@@ -11,7 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from backstay_client.view.follow import JobView, carried, spent
-from backstay_client.words import count, loss, not_finite, number, on_one_line, plain, printable, shortened, shown
+from backstay_client.words import (
+    count,
+    evaluation,
+    loss,
+    not_finite,
+    number,
+    on_one_line,
+    plain,
+    printable,
+    shortened,
+    shown,
+)
 
 _TAIL_LINES = 15
 _MISSING_PACKAGE = "ModuleNotFoundError: No module named"
@@ -98,13 +109,12 @@ def lines(view: JobView, seconds: float, logs: Path) -> Iterator[str]:
         yield f"  {goodput}"
     if traffic := carried(view):
         yield f"  {traffic}"
-    if view.report.metrics:
-        at = "" if view.report.evaluated_step is None else f" of step {number(view.report.evaluated_step)}"
-        yield f"  evaluation{at}: {shown(view.report.metrics)}"
-    if names := not_finite(view.report):
-        yield f"  metrics that were {names} (see `backstay history`)"
     if view.report.evaluation_error:
         yield f"  the evaluation failed: {on_one_line(view.report.evaluation_failed)}"
+    if view.report.metrics:
+        yield f"  {evaluation(view.report)}: {shown(view.report.metrics)}"
+    if names := not_finite(view.report):
+        yield f"  metrics that were {names} (see `backstay history`)"
     if view.restarts or view.disruptions:
         yield f"  pods replaced: {view.restarts} after crashes, {view.disruptions} after disruptions"
     if view.checkpoint:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from backstay_spec.job_report import ReportedStatus
+    from backstay_spec.job_report import JobReport, ReportedStatus
 
 # The part of a traceback before the line with the exception; the rest is in the pod's log.
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t].*(?:\n|$))*")
@@ -108,6 +108,13 @@ def loss(report: ReportedStatus) -> str:
     if report.loss is not None and not is_of_before:
         return number(report.loss)
     return "" if report.non_finite_loss is None else f"NaN or infinite, first at step {number(report.non_finite_loss)}"
+
+
+def evaluation(report: JobReport) -> str:
+    """The words before the newest metrics of `evaluate`. An evaluation that failed has none, and its step is newer."""
+    if report.evaluation_error:
+        return "evaluation before that"
+    return "evaluation" if report.evaluated_step is None else f"evaluation of step {number(report.evaluated_step)}"
 
 
 def not_finite(report: ReportedStatus) -> str:

@@ -10,7 +10,7 @@ from typing import Protocol, Self
 
 from backstay_client.view.follow import JobView
 from backstay_client.view.waiting import WROTE, no_update, waiting_for
-from backstay_client.words import duration, loss, number, plain, shown, without_folder
+from backstay_client.words import duration, evaluation, loss, number, plain, shown, without_folder
 
 __all__ = ["SCRIPT", "Display", "LineDisplay", "shown_events"]
 
@@ -120,7 +120,8 @@ class LineDisplay:
             self._write_line(f"{where}  loss {loss_now}{metrics}{rate}{left}{restarts}")
         if view.report.evaluated_step is not None and view.report.evaluated_step != self._evaluated and not view.ended:
             self._evaluated = view.report.evaluated_step
-            self._write_line(f"evaluation of step {number(view.report.evaluated_step)}: {shown(view.report.metrics)}")
+            if not view.report.evaluation_error:  # an event has it
+                self._write_line(f"{evaluation(view.report)}: {shown(view.report.metrics)}")
 
     def print(self, lines: Sequence[str]) -> None:
         """Print as separate lines, without a time."""
