@@ -111,9 +111,7 @@ def loss(report: ReportedStatus) -> str:
 
 
 def evaluation(report: JobReport) -> str:
-    """The words before the newest metrics of `evaluate`. An evaluation that failed has none, and its step is newer."""
-    if report.evaluation_error:
-        return "evaluation before that"
+    """The words before the newest metrics of `evaluate`."""
     return "evaluation" if report.evaluated_step is None else f"evaluation of step {number(report.evaluated_step)}"
 
 

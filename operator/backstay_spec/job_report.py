@@ -193,7 +193,10 @@ class ReportedStatus(StatusModel):
     """The newest result of `evaluate`; finite values only."""
 
     evaluated_step: Annotated[Count | None, ReportRow(unit="updates", with_event=True)] = None
-    """The step that was evaluated last."""
+    """The step of `metrics`."""
+
+    failed_evaluation: Annotated[Count | None, ReportRow(unit="updates", with_event=True)] = None
+    """The newest step whose evaluation failed; absent: none did. It has no `metrics`."""
 
     untrained_leaves: Annotated[list[str], FailFast(), ReportRow(with_event=True)] = Field(default_factory=list)
     """Parameters whose gradient was zero in the first updates of every worker; at most 20."""
@@ -267,7 +270,7 @@ class JobReport(ReportedStatus):
     @property
     def evaluation_failed(self) -> str:
         """The error of the newest evaluation, with its step; empty: it did not fail."""
-        at = "" if self.evaluated_step is None else f"at step {self.evaluated_step}: "
+        at = "" if self.failed_evaluation is None else f"at step {self.failed_evaluation}: "
         return at + self.evaluation_error if self.evaluation_error else ""
 
     @classmethod

@@ -235,15 +235,13 @@ def test_the_final_message_of_shard_0_is_newer_than_the_last_observation() -> No
     assert view_of(job, [], [], before).report.loss == 0.5
 
 
-def test_metrics_of_before_a_failed_evaluation_have_not_its_step() -> None:
+def test_metrics_of_before_a_failed_evaluation_have_their_step() -> None:
     job = {"metadata": {"name": "a", "namespace": "default"}, "status": {"phase": "Succeeded"}}
     rows = {"step": 9, "evaluated_step": 8, "metrics": {"accuracy": 0.5}}
-    failed = replace(view_of(job, [], []), report=JobReport(**rows, evaluation_error="E: no"))
+    failed = replace(view_of(job, [], []), report=JobReport(**rows, failed_evaluation=9, evaluation_error="E: no"))
     lines = list(report.lines(failed, 1.0, Path("/logs")))
-    assert "  the evaluation failed: at step 8: E: no" in lines
-    assert "  evaluation before that: accuracy 0.5" in lines
-    held = replace(failed, report=JobReport(**rows))
-    assert "  evaluation of step 8: accuracy 0.5" in list(report.lines(held, 1.0, Path("/logs")))
+    assert "  the evaluation failed: at step 9: E: no" in lines
+    assert "  evaluation of step 8: accuracy 0.5" in lines
 
 
 def test_a_missing_package_names_the_python_of_the_pods() -> None:

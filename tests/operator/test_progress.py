@@ -310,7 +310,7 @@ def test_the_step_before_a_new_term_is_carried_over_rounds_without_the_coordinat
 
 def test_where_a_term_began_and_evaluations_are_the_coordinators() -> None:
     report = JobReport(
-        term_start=TermStart(2, 105, "/ck", 52), evaluated_step=100, evaluation_error="no", loss=math.inf
+        term_start=TermStart(2, 105, "/ck", 52), failed_evaluation=100, evaluation_error="no", loss=math.inf
     )
     reply = pb.ProgressReply(term=2, step=106, report=report.encoded())
     other = pb.ProgressReply(term=2, report=JobReport(loss=1.0).encoded())

@@ -142,6 +142,7 @@ LAST_REPORT = {
     "trainMetrics": {"error": 0.5},
     "metrics": {"accuracy": 0.75},
     "evaluatedStep": 20,
+    "failedEvaluation": 25,
     "evaluationError": "ValueError: no data",
     "traffic": {"carried": 100.0, "exact": 400.0},
     "untrainedLeaves": ["norm.mean"],

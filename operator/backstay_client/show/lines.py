@@ -120,8 +120,7 @@ class LineDisplay:
             self._write_line(f"{where}  loss {loss_now}{metrics}{rate}{left}{restarts}")
         if view.report.evaluated_step is not None and view.report.evaluated_step != self._evaluated and not view.ended:
             self._evaluated = view.report.evaluated_step
-            if not view.report.evaluation_error:  # an event has it
-                self._write_line(f"{evaluation(view.report)}: {shown(view.report.metrics)}")
+            self._write_line(f"{evaluation(view.report)}: {shown(view.report.metrics)}")
 
     def print(self, lines: Sequence[str]) -> None:
         """Print as separate lines, without a time."""

@@ -111,16 +111,18 @@ def _owes_changes(facts: Facts) -> bool:
 
 
 def _evaluation(facts: Facts, progress: Progress) -> Changes:
-    step = progress.report.evaluated_step
-    if step is None or step == facts.old.evaluated_step:
-        return Changes()
-    fields = {"evaluated_step": step}
-    if progress.report.evaluation_error:
-        text = f"the evaluation of step {step} failed: {progress.report.evaluation_error}"
-        return Changes((warning("EvaluationFailed", text),), fields)
-    shown = ", ".join(f"{name} {value:.6g}" for name, value in sorted(progress.report.metrics.items()))
-    event = normal("Evaluated", f"evaluation of step {step}: {shown}")
-    return Changes((event,), {**fields, "metrics": finite(progress.report.metrics)})
+    report, step = progress.report, progress.report.evaluated_step
+    events, fields = [], dict[str, Any]()
+    # After a rollback, the same step may be evaluated with another result.
+    if step is not None and (step, finite(report.metrics)) != (facts.old.evaluated_step, facts.old.metrics):
+        shown = ", ".join(f"{name} {value:.6g}" for name, value in sorted(report.metrics.items()))
+        events.append(normal("Evaluated", f"evaluation of step {step}: {shown}"))
+        fields = {"evaluated_step": step, "metrics": finite(report.metrics)}
+    if report.evaluation_error and report.failed_evaluation != facts.old.failed_evaluation:
+        text = f"the evaluation of step {report.failed_evaluation} failed: {report.evaluation_error}"
+        events.append(warning("EvaluationFailed", text))
+        fields["failed_evaluation"] = report.failed_evaluation
+    return Changes(tuple(events), fields)
 
 
 def _leaves(facts: Facts, progress: Progress, row: str, event: Event) -> Changes:

@@ -27,8 +27,9 @@ class Evaluations:
         self._lock = threading.Lock()
         self._newest: dict[str, float] = {}
         self._of: int | None = None  # the step of these; None: there are none, or training went back before it
-        self._step = 0  # of the newest result or error; 0: none
-        self._error = ""
+        self._step: int | None = None  # the same, and kept when training goes back
+        self._failed: int | None = None  # the newest step whose evaluation failed
+        self._error = ""  # of the newest evaluation; empty: it did not fail
         self._begun: tuple[int, set[tuple[str, int]]] = 0, set()  # the step, and roles and incarnations of pods
 
     def begins(self, request: EvaluatedRequest) -> str:
@@ -58,7 +59,7 @@ class Evaluations:
         if request.error:
             _LOG.error("the evaluation of step %d failed: %s", request.step, request.error)
             with self._lock:
-                self._error, self._step = request.error, request.step
+                self._error, self._failed = request.error, request.step
             return {}
         found = dict(request.metrics)
         with self._lock:
@@ -85,12 +86,15 @@ class Evaluations:
     def of(self, step: int) -> dict[str, float]:
         """The result of the evaluation of this step; empty if it failed or is not the newest one."""
         with self._lock:
-            found = self._step == step and not self._error
-            return dict(self._newest) if found else {}
+            has_failed = self._error and self._failed == step
+            return dict(self._newest) if self._step == step and not has_failed else {}
 
     def report(self) -> JobReport:
         """The rows about evaluations."""
         with self._lock:
             return JobReport(
-                metrics=dict(self._newest), evaluated_step=self._step or None, evaluation_error=self._error
+                metrics=dict(self._newest),
+                evaluated_step=self._step,
+                failed_evaluation=self._failed,
+                evaluation_error=self._error,
             )
