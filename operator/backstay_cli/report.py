@@ -87,7 +87,9 @@ def lines(view: JobView, seconds: float, logs: Path) -> Iterator[str]:
     shape = count(desired.get("ParameterServer", 0) - standbys, "server")
     shape += f", {count(standbys, 'standby')}" if standbys else ""
     shape += f", {count(desired.get('Worker', 0), 'worker')}"
-    if view.report.step or view.phase == "Succeeded":
+    if "AlreadyComplete" in view.message:
+        when = f"without a new update, in {seconds:.1f} s"
+    elif view.report.step or view.phase == "Succeeded":
         when = f"after {number(view.report.step)} updates in {seconds:.1f} s"
     else:
         when = f"before its first update, after {seconds:.1f} s"

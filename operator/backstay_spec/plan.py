@@ -103,7 +103,7 @@ def plan(job: TrainingJob, observed: Observed, now: datetime, settings: PlanSett
     effects = outline.effects
     if end.has_ended(updated):
         completed = outline.fields.get("completion_time", job.status.completion_time) or now
-        cleaned = end.clean_up(facts, completed, succeeded=status.holds(updated, status.SUCCEEDED))
+        cleaned = end.clean_up(facts, updated, completed)
         effects = replace(effects, actions=cleaned.actions, wake=earliest((effects.wake, cleaned.wake)))
     desired = {role: r.desired for role, r in job.status.roles.items()} if outline.desired is None else outline.desired
     new = NewStatus(
@@ -226,7 +226,7 @@ def _after_training(facts: Facts, outline: _Outline, trained: after_training.Tra
         + found
         + services.missing(facts, record, lacks_config=lacks_config)
         + Effects(actions=created)
-        + surplus.judge(facts, record, frozenset(desired_slots(facts.job)), ()),
+        + surplus.judge(facts, record, frozenset(desired_slots(facts.job)), (), "gets the result of training"),
         statements=outline.statements
         + tuple(conditions.resumed(facts))
         + tuple(after_training.statements(trained, verdict)),

@@ -347,6 +347,7 @@ def test_suspended_after_training_it_begins_again_from_the_checkpoint(running):
     cluster.end(leader(cluster), 0, RETURNED)
     cluster.settle()
     assert (cluster.status["phase"], cluster.condition("Succeeded")["reason"]) == ("Succeeded", "AlreadyComplete")
+    assert len(cluster.living()) == 1, "it was ready, and leaves by itself"
 
 
 def test_o1_a_job_that_resumes_with_its_last_checkpoint_ends(running):
@@ -366,9 +367,12 @@ def test_o1_a_job_that_resumes_with_its_last_checkpoint_ends(running):
     cluster.run(restored)
     cluster.settle()
     assert leader(cluster) == restored
+    assert len(cluster.living()) > 1
     cluster.end(restored, 0, RETURNED)
     cluster.settle()
     assert (cluster.status["phase"], cluster.condition("Succeeded")["reason"]) == ("Succeeded", "AlreadyComplete")
+    cluster.bury()
+    assert not cluster.living(), "the other pods never joined, so they do not know that the job has ended"
 
 
 def test_the_other_deadlines_still_count(running):

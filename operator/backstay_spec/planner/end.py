@@ -9,12 +9,13 @@ from typing import Any, Final
 
 from backstay_spec import contract, end_of_job, names, status
 from backstay_spec.actions import Action, DeleteJob, DeleteNetworkPolicy, DeletePod, DeleteSecret, DeleteService
-from backstay_spec.causes import Blocked, outcome_of
+from backstay_spec.causes import ALREADY_COMPLETE, Blocked, outcome_of
 from backstay_spec.planner.deleting import deletions
 from backstay_spec.planner.effects import Effects, JobFailure, Obstructed
 from backstay_spec.planner.facts import Facts
-from backstay_spec.planner.pods import PodView, gone_by, is_deleting, is_owned
+from backstay_spec.planner.pods import PodView, gone_by, has_worked, is_deleting, is_owned
 from backstay_spec.planner.record import Record
+from backstay_spec.types_status import Condition
 
 __all__ = ["Success", "active_deadline", "clean_up", "failure", "has_ended", "pending_deadline", "suspended"]
 
@@ -130,12 +131,13 @@ def _delete_running(facts: Facts, pod: PodView, reason: str) -> tuple[Effects, b
     return Effects(wake=end), True
 
 
-def clean_up(facts: Facts, completed: datetime, *, succeeded: bool) -> Effects:
+def clean_up(facts: Facts, conditions: Mapping[str, Condition], completed: datetime) -> Effects:
     """Clean up after a job that has ended.
 
     Delete its pods by `cleanPods`, then the objects that they used, and then the job itself by its time to live.
 
     Args:
+        conditions: the conditions of the job that has ended.
         completed: when the job ended.
     """
     policy, effects = facts.spec.run_policy, Effects()
@@ -146,7 +148,7 @@ def clean_up(facts: Facts, completed: datetime, *, succeeded: bool) -> Effects:
         for pod in view.pods
         if not pod.deleting and (policy.clean_pods == "All" or (policy.clean_pods == "Running" and not pod.terminal))
     ]
-    leave_by = completed + LEAVING if succeeded else completed
+    leave_by = completed + LEAVING if _leave(facts, conditions) else completed
     if deletable and facts.now < leave_by and any(not pod.terminal for pod in deletable):
         effects += Effects(wake=leave_by)
     else:
@@ -159,6 +161,18 @@ def clean_up(facts: Facts, completed: datetime, *, succeeded: bool) -> Effects:
         return effects + Effects(wake=expiry)
     last: Action = DeleteJob(facts.meta.name, facts.meta.uid)
     return effects + Effects(actions=(last,))
+
+
+def _leave(facts: Facts, conditions: Mapping[str, Condition]) -> bool:
+    """Whether pods may leave by themselves.
+
+    Where nothing was left to train, shard 0's server ends immediately. Pods that have not joined it, and thus never
+    were Ready, do not receive the end of the job.
+    """
+    joined = any(has_worked(view, None) for views in facts.pods.values() for view in views if not view.ended)
+    succeeded = conditions.get(status.SUCCEEDED)
+    complete = succeeded is not None and succeeded.reason == ALREADY_COMPLETE
+    return status.holds(conditions, status.SUCCEEDED) and (joined or not complete)
 
 
 def _delete_objects(facts: Facts) -> Effects:

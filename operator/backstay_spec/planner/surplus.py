@@ -16,13 +16,16 @@ from backstay_spec.planner.record import Record
 __all__ = ["judge"]
 
 
-def judge(facts: Facts, record: Record, wanted: Collection[Slot], deleted: Collection[str]) -> Effects:
+def judge(
+    facts: Facts, record: Record, wanted: Collection[Slot], deleted: Collection[str], does: str = "fills the slot"
+) -> Effects:
     """Delete older incarnations that still run, and dead pods except the last of each slot, which is kept for its log.
     Delete the pods of slots that the job no longer has, highest rank first: a worker only after the world is smaller.
 
     Args:
         wanted: the slots that the job has.
         deleted: uids of the pods that this plan deletes already.
+        does: what a pod does in the place of an older one that still runs.
     """
     actions: list[DeletePod] = []
     events = []
@@ -41,9 +44,7 @@ def judge(facts: Facts, record: Record, wanted: Collection[Slot], deleted: Colle
             if found and reason == "Superseded" and pod.alive and current > Record.of(facts.old).current(slot):
                 taken = facts.pod_name(slot, current)
                 events.append(
-                    normal(
-                        reason, f"{slot.text} is replaced as intended: {taken} fills the slot, so {pod.name} is deleted"
-                    )
+                    normal(reason, f"{slot.text} is replaced as intended: {taken} {does}, so {pod.name} is deleted")
                 )
             actions += found
     return Effects(actions=tuple(actions), events=tuple(events))

@@ -111,8 +111,9 @@ class Server:
                 self._tick()
                 if self._stop.requested.is_set():
                     self._observer.ending()
-                    _LOG.info("SIGTERM: storing step %d", self.served.runtime.version)
-                    self.coordinator.save_and_wait()
+                    if self.served.runtime.term:  # before its first term, the shard has no state
+                        _LOG.info("SIGTERM: storing step %d", self.served.runtime.version)
+                        self.coordinator.save_and_wait()
                     return self._leave()
                 self._check_shard()
         finally:
