@@ -423,6 +423,25 @@ async def test_values_that_are_not_finite_are_reported_for_pruning(path: Path, c
     assert [one.state for one in trials] == ["COMPLETE"] * 6 + ["PRUNED"]
 
 
+async def test_a_space_of_lists_is_a_grid_if_the_trials_are_enough(path: Path, cluster: FakeCluster) -> None:
+    """Five learning rates: Optuna's default sampler repeated some and left others out."""
+    rates, widths = [0.1, 0.2, 0.3], [1, 2]
+    space = {"rate": rates, "width": widths}
+    every = sorted((rate, width) for rate in rates for width in widths)
+
+    async def trials_of(trials: int, name: str, sampler: Any = None) -> list[tuple[float, int]]:
+        with SweepStore(plan(space=space, name=name), path, sampler=sampler, trials=trials) as store:
+            found = await finish(cluster.runner(store, trials=trials))
+        return sorted((one.params["rate"], one.params["width"]) for one in found)
+
+    assert await trials_of(6, "exact") == every
+    assert await trials_of(20, "more") == every
+    assert await trials_of(20, "more") == every, "continued"
+    assert len(await trials_of(4, "fewer")) == 4
+    assert len(await trials_of(8, "fewer")) == 8, "it began with Optuna's sampler"
+    assert len(await trials_of(8, "own", optuna.samplers.RandomSampler(seed=0))) == 8
+
+
 async def test_a_sweep_ends_when_its_sampler_has_no_more(path: Path, cluster: FakeCluster) -> None:
     """Optuna's grid stops the loop of Optuna, which raised an error while the other trial ran."""
     rates = {"rate": [0.1, 0.2, 0.3]}
@@ -562,7 +581,7 @@ from backstay_client import Client
 from training import train
 
 with Client(sys.argv[1]) as client:
-    result = client.sweep(train, {"rate": [0.1, 0.3]}, name=sys.argv[2], storage=sys.argv[3], trials=3, parallel=2,
+    result = client.sweep(train, {"rate": [0.1, 0.2, 0.3]}, name=sys.argv[2], storage=sys.argv[3], trials=3, parallel=2,
         workers=1, args={"hold": 3, "gate": sys.argv[4]})
     print(sorted(one.state for one in result.trials), flush=True)
 """

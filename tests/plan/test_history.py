@@ -135,7 +135,14 @@ def test_evaluations_and_the_metrics_of_loss_reach_the_status(running: Any) -> N
     job.settle()
     assert job.status["trainMetrics"] == {"rmse": 1.23457}
     assert (job.status["evaluatedStep"], job.status["metrics"]) == (40, {"mse": 0.1768481})
-    job.answer(term=1, step=90, evaluated_step=40, metrics=metrics, failed_evaluation=80, evaluation_error="ValueError: no data")
+    job.answer(
+        term=1,
+        step=90,
+        evaluated_step=40,
+        metrics=metrics,
+        failed_evaluation=80,
+        evaluation_error="ValueError: no data",
+    )
     job.settle()
     assert (job.status["evaluatedStep"], job.status["failedEvaluation"], job.status["step"]) == (40, 80, 90)
     job.answer(term=2, step=41, evaluated_step=40, metrics={"mse": 0.5}, term_start=TermStart(2, 39, URI, redone=51))

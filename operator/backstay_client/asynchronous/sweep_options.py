@@ -36,7 +36,8 @@ class SweepOptions(SubmitOptions, total=False):
     - `storage`: the file of the sweep. Default: ``.backstay/sweeps/NAME.db`` in the current folder.
     - `prune`: whether trials that are worse than others at the same step are stopped, or a pruner of Optuna that
       decides it. Default: True, by the median of the other trials, from the sixth trial on.
-    - `sampler`: a sampler of Optuna, which chooses the arguments. Default: Optuna's.
+    - `sampler`: a sampler of Optuna, which chooses the arguments. Default: Optuna's. But if the space has only lists, and at
+      most `trials` choices in all, each choice is tried once.
     - `patience`: seconds without an answer of the API server after which the sweep ends with an error. Default: 60.
     """
 
@@ -66,18 +67,22 @@ class PreparedSweep:
     own: Mapping[str, Any]
     job: Mapping[str, Any]
 
+    @property
+    def _trials(self) -> int:
+        return int(self.own.get("trials", 20))
+
     def store(self) -> SweepStore:
         """Open the file."""
         prune = self.own.get("prune", True)
         pruner = None if isinstance(prune, bool) else prune
-        return SweepStore(self.plan, self.path, sampler=self.own.get("sampler"), pruner=pruner)
+        return SweepStore(self.plan, self.path, sampler=self.own.get("sampler"), pruner=pruner, trials=self._trials)
 
     def runner(self, store: SweepStore, jobs: TrialJobs) -> SweepRunner:
         """The object that runs the trials."""
         return SweepRunner(
             store,
             jobs,
-            trials=self.own.get("trials", 20),
+            trials=self._trials,
             parallel=self.own.get("parallel", 4),
             prunes=self.own.get("prune", True) is not False,
             patience=self.own.get("patience", PATIENCE),

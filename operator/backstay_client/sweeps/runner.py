@@ -97,7 +97,8 @@ class SweepRunner:
             patience: seconds without an answer of the API server after which the sweep ends with an error.
         """
         self._store, self._jobs = store, jobs
-        self._trials, self._parallel, self._prunes = trials, parallel, prunes
+        self._trials = trials if store.most is None else min(trials, store.most)
+        self._parallel, self._prunes = parallel, prunes
         self._patience, self._poll_seconds = patience, poll_seconds
         self._active: dict[int, _Trial] = {}
         self._exists = any(one.state in ("COMPLETE", "PRUNED") for one in store.results())  # the objective

@@ -11,7 +11,7 @@ from backstay_client.jobfiles.jobfile import BadInput
 from backstay_client.show.frames import needed
 from backstay_spec.whole import whole
 
-__all__ = ["as_text", "distributions_of", "example_of", "optuna"]
+__all__ = ["as_text", "distributions_of", "example_of", "number_of_choices", "optuna"]
 
 _VALID = (
     "must be a list of choices, (low, high), (low, high, 'log'), or a distribution of Optuna such as "
@@ -73,6 +73,13 @@ def _plain(value: Any) -> Any:
 def example_of(distributions: Mapping[str, Any]) -> dict[str, Any]:
     """One value of each argument, to check before the first trial that the function takes them."""
     return {name: one.choices[0] if hasattr(one, "choices") else one.low for name, one in distributions.items()}
+
+
+def number_of_choices(distributions: Mapping[str, Any]) -> int | None:
+    """The number of different choices of all arguments; None: an argument is no list of choices."""
+    if all(hasattr(one, "choices") for one in distributions.values()):
+        return math.prod(len(one.choices) for one in distributions.values())
+    return None
 
 
 def as_text(distributions: Mapping[str, Any]) -> str:

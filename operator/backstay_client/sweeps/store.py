@@ -12,11 +12,12 @@ from typing import IO, Any, Self
 
 from backstay_client.errors import SweepInUse
 from backstay_client.jobfiles.jobfile import BadInput
-from backstay_client.sweeps.space import as_text, optuna
+from backstay_client.sweeps.space import as_text, number_of_choices, optuna
 
 __all__ = ["SweepPlan", "SweepStore", "TrialResult"]
 
 _ID, _PLAN, _STEP, _WHY = "backstay:id", "backstay:plan", "backstay:step", "backstay:why"
+_GRID = "backstay:grid"
 
 
 @dataclass(frozen=True)
@@ -71,20 +72,25 @@ class SweepStore:
         id: the id of the sweep, which its jobs have as a label.
         study: the Optuna study.
         exhausted: whether the sampler has no more choices.
+        most: the number of all choices where each of them is tried once; None: the sampler decides.
     """
 
-    def __init__(self, plan: SweepPlan, path: Path, *, sampler: Any = None, pruner: Any = None) -> None:
+    def __init__(
+        self, plan: SweepPlan, path: Path, *, sampler: Any = None, pruner: Any = None, trials: int = 0
+    ) -> None:
         """
         Args:
             path: the file, which is made if it does not exist.
-            sampler: Optuna's sampler; None: its default.
+            sampler: Optuna's sampler; None: a new sweep of lists tries each choice once if there are at most `trials`
+                of them, and other sweeps have Optuna's default.
             pruner: Optuna's pruner; None: its default, the median rule.
+            trials: the number of trials that are wanted.
 
         Raises:
             SweepInUse: another process runs the sweep.
             BadInput: the file has a sweep of this name with another plan, or cannot be used.
         """
-        self.plan, self.exhausted = plan, False
+        self.plan, self.exhausted, self.most = plan, False, number_of_choices(plan.distributions)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(path.with_name(f"{path.name}.{plan.name}.lock"), plan.name)
@@ -92,6 +98,7 @@ class SweepStore:
             raise BadInput(f"storage: {path} cannot be written: {error.strerror or error}") from None
         try:
             self._open(path, sampler, pruner)
+            self._try_each(trials, sampler)
         except BaseException:
             self._lock.close()
             raise
@@ -125,6 +132,18 @@ class SweepStore:
                 "give this one another name, or the same values to continue it"
             )
         self.id: str = self.study.user_attrs[_ID]
+
+    def _try_each(self, trials: int, sampler: Any) -> None:
+        """Try each choice of a grid once, if a sweep begins so."""
+        known = self.study.user_attrs.get(_GRID)  # a sweep that continues with more trials remains what it is
+        if known is None:
+            known = sampler is None and self.most is not None and self.most <= trials
+            self.study.set_user_attr(_GRID, known)
+        if sampler is not None or not known:
+            self.most = None
+            return
+        choices = {name: list(one.choices) for name, one in self.plan.distributions.items()}
+        self.study.sampler = optuna().samplers.GridSampler(choices, seed=0)  # the same order in each process
 
     def __enter__(self) -> Self:
         return self
