@@ -40,7 +40,7 @@ class Timeouts:
         stop: how long a worker that received SIGTERM waits for the gradient that it computes. A preemption's notice
             may be short.
         reconnect_pause: the pause between two attempts of a worker or standby to connect again.
-        evaluator_check: how often an evaluator checks its state while there is no new checkpoint.
+        evaluator_check: the interval at which an evaluator asks for a newer checkpoint. Its heartbeats ask.
         peer_check: how often a stream that waits for a version checks whether its peer is still connected. A stream
             that waits for memory also checks whether others still send.
         replica_beat: the interval of messages to a standby when there is nothing else to send.
@@ -82,7 +82,7 @@ class Timeouts:
     last_save: float = end_of_job.LAST_SAVE
     stop: float = 3.0
     reconnect_pause: float = 0.1
-    evaluator_check: float = 1.0
+    evaluator_check: float = 0.25
     peer_check: float = 1.0
     replica_beat: float = 2.0
     held: float = 10.0

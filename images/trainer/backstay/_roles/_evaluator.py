@@ -86,6 +86,8 @@ class Evaluator:
         self._join()
         self._heart.start()
         self._heart.activity = WAITING
+        # A heartbeat has the newest checkpoint, and training may store several within the usual interval.
+        self._heart.set_interval(min(self._env.timeouts.evaluator_check, self._env.timeouts.heartbeat))
         seen: tuple[str, int] = ("", 0)  # as long as there is no checkpoint
         while True:
             job = self._heart.wait(
