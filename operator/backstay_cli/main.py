@@ -124,9 +124,9 @@ def run(
     keep_best: Annotated[
         str | None,
         typer.Option(
-            metavar="METRIC[:Min]",
-            help="Script only: keep also the checkpoint with the largest value of a number that evaluate returns, or "
-            "with the smallest, such as loss:Min. Implies --evaluator.",
+            metavar="METRIC:Max|Min",
+            help="Script only: keep also the checkpoint with the largest value of a number that evaluate returns, such as "
+            "accuracy:Max, or with the smallest, such as loss:Min. Implies --evaluator.",
         ),
     ] = None,
     name: Annotated[str | None, typer.Option(help=_NAME)] = None,

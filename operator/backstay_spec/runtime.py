@@ -24,7 +24,7 @@ class BestConfig(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     metric: str = Field(min_length=1)
-    mode: BestMode = "Max"
+    mode: BestMode
 
 
 class CheckpointConfig(BaseModel):

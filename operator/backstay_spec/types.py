@@ -189,9 +189,9 @@ class KeepBest(SpecModel):
     metric: str
     """The name of a number that `evaluate` returns. Evaluations without this name do not count."""
 
-    mode: BestMode = "Max"
+    mode: BestMode
     """With `Max`, the largest value is the best, such as an accuracy. With `Min`, the smallest value is the best,
-    such as a loss."""
+    such as a loss. It has no default: the wrong one would keep the worst checkpoint."""
 
 
 class CheckpointSpec(SpecModel):

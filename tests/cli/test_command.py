@@ -264,12 +264,21 @@ def test_the_options_for_scripts_reach_the_job(script: str, tmp_path: Path) -> N
 
 def test_the_best_checkpoint_is_kept_by_its_metric(script: str) -> None:
     """A name may have a colon; there is an evaluator, which it needs."""
-    for text, kept in (("accuracy", ("accuracy", "Max")), ("loss:min", ("loss", "Min")), ("a:b:Max", ("a:b", "Max"))):
+    for text, kept in (
+        ("accuracy:Max", ("accuracy", "Max")),
+        ("loss:min", ("loss", "Min")),
+        ("a:b:Max", ("a:b", "Max")),
+    ):
         spec = parse_job(printed("--checkpoint", "ck", "--keep-best", text, script)).spec
         assert spec.checkpoint.keep_best is not None
         assert (spec.checkpoint.keep_best.metric, spec.checkpoint.keep_best.mode) == kept
         assert spec.evaluator is not None
-    for text, message in (("loss:least", '--keep-best is "least": must be Max or Min'), (":Min", "--keep-best ")):
+    refused = {
+        "loss:least": '--keep-best is "least": must be Max or Min',
+        ":Min": "--keep-best ",
+        "held": "--keep-best held does not say which value is the best: held:Max for the largest",
+    }
+    for text, message in refused.items():
         result = RUNNER.invoke(app, ["run", "--checkpoint", "ck", "--keep-best", text, script])
         assert result.exit_code == 2
         assert message in result.stderr
@@ -281,7 +290,7 @@ def test_the_best_checkpoint_is_kept_by_its_metric(script: str) -> None:
         ["--every-steps", "5"],
         ["--every-seconds", "5"],
         ["--evaluator"],
-        ["--keep-best", "accuracy"],
+        ["--keep-best", "accuracy:Max"],
         ["--continue-from", "Any"],
     ],
 )

@@ -288,8 +288,8 @@ class ScriptOptions:
         every_steps: store a checkpoint after this many updates.
         every_seconds: store a checkpoint after this many seconds; 0: not by time.
         evaluator: whether a pod evaluates each checkpoint.
-        keep_best: keep the checkpoint with the largest value of this metric, or with the smallest: ``loss:Min``. There
-            is an evaluator then.
+        keep_best: keep the checkpoint with the largest value of a metric, ``accuracy:Max``, or with the smallest,
+            ``loss:Min``. There is an evaluator then.
         continue_from: ``SameJob`` or ``Any``: whose checkpoints in the folder the job may continue.
     """
 
@@ -392,7 +392,12 @@ def job_of_command(
     best: dict[str, str] | None = None
     if options.keep_best is not None:
         metric, colon, extreme = options.keep_best.rpartition(":")
-        best = {"metric": metric, "mode": _spelled(extreme, BestMode)} if colon else {"metric": extreme}
+        if not colon:
+            raise BadInput(
+                f"--keep-best {extreme} does not say which value is the best: {extreme}:Max for the largest, such as an "
+                f"accuracy, or {extreme}:Min for the smallest, such as a loss"
+            )
+        best = {"metric": metric, "mode": _spelled(extreme, BestMode)}
     if options.evaluator or best is not None:
         spec["evaluator"] = {}
     if (checkpoint := options.checkpoint) is not None:
