@@ -136,10 +136,14 @@ have ended are included until you delete their folders. `status`, `logs`, `histo
 of an ended run. A run whose command was stopped or killed has the phase `Stopped`. In place of a job's name,
 these commands accept the folder of the run, or the last part of its path.
 
-The commands that show or delete jobs select the cluster in this order: `--kubeconfig`; `KUBECONFIG`; a run that
-runs in the current folder; `~/.kube/config`; a run that runs elsewhere; the newest run that has ended. If you
-name a job that the cluster of `~/.kube/config` does not have, the command uses a run on this machine that has
-it. With `--local`, only runs on this machine count.
+The commands that show or delete jobs use the first of these clusters that exists:
+
+1. that of `--kubeconfig`, or else of `KUBECONFIG`;
+2. a run that runs in the current folder;
+3. that of `~/.kube/config`. If it does not have the job that you name, a run on this machine that has it;
+4. a run that runs elsewhere, or else the newest run that has ended.
+
+With `--local`, only runs on this machine count.
 
 The folder of an ended run has a file `result.json`. It contains what `backstay run --output json` prints, the
 command, its current folder, and `startTime` and `endTime` in seconds since 1970. The file `state.json` has the
