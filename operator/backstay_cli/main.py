@@ -125,8 +125,8 @@ def run(
         str | None,
         typer.Option(
             metavar="METRIC:Max|Min",
-            help="Script only: keep also the checkpoint with the largest value of a number that evaluate returns, such as "
-            "accuracy:Max, or with the smallest, such as loss:Min. Implies --evaluator.",
+            help="Script only: keep also the checkpoint with the best value of a number that evaluate returns. "
+            "accuracy:Max keeps the largest, loss:Min the smallest. Implies --evaluator.",
         ),
     ] = None,
     name: Annotated[str | None, typer.Option(help=_NAME)] = None,
@@ -197,7 +197,10 @@ def run(
     if output not in {"text", "json"}:
         refuse(f"--output is {output!r}: must be text or json")
     if dry_run and (output == "json" or trace is not None or data_dir is not None):
-        refuse("--dry-run cannot be used with --output json, --trace or --data-dir: it leaves no files")
+        refuse(
+            "--dry-run cannot be used with --output json, --trace or --data-dir: its folder is "
+            "deleted, unless a check fails"
+        )
     options = ScriptOptions(
         servers=servers,
         standbys=standbys,

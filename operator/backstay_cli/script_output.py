@@ -16,6 +16,8 @@ from backstay_spec import contract
 
 __all__ = ["ScriptOutput"]
 
+# How the values of the parameters began, which other processes do not show.
+_START = re.compile(r"\d\d:\d\d:\d\d worker-0: (?=start_from: )")
 # Lines of Backstay itself, such as ``12:34:56 worker-0: step 3``, and of gRPC and XLA, such as ``W1122 04:58:00 ...``.
 _NOT_THE_SCRIPTS = re.compile(
     r"\d\d:\d\d:\d\d worker-0: |[IWE]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ \S+:\d+\] |WARNING: All log messages before absl::"
@@ -108,6 +110,7 @@ class ScriptOutput:
         for line in lines[left_out:]:
             # A progress bar overwrites its line: show its last state.
             text = line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="backslashreplace")
+            text = _START.sub("", text, count=1)
             if _NOT_THE_SCRIPTS.match(text):
                 yield from self._release()  # the process continues: the script handled its exception
                 continue

@@ -103,8 +103,8 @@ class Workers(SpecModel):
 
     stall_seconds: int = 300
     """The operator replaces a worker that sends no gradient for this many seconds, or for 20 times its own median step
-    if that is longer. Compiling has another limit. A worker that sends no heartbeat and answers no call is replaced
-    after this time too. If it is more than 30 s, that limit is the longer one of 30 s and a tenth of it."""
+    if that is longer. Compiling has another limit. A silent worker, which also answers no call, is replaced after
+    30 s, or after a tenth of this time if that is longer. That limit is never longer than this time."""
 
     template: Annotated[Json | None, Shape(PodTemplate)] = None
     """PodTemplateSpec that the operator merges (strategic merge) into the pod that it builds. The name of the training

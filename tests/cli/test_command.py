@@ -276,7 +276,7 @@ def test_the_best_checkpoint_is_kept_by_its_metric(script: str) -> None:
     refused = {
         "loss:least": '--keep-best is "least": must be Max or Min',
         ":Min": "--keep-best ",
-        "held": "--keep-best held does not say which value is the best: held:Max for the largest",
+        "held": "--keep-best held lacks the direction: must be held:Max to keep the largest value",
     }
     for text, message in refused.items():
         result = RUNNER.invoke(app, ["run", "--checkpoint", "ck", "--keep-best", text, script])

@@ -46,6 +46,13 @@ def test_the_scripts_lines_are_shown_and_backstays_and_those_of_libraries_are_no
     assert output.end(failed=False) == []
 
 
+def test_how_the_parameters_began_is_shown_with_its_first_line(tmp_path: Path) -> None:
+    """The lines that follow it have no time, and were shown without it."""
+    output = ScriptOutput(tmp_path)
+    write(tmp_path, pod(), b"12:00:01 worker-0: start_from: 1 of 2 frozen parameters come from b\n  missing (1): w\n")
+    assert output.new_lines([pod()]) == ["start_from: 1 of 2 frozen parameters come from b", "  missing (1): w"]
+
+
 def test_only_the_report_prints_the_traceback_of_a_failed_job(tmp_path: Path) -> None:
     output = ScriptOutput(tmp_path)
     write(tmp_path, pod(), b"hello\n" + TRACEBACK)

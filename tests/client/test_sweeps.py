@@ -424,7 +424,7 @@ async def test_values_that_are_not_finite_are_reported_for_pruning(path: Path, c
 
 
 async def test_a_space_of_lists_is_a_grid_if_the_trials_are_enough(path: Path, cluster: FakeCluster) -> None:
-    """Five learning rates: Optuna's default sampler repeated some and left others out."""
+    """Optuna's default sampler repeated some of five learning rates, and left others out."""
     rates, widths = [0.1, 0.2, 0.3], [1, 2]
     space = {"rate": rates, "width": widths}
     every = sorted((rate, width) for rate in rates for width in widths)

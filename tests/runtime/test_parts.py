@@ -10,6 +10,7 @@ import sys
 import threading
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -119,6 +120,13 @@ def test_the_environment_is_read_or_the_variable_named() -> None:
     ("changes", "said"),
     [
         ({"init": 3}, "init is int: must be a function"),
+        ({"init": lambda: {}}, r"init is called as init\(key\), and cannot be: too many positional arguments"),
+        ({"loss": lambda params: 0.0}, r"loss is called as loss\(params, batch\), and cannot be"),
+        ({"loss": lambda params, batch: 0.0, "has_state": True}, r"loss is called as loss\(params, state, batch\)"),
+        ({"evaluate": lambda params, state: {}}, r"evaluate is called as evaluate\(params\), .*: missing .* 'state'"),
+        ({"on_update": lambda report: None}, r"on_update is called as on_update\(step, loss, metrics\)"),
+        ({"init": lambda key: {"w": jnp.zeros(1), "name": "relu"}}, "init: leaf name is of type str, not an array"),
+        ({"init": lambda key: {"w": np.array(["a"])}}, "init: leaf w is of type array of str32, not an array"),
         ({"batches": [1]}, "batches is list: must be a function, such as backstay.from_dataset"),
         ({"optimizer": "adam"}, "optimizer is str: must be an optax.GradientTransformation"),
         ({"steps": 1.5}, "steps is 1.5"),

@@ -40,7 +40,7 @@ class Timeouts:
         stop: how long a worker that received SIGTERM waits for the gradient that it computes. A preemption's notice
             may be short.
         reconnect_pause: the pause between two attempts of a worker or standby to connect again.
-        evaluator_check: the interval at which an evaluator asks for a newer checkpoint. Its heartbeats ask.
+        evaluator_check: the interval of the heartbeats of an evaluator, whose answers name the newest checkpoint.
         peer_check: how often a stream that waits for a version checks whether its peer is still connected. A stream
             that waits for memory also checks whether others still send.
         replica_beat: the interval of messages to a standby when there is nothing else to send.

@@ -36,8 +36,8 @@ class SweepOptions(SubmitOptions, total=False):
     - `storage`: the file of the sweep. Default: ``.backstay/sweeps/NAME.db`` in the current folder.
     - `prune`: whether trials that are worse than others at the same step are stopped, or a pruner of Optuna that
       decides it. Default: True, by the median of the other trials, from the sixth trial on.
-    - `sampler`: a sampler of Optuna, which chooses the arguments. Default: Optuna's. But if the space has only lists, and at
-      most `trials` choices in all, each choice is tried once.
+    - `sampler`: a sampler of Optuna, which chooses the arguments. Default: Optuna's. If the space has only lists, and
+      at most `trials` choices in all, each choice is tried once.
     - `patience`: seconds without an answer of the API server after which the sweep ends with an error. Default: 60.
     """
 

@@ -394,8 +394,8 @@ def job_of_command(
         metric, colon, extreme = options.keep_best.rpartition(":")
         if not colon:
             raise BadInput(
-                f"--keep-best {extreme} does not say which value is the best: {extreme}:Max for the largest, such as an "
-                f"accuracy, or {extreme}:Min for the smallest, such as a loss"
+                f"--keep-best {extreme} lacks the direction: must be {extreme}:Max to keep the largest value, such as "
+                f"of an accuracy, or {extreme}:Min"
             )
         best = {"metric": metric, "mode": _spelled(extreme, BestMode)}
     if options.evaluator or best is not None:

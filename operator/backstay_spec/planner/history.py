@@ -150,7 +150,7 @@ def _loss(facts: Facts, progress: Progress) -> Changes:
         return Changes()
     text = (
         f"the loss of step {step} was NaN or infinite although its gradients were finite, so the update was applied. A "
-        "mean over an empty batch is such a loss: see `batches` and `loss`."
+        "mean over an empty batch is such a loss, and one that overflows: see `batches`, `loss` and the learning rate."
     )
     return Changes((warning("NonFiniteLoss", text),), {"non_finite_loss": step})
 

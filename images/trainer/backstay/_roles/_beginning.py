@@ -87,7 +87,14 @@ class Beginning:
         """The shapes and dtypes of the result of `init`."""
         import jax
 
-        return jax.eval_shape(self._init, jax.random.key(self._seed))
+        from .._update import refuse_objects
+
+        def init(key: Any) -> Any:
+            found = self._init(key)
+            refuse_objects(found)
+            return found
+
+        return jax.eval_shape(init, jax.random.key(self._seed))
 
     def trained(self, start_from: str = "", needed: Collection[int] | None = None) -> Any:
         """The model of version 0 without its frozen leaves: parameters, or ``(params, state)``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -134,6 +135,7 @@ class Script:
         for name in ("evaluate", "on_update", "stop_when"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise ConfigurationError(f"{name} is {type(getattr(self, name)).__name__}: must be a function, or None")
+        _check_calls(self)
         if self.stop_when is not None and self.evaluate is None:
             raise ConfigurationError("stop_when needs evaluations, but train was called without evaluate")
         if self.evaluate_every is not None and self.evaluate is None:
@@ -393,6 +395,32 @@ def evaluation_of(
                 f"evaluate returned {_shown(text)}: {type(value).__name__}: must be a number"
             ) from None
     return metrics
+
+
+def _check_calls(script: Script) -> None:
+    """Raise `ConfigurationError` if a function of the script cannot have the arguments with which it is called."""
+    state, key = ("state",) * script.has_state, ("key",) * script.has_rng
+    calls = {
+        "init": ("key",),
+        "loss": ("params", *state, "batch", *key),
+        "batches": ("key",),
+        "evaluate": ("params", *state),
+        "on_update": ("step", "loss", "metrics"),
+        "stop_when": ("metrics",),
+    }
+    for name, arguments in calls.items():
+        if (function := getattr(script, name)) is None:
+            continue
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):  # one of C has none
+            continue
+        try:
+            signature.bind(*arguments)
+        except TypeError as error:
+            raise ConfigurationError(
+                f"{name} is called as {name}({', '.join(arguments)}), and cannot be: {error}"
+            ) from None
 
 
 def _shown(value: object) -> str:

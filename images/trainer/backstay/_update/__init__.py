@@ -60,7 +60,17 @@ if TYPE_CHECKING:
     from ._rules import Rule, Trace, analyse, bind, called, only_trained, trace, unchanged_parameters
     from ._selection import ALL, ALL_AVERAGED, ALL_EXACT, Selection, Values
     from ._snapshot import Entry, Snapshot
-    from ._tree import MODEL_STATE, PARAMS, FrozenSpec, LeafSpec, TreeSpec, describe, leaf_names, refuse_shared
+    from ._tree import (
+        MODEL_STATE,
+        PARAMS,
+        FrozenSpec,
+        LeafSpec,
+        TreeSpec,
+        describe,
+        leaf_names,
+        refuse_objects,
+        refuse_shared,
+    )
     from ._untrained import UPDATES, SameLeaves, Untrained, ZeroLeaves, unchanged_warning, warning
     from ._whole_state import entries_of, model_from, optimizer_state_from
 
@@ -141,6 +151,7 @@ __all__ = [
     "pinned_memory",
     "placed_from",
     "range_length",
+    "refuse_objects",
     "refuse_shared",
     "residual_dtype",
     "seed_of",
@@ -232,6 +243,7 @@ _HOMES: Final = {
     "range_length": "._partition",
     "pinned_memory": "._codecs",
     "placed_from": "._codecs",
+    "refuse_objects": "._tree",
     "refuse_shared": "._tree",
     "residual_dtype": "._codecs",
     "seed_of": "._codecs",

@@ -299,6 +299,28 @@ def is_low_precision(dtype: np.dtype[Any]) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize < 4
 
 
+def refuse_objects(tree: Any) -> None:
+    """Refuse leaves other than arrays of numbers, which JAX refuses without the name of the leaf.
+
+    Raises:
+        TreeError: a leaf is an object.
+    """
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    for name, (_, value) in zip(leaf_names(path for path, _ in flat), flat, strict=True):
+        dtype = getattr(value, "dtype", None)
+        if dtype is None and not isinstance(value, bool | int | float | complex):
+            raise _no_array("init", name, type(value).__name__)
+        if isinstance(dtype, np.dtype) and dtype.kind in "OSUMm":
+            raise _no_array("init", name, f"array of {dtype.name}")
+
+
+def _no_array(part: str, name: str, found: str) -> TreeError:
+    return TreeError(
+        f"{part}: leaf {name} is of type {found}, not an array of numbers. `init` must return a pytree of arrays; keep "
+        "configuration out of it."
+    )
+
+
 def _leaf(name: str, value: Any, kind: Literal["trained", "frozen", "state"]) -> LeafSpec:
     part = "model state" if kind == "state" else "parameters"
     if isinstance(value, jax.ShapeDtypeStruct | jax.Array | np.ndarray | np.generic):
@@ -308,10 +330,7 @@ def _leaf(name: str, value: Any, kind: Literal["trained", "frozen", "state"]) ->
         dtype = jnp.result_type(value)
         shape = ()
     else:
-        raise TreeError(
-            f"{part}: leaf {name} is of type {type(value).__name__}, not an array. `init` must return a pytree "
-            f"of arrays; keep configuration out of it."
-        )
+        raise _no_array(part, name, type(value).__name__)
     if kind == "trained" and not jnp.issubdtype(dtype, jnp.inexact):
         raise TreeError(
             f"parameters: leaf {name} is {dtype}, which gradients cannot train. Freeze it (frozen=...), or make it a "

@@ -211,7 +211,8 @@ def read_start(
             f"{some_of(names, _SHOWN)}. Use StartFrom(uri, mapping=...) to translate the names.{report.text()}"
         )
     log = _LOG.warning if report.missing or report.unexpected or report.resized else _LOG.info
-    log("start_from: %d of %d parameters come from %s%s", report.taken, len(leaves), where, report.text())
+    kind = "trained " if others is None else "frozen " if others else ""
+    log("start_from: %d of %d %sparameters come from %s%s", report.taken, len(leaves), kind, where, report.text())
     return StartValues(values, of_init)
 
 
