@@ -142,7 +142,7 @@ def lines(found: Sequence[CheckOutcome]) -> Iterator[str]:
 
 def read_back(uri: str, folder: Path) -> tuple[bool, str]:
     """Whether a checkpoint can be read, and the result in words."""
-    command = [sys.executable, "-m", "backstay._checkpoint", uri, str(folder / "dry-run-export"), "safetensors"]
+    command = [sys.executable, "-P", "-m", "backstay._checkpoint", uri, str(folder / "dry-run-export"), "safetensors"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         return False, on_one_line(done.stderr.removeprefix("error: "))

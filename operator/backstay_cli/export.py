@@ -18,6 +18,15 @@ def export_checkpoint(checkpoint: str, out: str, form: str, base: str | None = N
         form: ``safetensors`` or ``orbax``.
         base: the place of the frozen parameters; empty: where the job read them; None: they are not exported.
     """
-    command = [sys.executable, "-m", "backstay._checkpoint", checkpoint, out, form, *([] if base is None else [base])]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "backstay._checkpoint",
+        checkpoint,
+        out,
+        form,
+        *([] if base is None else [base]),
+    ]
     # Arrays are only copied: an accelerator that another process uses stays untouched.
     return subprocess.run(command, env={**os.environ, "JAX_PLATFORMS": "cpu"}, check=False).returncode

@@ -97,7 +97,7 @@ def simulated(job: Mapping[str, Any], assumed: Mapping[str, Any], **options: Any
 
 
 def _ask(request: Mapping[str, Any]) -> dict[str, Any]:
-    command = [sys.executable, "-m", _PROGRAM]
+    command = [sys.executable, "-P", "-m", _PROGRAM]
     ended = subprocess.run(
         command,
         input=json.dumps(request),

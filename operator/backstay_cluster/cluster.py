@@ -307,7 +307,7 @@ class ClusterProcess:
         """
         ready_r, ready_w = os.pipe()
         log: IO[Any] | None = None if self._log_file is None else Path(self._log_file).open("ab")  # noqa: SIM115
-        command = [sys.executable, "-m", "backstay_cluster", "--ready-fd", str(ready_w)]
+        command = [sys.executable, "-P", "-m", "backstay_cluster", "--ready-fd", str(ready_w)]
         try:
             self._process = subprocess.Popen(
                 [*command, "--die-with-parent", str(os.getpid()), *self._args],

@@ -452,7 +452,7 @@ def reported(reports: Sequence[str | None], shards: Collection[int]) -> tuple[fr
         try:
             found = json.loads(report or "{}")
             peers = {int(shard): (float(times["answered"]), int(times["missed"])) for shard, times in found.items()}
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             continue  # an older trainer, which has no such report
         for shard in shards:
             answered, missed = peers.get(shard, (float("inf"), 0))

@@ -470,7 +470,7 @@ def parsed(text: str) -> dict[str, Any] | None:
     """A text that is one JSON object, such as a pod's termination message; None: it is not."""
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

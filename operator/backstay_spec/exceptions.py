@@ -118,7 +118,7 @@ def raised_by(pod: Manifest) -> Raised | None:
         return Raised("StartError", "", message.strip()) if message.strip() else None
     try:
         parsed = json.loads(message)
-    except ValueError:
+    except (ValueError, RecursionError):
         return _from_log(message) or _usage_error(message, code) or _last_line(message, code)
     return _from_message(parsed) if isinstance(parsed, dict) else None
 

@@ -341,8 +341,9 @@ class JobReport(ReportedStatus):
     def over(self, older: JobReport) -> JobReport:
         """The report with the rows that are known here, and with those of `older` for the others.
 
-        A rate of 0 is not known. An empty text is known if it was set: an error that is over has an empty text. A loss
-        that is not finite has no row in JSON, so a report without one does not take that of an older step.
+        The metrics of an evaluation are those of its step, even if it has none. A rate of 0 is not known. An empty text
+        is known if it was set: an error that is over has an empty text. A loss that is not finite has no row in JSON,
+        so a report without one does not take that of an older step.
         """
         known = {
             name: value
@@ -351,6 +352,8 @@ class JobReport(ReportedStatus):
             and (value != "" or name in self.model_fields_set)
             and not (value == 0 and name in NO_RATES)
         }
+        if self.evaluated_step is not None:
+            known["metrics"] = self.metrics
         diverges = self.non_finite_loss is not None or older.non_finite_loss is not None
         if diverges and self.loss is None and self.step is not None and self.step > (older.step or 0):
             known["loss"] = None

@@ -446,6 +446,9 @@ def test_a_job_can_be_piped_in_and_runs_in_the_current_folder(name: str) -> None
     assert yaml.safe_load(result.stdout) == JOB
     assert folder_of(Path(name)) == Path.cwd()
     assert RUNNER.invoke(app, ["run", name, "--print-job"], input=b"\xff").exit_code == 2
+    for script in ("import backstay\nx = {'a': 1}\n", "#!/usr/bin/env python3\n", "print(1)"):
+        result = RUNNER.invoke(app, ["run", name], input=script)
+        assert (result.exit_code, "each pod reads its script from a file" in result.stderr) == (2, True)
 
 
 def test_the_shell_completes_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:

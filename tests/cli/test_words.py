@@ -139,6 +139,11 @@ async def test_the_newest_line_of_a_pod_that_starts_for_long_is_read(ages: Any, 
         assert await newest_line(failing, "default", pods) == ("", "")
 
 
+async def test_a_line_of_deep_json_is_text() -> None:
+    api: Any = LogsOnly({SERVER: b"[" * 60_000})
+    assert await newest_line(api, "default", [since(contract.ROLE_SERVER, 100)]) == (SERVER, "[" * 239 + "…")
+
+
 async def test_a_long_line_is_cut() -> None:
     api: Any = LogsOnly({SERVER: b"x" * 10_000})
     assert await newest_line(api, "default", [since(contract.ROLE_SERVER, 100)]) == (SERVER, "x" * 239 + "…")

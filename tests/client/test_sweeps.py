@@ -356,7 +356,7 @@ async def test_a_trial_without_an_objective_that_others_have_fails_alone(path: P
         jobs = TrialJobs(start, cluster.existing)
         trials = await finish(SweepRunner(store, jobs, trials=5, parallel=1, prunes=False, patience=60, poll_seconds=0))
     assert [one.state for one in trials] == ["COMPLETE", "COMPLETE", "COMPLETE", "FAIL", "COMPLETE"]
-    assert "the objective 'accuracy' does not exist" in trials[3].why
+    assert trials[3].why == "evaluate did not return 'accuracy', as in other trials"
 
 
 async def test_an_objective_of_both_functions_is_that_of_evaluate(path: Path, cluster: FakeCluster) -> None:
@@ -421,6 +421,29 @@ async def test_values_that_are_not_finite_are_reported_for_pruning(path: Path, c
         jobs = TrialJobs(start, cluster.existing)
         trials = await finish(SweepRunner(store, jobs, trials=7, parallel=1, prunes=True, patience=60, poll_seconds=0))
     assert [one.state for one in trials] == ["COMPLETE"] * 6 + ["PRUNED"]
+
+
+async def test_a_trial_without_an_evaluation_has_no_value_of_another_metric(path: Path, cluster: FakeCluster) -> None:
+    """`loss` returned a metric of the same name, and the trial whose evaluation failed was the best one."""
+    failed = JobReport(failed_evaluation=GOAL, evaluation_error="ValueError: no data")
+
+    async def start(name: str, params: Mapping[str, Any], labels: Mapping[str, str]) -> FakeJob:
+        job = await cluster.start(name, params, labels)
+        job.losses = (100.0,) * GOAL
+        job.report = failed if name == "digits-1" else JobReport(failed_evaluation=GOAL // 2, evaluated_step=GOAL)
+        job.evaluations = {} if name in ("digits-1", "digits-2") else {GOAL: {"accuracy": 0.5}}
+        return job
+
+    with SweepStore(plan(objective="accuracy", direction="maximize"), path) as store:
+        jobs = TrialJobs(start, cluster.existing)
+        trials = await finish(SweepRunner(store, jobs, trials=4, parallel=1, prunes=False, patience=60, poll_seconds=0))
+    assert [(one.state, one.why) for one in trials] == [
+        ("COMPLETE", ""),
+        ("FAIL", f"the evaluation of step {GOAL} failed: ValueError: no data"),
+        ("FAIL", "evaluate did not return 'accuracy', as in other trials"),
+        ("COMPLETE", ""),
+    ]
+    assert [one.value for one in trials if one.state == "COMPLETE"] == [0.5, 0.5]
 
 
 async def test_a_space_of_lists_is_a_grid_if_the_trials_are_enough(path: Path, cluster: FakeCluster) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,3 +57,11 @@ def test_a_class_name_exists_once() -> None:
     assert len(places) > 500
     found = {name: sorted(modules) for name, modules in places.items() if len(modules) > 1}
     assert found == {}, "give the newer class a name that says how it differs"
+
+
+def test_a_process_of_backstay_imports_nothing_from_the_current_folder() -> None:
+    """`python -m` begins `sys.path` with it, so a file `html.py` of the user ended the embedded cluster."""
+    starts = [found.group(1) for path in MODULES for found in re.finditer(r"sys\.executable,\s*(.+)", path.read_text())]
+    started = [text for text in starts if '"-m"' in text or text.startswith('"-P"')]
+    assert len(started) > 4
+    assert [text for text in started if not text.startswith('"-P"')] == []

@@ -145,6 +145,13 @@ def test_an_evaluation_that_succeeds_ends_the_error_of_the_previous_one() -> Non
     assert with_page(view, page(step=5, evaluated_step=4, metrics={"a": 0.5})).report.evaluation_error == ""
 
 
+def test_an_evaluation_without_metrics_has_not_those_of_an_older_step() -> None:
+    before = JobReport(step=20, evaluated_step=20, metrics={"error": 0.5})
+    found = JobReport.decoded(JobReport(step=40, evaluated_step=40, metrics={}).encoded()).over(before)
+    assert (found.evaluated_step, found.metrics) == (40, {})
+    assert JobReport(step=60).over(before).metrics == {"error": 0.5}
+
+
 def test_o7_a_report_of_wrong_values_is_refused_in_few_words() -> None:
     """To format each of them would hold up the operator for seconds."""
     for rows in ({"untrained_leaves": [1] * 100_000}, {"metrics": {str(number): "x" for number in range(20_000)}}):

@@ -123,7 +123,7 @@ def test_an_unknown_signal_is_still_a_number():
 
 
 @pytest.mark.parametrize(
-    "message", ["", "[1]", "{}", "NaN", '{"result": "Fine"}', '{"result": ["Failed"]}', "{" * 5000]
+    "message", ["", "[1]", "{}", "NaN", '{"result": "Fine"}', '{"result": ["Failed"]}', "{" * 5000, "[" * 4096]
 )
 def test_a_message_without_an_outcome_gives_none(message):
     assert outcome_of(pod(ended(0, message=message))) is None

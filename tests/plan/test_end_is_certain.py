@@ -213,3 +213,16 @@ def test_o10_rows_of_a_message_that_a_script_wrote_are_ignored_one_by_one(make_c
     assert cluster.status["metrics"] == {"c": 2.0}
     assert "world" not in cluster.status
     assert not {"loss", "trainMetrics", "goalSteps"} & cluster.status.keys()
+
+
+@pytest.mark.parametrize("code", [0, 1, 2])
+def test_o7_a_message_of_deep_json_is_text(make_cluster, code):
+    """O7: it ended the reading of a job with a RecursionError, in the operator and in the command."""
+    cluster = make_cluster({"checkpoint": {"uri": "file:///ckpt"}})
+    cluster.settle()
+    for slot in ((WORKER, 0), (SERVER, 0)):
+        cluster.end(cluster.named(*slot), code, "[" * 4096)
+        cluster.settle()
+        cluster.tick(60)
+        cluster.settle()
+    assert cluster.deaths

@@ -187,6 +187,7 @@ async def _process(name: str, folder: Path, module: str, *arguments: str) -> Asy
     with log.open("ab") as output:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",  # a file in the current folder must not replace a module of a library
             "-m",
             module,
             *arguments,

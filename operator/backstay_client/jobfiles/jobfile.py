@@ -112,6 +112,8 @@ def load_job(path: Path) -> LoadedJob:
     """
     refuse_other_files(path)
     text = _text_of(path)
+    if (is_standard_input(path) or not path.is_file()) and _is_python(text):
+        raise BadInput(f"{path} holds a Python script: each pod reads its script from a file, so it must be one (.py)")
     try:
         documents = bounded_yaml.load_all(text)
         scalars = bounded_yaml.scalars_of_all(text)
@@ -176,7 +178,8 @@ def _text_of(path: Path) -> str:
     try:
         return sys.stdin.buffer.read().decode() if is_standard_input(path) else path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise BadInput(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+        why = f"{error.reason} at byte {error.start}: must be a script (.py) or a TrainingJob (.yaml)"
+        raise BadInput(f"{path} is not UTF-8 text: {why}") from None
     except OSError as error:
         raise BadInput(f"cannot read {path}: {error.strerror}") from None
 
@@ -189,11 +192,17 @@ def is_script(path: Path) -> bool:
         return False
     try:
         with tokenize.open(path) as file:  # in the encoding that Python reads it in
-            text = file.read()
-        if text.startswith("#!"):
-            return "python" in text.partition("\n")[0]
-        ast.parse(text)
+            return _is_python(file.read())
     except (OSError, ValueError, SyntaxError):  # a UnicodeDecodeError is a ValueError
+        return False
+
+
+def _is_python(text: str) -> bool:
+    if text.startswith("#!"):
+        return "python" in text.partition("\n")[0]
+    try:
+        ast.parse(text)
+    except (ValueError, SyntaxError):
         return False
     # A short YAML file may be valid Python: `kind: TrainingJob` is an annotation.
     try:

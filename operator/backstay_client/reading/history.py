@@ -137,7 +137,7 @@ def _parsed(place: str, data: bytes) -> dict[str, Any]:
             "unixSeconds": float(found["unixSeconds"]),
             "status": dict(found["status"]),
         }
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise BadInput(f"{place} is not the history of a job") from None
 
 

@@ -235,6 +235,21 @@ class SweepRunner:
             self._store.fail(trial, f"{status.reason or status.phase}: {on_one_line(status.message)}")
             self._refuse_first_failures()
             return
+        failed = status.report.failed_evaluation
+        if failed is not None and failed > (status.report.evaluated_step or -1):
+            why = on_one_line(status.report.evaluation_error)
+            self._store.fail(trial, f"the evaluation of step {failed} failed{why and ': '}{why}")
+            self._refuse_first_failures()
+            return
+        evaluates = objective in status.metrics or any(objective in found for found in curve.evaluations.values())
+        if evaluates:
+            self._store.set_evaluated()
+        elif self._store.evaluated:  # a metric of `loss` with this name is another number
+            is_nan = objective in status.report.non_finite_metrics
+            missing = f"evaluate did not return {objective!r}, as in other trials"
+            self._store.fail(trial, f"its last {objective} is not a finite number" if is_nan else missing)
+            self._refuse_first_failures()
+            return
         step, value = _last_value(running.values, status, curve, objective)
         if value is not None and math.isfinite(value):
             self._exists = True

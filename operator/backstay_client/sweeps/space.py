@@ -59,7 +59,7 @@ def _distribution(name: str, values: Any) -> Any:
             if isinstance(low, int) and isinstance(high, int):
                 return kinds.IntDistribution(low, high, log=log)
             return kinds.FloatDistribution(float(low), float(high), log=log)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise BadInput(f"space[{name!r}]: is {values!r}: {error}: {_VALID}") from None
     raise BadInput(f"space[{name!r}]: is {values!r}: {_VALID}")
 

@@ -17,7 +17,7 @@ from backstay_client.sweeps.space import as_text, number_of_choices, optuna
 __all__ = ["SweepPlan", "SweepStore", "TrialResult"]
 
 _ID, _PLAN, _STEP, _WHY = "backstay:id", "backstay:plan", "backstay:step", "backstay:why"
-_GRID = "backstay:grid"
+_GRID, _EVALUATED = "backstay:grid", "backstay:evaluated"
 
 
 @dataclass(frozen=True)
@@ -184,6 +184,16 @@ class SweepStore:
         if step is not None:
             trial.set_user_attr(_STEP, step)
         self._store(trial, value)
+
+    @property
+    def evaluated(self) -> bool:
+        """Whether `evaluate` returned the objective in a trial."""
+        return bool(self.study.user_attrs.get(_EVALUATED))
+
+    def set_evaluated(self) -> None:
+        """Record that `evaluate` returned the objective."""
+        if not self.evaluated:
+            self.study.set_user_attr(_EVALUATED, True)
 
     def prune(self, trial: Any) -> None:
         """The trial was stopped, because others were better."""

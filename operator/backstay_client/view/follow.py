@@ -16,6 +16,7 @@ from backstay_client.kube import JobApi
 from backstay_client.view.starting import newest_line
 from backstay_client.words import number, size
 from backstay_spec import contract
+from backstay_spec.causes import parsed
 from backstay_spec.job_report import NO_RATES, JobReport
 
 STOPPED = "Stopped"
@@ -275,10 +276,9 @@ def _termination_of_shard_0(pods: list[dict[str, Any]]) -> dict[str, Any]:
             continue
         for container in pod.get("status", {}).get("containerStatuses", []):
             message = container.get("state", {}).get("terminated", {}).get("message", "")
-            with contextlib.suppress(ValueError):
-                found = json.loads(message)
-                if isinstance(found, dict) and "result" in found:
-                    return found
+            found = parsed(message)
+            if found is not None and "result" in found:
+                return found
     return {}
 
 
@@ -287,7 +287,7 @@ async def _with_live_numbers(api: JobApi, view: JobView) -> JobView:
     for pod in view.pods:
         if is_slot(pod, contract.ROLE_SERVER, "0") and pod.get("status", {}).get("phase") == "Running":
             page = await api.pod_page(pod, "/status", timeout=0.5 if view.seen else 2.0)
-            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 found = json.loads(page or "{}")
                 if found:
                     return with_page(view, found)
@@ -327,8 +327,6 @@ def with_page(view: JobView, page: dict[str, Any]) -> JobView:
     # The rates are means of 30 s. Without updates, they and the remaining time are no longer correct.
     stands = float(view.waits.get("seconds") or 0.0) >= LONG_WAIT
     merged = report.over(known).model_copy(update=NO_RATES if stands else {})
-    if not (report.evaluated_step and report.metrics):
-        merged = merged.model_copy(update={"metrics": known.metrics, "evaluated_step": known.evaluated_step})
     return replace(view, report=merged)
 
 

@@ -76,7 +76,7 @@ def _message(line: str) -> str:
     try:
         found = json.loads(line)
         line = found["message"] if isinstance(found["message"], str) else line
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         pass
     shown = printable(line)  # a text in JSON may have other controls
     return shown if len(shown) <= _LONGEST else shown[: _LONGEST - 1] + "…"

@@ -135,7 +135,6 @@ class Script:
         for name in ("evaluate", "on_update", "stop_when"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise ConfigurationError(f"{name} is {type(getattr(self, name)).__name__}: must be a function, or None")
-        _check_calls(self)
         if self.stop_when is not None and self.evaluate is None:
             raise ConfigurationError("stop_when needs evaluations, but train was called without evaluate")
         if self.evaluate_every is not None and self.evaluate is None:
@@ -158,6 +157,7 @@ class Script:
         for name in ("has_state", "has_rng", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigurationError(f"{name} is {getattr(self, name)!r}: must be True or False")
+        _check_calls(self)
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 0:
             raise ConfigurationError(f"steps is {self.steps!r}: must be a whole number of updates, 0 or more")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:

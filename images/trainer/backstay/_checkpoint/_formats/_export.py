@@ -13,7 +13,7 @@ import safetensors
 from numpy.typing import NDArray
 
 from ..._update import MODEL_STATE, merged
-from ...errors import CheckpointError, ConfigurationError
+from ...errors import CheckpointError, ConfigurationError, StorageError
 from .._dtypes import BY_NAME
 from .._files import open_folder
 from .._manifest import Manifest
@@ -187,8 +187,16 @@ def _nested(named: Mapping[str, NDArray[np.generic]]) -> dict[str, Any]:
 def _write_safetensors(out: str, named: Mapping[str, NDArray[np.generic]], metadata: Mapping[str, str]) -> None:
     parent, _, last = out.rstrip("/").rpartition("/")
     folder = open_folder((parent or ("/" if out.startswith("/") else ".")) if out.endswith(_SUFFIX) else out)
-    if not out.endswith(_SUFFIX) and folder.names():
-        raise CheckpointError(f"{out} is not empty, and is not replaced: name a folder that does not exist")
+    if not out.endswith(_SUFFIX):
+        try:
+            found = folder.names()
+        except StorageError as error:
+            raise CheckpointError(
+                f"out: {out} cannot be used: {error.__cause__ or error}: name a folder that does not exist, or a file "
+                f"that ends in {_SUFFIX}"
+            ) from error
+        if found:
+            raise CheckpointError(f"{out} is not empty, and is not replaced: name a folder that does not exist")
     if out.endswith(_SUFFIX):
         if folder.size(last) is not None:
             raise CheckpointError(f"{out} exists, and is not replaced: name a file that does not exist")
