@@ -74,8 +74,11 @@ def phases(pods: list[dict[str, Any]]) -> set[str]:
     return {pod.get("status", {}).get("phase", "Pending") for pod in pods}
 
 
-async def without_operator(on: BenchCluster, job: BenchJob, how: str, pods: int) -> None:
-    """Stop or kill the operator when all pods have started, until all have ended."""
+async def without_operator(on: BenchCluster, job: BenchJob, how: str, case: Case) -> None:
+    """Stop or kill the operator when all pods have started, until all but the standbys have ended. These wait for the
+    operator, which deletes them."""
+    standbys = case.servers * case.standbys
+    pods = case.servers + standbys + case.workers + case.evaluator
     deadline = time.monotonic() + LIMIT
     while time.monotonic() < deadline:
         found = await on.api.pods_of(NAMESPACE, job.name)
@@ -87,7 +90,8 @@ async def without_operator(on: BenchCluster, job: BenchJob, how: str, pods: int)
     operator.send_signal(signal.SIGSTOP if how == "pause" else signal.SIGKILL)
     while time.monotonic() < deadline:
         await asyncio.sleep(0.2)
-        if phases(await on.api.pods_of(NAMESPACE, job.name)) <= {"Succeeded", "Failed"}:
+        found = await on.api.pods_of(NAMESPACE, job.name)
+        if sum(one.get("status", {}).get("phase") in {"Succeeded", "Failed"} for one in found) >= len(found) - standbys:
             break
     await asyncio.sleep(LATE)
     if how == "pause":
@@ -108,8 +112,7 @@ async def run(on: BenchCluster, case: Case, name: str, how: str) -> tuple[str, f
     began = time.monotonic()
     await job.submit()
     if how:
-        pods = case.servers * (1 + case.standbys) + case.workers + case.evaluator
-        await without_operator(on, job, how, pods)
+        await without_operator(on, job, how, case)
     while time.monotonic() < began + LIMIT:
         if (await job.look()).get("phase") in {"Succeeded", "Failed"}:
             break
