@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import optax
@@ -40,15 +41,19 @@ LOGGED = {
 }
 
 
-def script() -> None:
+def without_evaluate(**more: Any) -> None:
     backstay.train(
         init=lambda key: {"w": jnp.zeros(2)},
         loss=lambda params, batch: jnp.sum((params["w"] - batch) ** 2),
         batches=lambda key: jnp.ones(2),
         optimizer=optax.sgd(0.1),
         steps=STEPS,
-        evaluate=lambda params: MISTAKES[os.environ[KIND]](),
+        **more,
     )
+
+
+def script() -> None:
+    without_evaluate(evaluate=lambda params: MISTAKES[os.environ[KIND]]())
 
 
 @pytest.mark.parametrize("evaluator", [False, True])
@@ -64,16 +69,6 @@ def test_o10_evaluate_ends_the_process_of_a_run_that_finds_its_training_complete
     """The servers leave. Exit code 0 then means what it means after training: the script has ended in order."""
     testing.run(script, checkpoint_every=STEPS, env={KIND: "exit"}, folder=str(tmp_path))
     assert testing.run(script, checkpoint_every=STEPS, env={KIND: "end"}, folder=str(tmp_path)).succeeded
-
-
-def without_evaluate() -> None:
-    backstay.train(
-        init=lambda key: {"w": jnp.zeros(2)},
-        loss=lambda params, batch: jnp.sum((params["w"] - batch) ** 2),
-        batches=lambda key: jnp.ones(2),
-        optimizer=optax.sgd(0.1),
-        steps=STEPS,
-    )
 
 
 def test_an_evaluator_without_evaluate_is_refused_by_each_pod() -> None:

@@ -84,20 +84,25 @@ def test_a_state_that_updates_change_or_that_has_parameters_is_not_constant(opti
     assert not [name for name in names if "params0" in name or "mu" in name or "count" in name or "learning" in name]
 
 
+def trained(optimizer: optax.GradientTransformation, steps: int, folder: Path) -> float:
+    """The parameter after that many steps with the gradient 1. A second call continues the first one."""
+    result = backstay.train(
+        init=lambda key: {"w": jnp.zeros(())},
+        loss=lambda params, batch: params["w"],
+        batches=lambda key: np.zeros(1),
+        optimizer=optimizer,
+        steps=steps,
+        checkpoint=str(folder),
+    )
+    return float(result.params["w"])
+
+
 @pytest.mark.parametrize("wrap", [lambda one: one, lambda one: optax.chain(optax.clip(9.0), one)])
 def test_t7_a_script_with_another_learning_rate_continues_with_it(
     wrap, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def run(rate: float, steps: int) -> float:
-        result = backstay.train(
-            init=lambda key: {"w": jnp.zeros(())},
-            loss=lambda params, batch: params["w"],
-            batches=lambda key: np.zeros(1),
-            optimizer=wrap(optax.inject_hyperparams(optax.sgd)(learning_rate=rate)),
-            steps=steps,
-            checkpoint=str(tmp_path),
-        )
-        return float(result.params["w"])
+        return trained(wrap(optax.inject_hyperparams(optax.sgd)(learning_rate=rate)), steps, tmp_path)
 
     assert run(0.1, 10) == pytest.approx(-1.0)
     assert run(0.001, 20) == pytest.approx(-1.01)
@@ -108,15 +113,9 @@ def test_t7_a_schedule_that_replaces_another_is_used(tmp_path: Path, capfd: pyte
     """The state has the present value of the schedule, which each update computes again and never reads."""
 
     def run(rate: float, steps: int) -> float:
-        result = backstay.train(
-            init=lambda key: {"w": jnp.zeros(())},
-            loss=lambda params, batch: params["w"],
-            batches=lambda key: np.zeros(1),
-            optimizer=optax.inject_hyperparams(optax.sgd)(learning_rate=optax.constant_schedule(rate)),
-            steps=steps,
-            checkpoint=str(tmp_path),
+        return trained(
+            optax.inject_hyperparams(optax.sgd)(learning_rate=optax.constant_schedule(rate)), steps, tmp_path
         )
-        return float(result.params["w"])
 
     assert run(0.1, 10) == pytest.approx(-1.0)
     assert run(0.001, 20) == pytest.approx(-1.01)
@@ -135,15 +134,7 @@ def test_t7_a_constant_that_updates_change_stays_with_a_warning(
         return optax.GradientTransformation(lambda params: {"rate": jnp.asarray(rate)}, update)
 
     def run(rate: float, steps: int) -> float:
-        result = backstay.train(
-            init=lambda key: {"w": jnp.zeros(())},
-            loss=lambda params, batch: params["w"],
-            batches=lambda key: np.zeros(1),
-            optimizer=decaying(rate),
-            steps=steps,
-            checkpoint=str(tmp_path),
-        )
-        return float(result.params["w"])
+        return trained(decaying(rate), steps, tmp_path)
 
     assert run(1.0, 1) == pytest.approx(-1.0)
     assert run(0.25, 2) == pytest.approx(-1.5)

@@ -231,33 +231,15 @@ class SweepRunner:
             SweepFailed: the first trials failed, or the objective does not exist.
         """
         objective, trial = self._store.plan.objective, running.trial
-        if not status.succeeded:
-            self._store.fail(trial, f"{status.reason or status.phase}: {on_one_line(status.message)}")
-            self._refuse_first_failures()
-            return
-        failed = status.report.failed_evaluation
-        if failed is not None and failed > (status.report.evaluated_step or -1):
-            why = on_one_line(status.report.evaluation_error)
-            self._store.fail(trial, f"the evaluation of step {failed} failed{why and ': '}{why}")
-            self._refuse_first_failures()
-            return
-        evaluates = objective in status.metrics or any(objective in found for found in curve.evaluations.values())
-        if evaluates:
-            self._store.set_evaluated()
-        elif self._store.evaluated:  # a metric of `loss` with this name is another number
-            is_nan = objective in status.report.non_finite_metrics
-            missing = f"evaluate did not return {objective!r}, as in other trials"
-            self._store.fail(trial, f"its last {objective} is not a finite number" if is_nan else missing)
-            self._refuse_first_failures()
-            return
-        step, value = _last_value(running.values, status, curve, objective)
+        why = self._why_failed(status, curve)
+        step, value = (None, None) if why else _last_value(running.values, status, curve, objective)
         if value is not None and math.isfinite(value):
             self._exists = True
             self._store.complete(trial, value, step)
             return
         if value is not None:
-            why = f"its last {objective} is not a finite number"
-        else:
+            why = _not_finite(objective)
+        elif not why:
             found = {"loss", *status.report.train_metrics, *status.metrics, *curve.metrics}
             names = sorted(found.union(*curve.evaluations.values()))
             why = f"the objective {objective!r} does not exist: must be one of {', '.join(names)}"
@@ -267,6 +249,24 @@ class SweepRunner:
         self._store.fail(trial, why)
         self._refuse_first_failures()
 
+    def _why_failed(self, status: JobStatus, curve: TrainingCurve) -> str:
+        """Why a job that has ended has no value to compare; empty: it may have one."""
+        objective, report = self._store.plan.objective, status.report
+        if not status.succeeded:
+            return f"{status.reason or status.phase}: {on_one_line(status.message)}"
+        failed = report.failed_evaluation
+        if failed is not None and failed > (report.evaluated_step or -1):
+            error = on_one_line(report.evaluation_error)
+            return f"the evaluation of step {failed} failed{error and ': '}{error}"
+        if _evaluates(status, curve, objective):
+            self._store.set_evaluated()
+            return ""
+        if not self._store.evaluated:
+            return ""
+        # A metric of `loss` with this name is another number.
+        is_nan = objective in report.non_finite_metrics
+        return _not_finite(objective) if is_nan else f"evaluate did not return {objective!r}, as in other trials"
+
     def _refuse_first_failures(self) -> None:
         ended = [one for one in self._store.results() if one.state != "RUNNING"]
         if len(ended) == _FIRST_FAILURES and all(one.state == "FAIL" for one in ended):
@@ -274,6 +274,15 @@ class SweepRunner:
                 f"the first {_FIRST_FAILURES} trials of {self._store.plan.name} have failed. The last one: "
                 f"{ended[-1].job}: {ended[-1].why}"
             )
+
+
+def _not_finite(objective: str) -> str:
+    return f"its last {objective} is not a finite number"
+
+
+def _evaluates(status: JobStatus, curve: TrainingCurve, objective: str) -> bool:
+    """Whether `evaluate` returned the objective."""
+    return objective in status.metrics or any(objective in found for found in curve.evaluations.values())
 
 
 def _last_value(
@@ -286,7 +295,7 @@ def _last_value(
     """
     report = status.report
     step, value = values[-1] if values else (None, None)
-    if objective in status.metrics or any(objective in metrics for metrics in curve.evaluations.values()):
+    if _evaluates(status, curve, objective):
         known = (report.evaluated_step or status.step, status.metrics.get(objective))
         return known if value is None else (step, value)
     if value is not None and (step or 0) >= (status.step or 0):

@@ -169,10 +169,10 @@ def _leave(facts: Facts, conditions: Mapping[str, Condition]) -> bool:
     Where nothing was left to train, shard 0's server ends immediately. Pods that have not joined it, and thus never
     were Ready, do not receive the end of the job.
     """
+    if not status.holds(conditions, status.SUCCEEDED):
+        return False
     joined = any(has_worked(view, None) for views in facts.pods.values() for view in views if not view.ended)
-    succeeded = conditions.get(status.SUCCEEDED)
-    complete = succeeded is not None and succeeded.reason == ALREADY_COMPLETE
-    return status.holds(conditions, status.SUCCEEDED) and (joined or not complete)
+    return joined or conditions[status.SUCCEEDED].reason != ALREADY_COMPLETE
 
 
 def _delete_objects(facts: Facts) -> Effects:

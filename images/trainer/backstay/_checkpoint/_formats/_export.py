@@ -187,7 +187,11 @@ def _nested(named: Mapping[str, NDArray[np.generic]]) -> dict[str, Any]:
 def _write_safetensors(out: str, named: Mapping[str, NDArray[np.generic]], metadata: Mapping[str, str]) -> None:
     parent, _, last = out.rstrip("/").rpartition("/")
     folder = open_folder((parent or ("/" if out.startswith("/") else ".")) if out.endswith(_SUFFIX) else out)
-    if not out.endswith(_SUFFIX):
+    if out.endswith(_SUFFIX):
+        if folder.size(last) is not None:
+            raise CheckpointError(f"{out} exists, and is not replaced: name a file that does not exist")
+        files = [(last, dict(named))]
+    else:
         try:
             found = folder.names()
         except StorageError as error:
@@ -197,11 +201,6 @@ def _write_safetensors(out: str, named: Mapping[str, NDArray[np.generic]], metad
             ) from error
         if found:
             raise CheckpointError(f"{out} is not empty, and is not replaced: name a folder that does not exist")
-    if out.endswith(_SUFFIX):
-        if folder.size(last) is not None:
-            raise CheckpointError(f"{out} exists, and is not replaced: name a file that does not exist")
-        files = [(last, dict(named))]
-    else:
         parts = _parts(named)
         names = [f"{_NAME}-{number:05d}-of-{len(parts):05d}{_SUFFIX}" for number in range(1, len(parts) + 1)]
         files = list(zip(names if len(parts) > 1 else [_NAME + _SUFFIX], parts, strict=True))
