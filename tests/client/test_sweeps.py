@@ -446,6 +446,25 @@ async def test_a_trial_without_an_evaluation_has_no_value_of_another_metric(path
     assert [one.value for one in trials if one.state == "COMPLETE"] == [0.5, 0.5]
 
 
+@pytest.mark.parametrize("objective", ["loss", "accuracy"])
+async def test_an_objective_of_loss_needs_no_evaluation(path: Path, cluster: FakeCluster, objective: str) -> None:
+    """Here evaluate returns another metric, or fails."""
+
+    async def start(name: str, params: Mapping[str, Any], labels: Mapping[str, str]) -> FakeJob:
+        job = await cluster.start(name, params, labels)
+        job.losses = (0.5,) * GOAL
+        job.report = JobReport(evaluated_step=GOAL // 2)
+        job.evaluations = {GOAL // 2: {"other": 1.0}}
+        if name != "digits-0" or objective == "loss":
+            job.report, job.evaluations = JobReport(failed_evaluation=GOAL, evaluation_error="ValueError: no data"), {}
+        return job
+
+    with SweepStore(plan(objective=objective), path) as store:
+        jobs = TrialJobs(start, cluster.existing)
+        trials = await finish(SweepRunner(store, jobs, trials=4, parallel=1, prunes=False, patience=60, poll_seconds=0))
+    assert [(one.state, one.value) for one in trials] == [("COMPLETE", 0.5)] * 4
+
+
 async def test_a_space_of_lists_is_a_grid_if_the_trials_are_enough(path: Path, cluster: FakeCluster) -> None:
     """Optuna's default sampler repeated some of five learning rates, and left others out."""
     rates, widths = [0.1, 0.2, 0.3], [1, 2]

@@ -145,6 +145,9 @@ def test_evaluations_and_the_metrics_of_loss_reach_the_status(running: Any) -> N
     )
     job.settle()
     assert (job.status["evaluatedStep"], job.status["failedEvaluation"], job.status["step"]) == (40, 80, 90)
+    job.answer(term=1, step=91, evaluated_step=90, metrics=metrics, failed_evaluation=85)
+    job.settle()
+    assert (job.status["evaluatedStep"], job.status["failedEvaluation"]) == (90, 85), "and step 90 succeeded since"
     job.answer(term=2, step=41, evaluated_step=40, metrics={"mse": 0.5}, term_start=TermStart(2, 39, URI, redone=51))
     job.settle()
     assert (job.status["evaluatedStep"], job.status["metrics"]) == (40, {"mse": 0.5}), "another result of this step"
@@ -152,6 +155,8 @@ def test_evaluations_and_the_metrics_of_loss_reach_the_status(running: Any) -> N
     assert sent_events(job, "Evaluated", "EvaluationFailed") == [
         ("Evaluated", "evaluation of step 40: bad nan, mse 0.176848"),
         ("EvaluationFailed", "the evaluation of step 80 failed: ValueError: no data"),
+        ("Evaluated", "evaluation of step 90: bad nan, mse 0.176848"),
+        ("EvaluationFailed", "the evaluation of step 85 failed: the log of parameter server 0 has the reason"),
         ("Evaluated", "evaluation of step 40: mse 0.5"),
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ import sys
 import threading
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -142,6 +144,23 @@ def test_invalid_arguments_are_named_with_what_would_be_valid(changes: dict[str,
     with pytest.raises(errors.ConfigurationError, match=said):
         backstay.train(**{**right, **changes})
     assert Script(**right).seed == 0
+
+
+def test_a_decorated_function_has_its_own_arguments() -> None:
+    """`functools.wraps` shows the arguments of the function below, which the decorator may add or leave out."""
+
+    def scaled(params: Any, batch: Any, scale: float) -> Any:
+        return scale * ((params["w"] - batch) ** 2).sum()
+
+    @functools.wraps(scaled)
+    def loss(params: Any, batch: Any) -> Any:
+        return scaled(params, batch, 2.0)
+
+    right = {"init": lambda key: {"w": jnp.zeros(2)}, "batches": min, "optimizer": optax.sgd(0.1), "steps": 1}
+    for one in (loss, jax.jit(loss), functools.partial(scaled, scale=2.0)):
+        assert Script(loss=one, **right).loss is one
+    with pytest.raises(errors.ConfigurationError, match="loss is called as"):
+        Script(loss=scaled, **right)
 
 
 def test_what_evaluate_returns_is_checked() -> None:

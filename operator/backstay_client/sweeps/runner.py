@@ -254,14 +254,17 @@ class SweepRunner:
         objective, report = self._store.plan.objective, status.report
         if not status.succeeded:
             return f"{status.reason or status.phase}: {on_one_line(status.message)}"
+        evaluates = _evaluates(status, curve, objective)
+        if evaluates or status.metrics or curve.evaluations:
+            self._store.set_evaluated(evaluates)
+        # If no evaluation has succeeded yet, a metric of `loss` may have the name of one of `evaluate`.
+        of_evaluate = self._store.evaluated
+        needed = of_evaluate or (of_evaluate is None and objective != "loss")
         failed = report.failed_evaluation
-        if failed is not None and failed > (report.evaluated_step or -1):
+        if needed and failed is not None and failed > (report.evaluated_step or -1):
             error = on_one_line(report.evaluation_error)
             return f"the evaluation of step {failed} failed{error and ': '}{error}"
-        if _evaluates(status, curve, objective):
-            self._store.set_evaluated()
-            return ""
-        if not self._store.evaluated:
+        if evaluates or not of_evaluate:
             return ""
         # A metric of `loss` with this name is another number.
         is_nan = objective in report.non_finite_metrics

@@ -186,14 +186,15 @@ class SweepStore:
         self._store(trial, value)
 
     @property
-    def evaluated(self) -> bool:
-        """Whether `evaluate` returned the objective in a trial."""
-        return bool(self.study.user_attrs.get(_EVALUATED))
+    def evaluated(self) -> bool | None:
+        """Whether `evaluate` returned the objective in a trial; None: it has not returned anything yet."""
+        found: bool | None = self.study.user_attrs.get(_EVALUATED)
+        return found
 
-    def set_evaluated(self) -> None:
-        """Record that `evaluate` returned the objective."""
-        if not self.evaluated:
-            self.study.set_user_attr(_EVALUATED, True)
+    def set_evaluated(self, evaluated: bool) -> None:
+        """Record whether `evaluate` returned the objective in a trial."""
+        if self.evaluated is None or (evaluated and not self.evaluated):
+            self.study.set_user_attr(_EVALUATED, evaluated)
 
     def prune(self, trial: Any) -> None:
         """The trial was stopped, because others were better."""

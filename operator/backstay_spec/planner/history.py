@@ -118,9 +118,10 @@ def _evaluation(facts: Facts, progress: Progress) -> Changes:
         shown = ", ".join(f"{name} {value:.6g}" for name, value in sorted(report.metrics.items()))
         events.append(normal("Evaluated", f"evaluation of step {step}: {shown}"))
         fields = {"evaluated_step": step, "metrics": finite(report.metrics)}
-    if report.evaluation_error and report.failed_evaluation != facts.old.failed_evaluation:
-        text = f"the evaluation of step {report.failed_evaluation} failed: {report.evaluation_error}"
-        events.append(warning("EvaluationFailed", text))
+    if report.failed_evaluation not in (None, facts.old.failed_evaluation):
+        # A later evaluation that succeeded has no error.
+        why = report.evaluation_error or "the log of parameter server 0 has the reason"
+        events.append(warning("EvaluationFailed", f"the evaluation of step {report.failed_evaluation} failed: {why}"))
         fields["failed_evaluation"] = report.failed_evaluation
     return Changes(tuple(events), fields)
 

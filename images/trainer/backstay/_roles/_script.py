@@ -409,14 +409,12 @@ def _check_calls(script: Script) -> None:
         "stop_when": ("metrics",),
     }
     for name, arguments in calls.items():
-        if (function := getattr(script, name)) is None:
+        function = getattr(script, name)
+        # The signature of another callable may be that of the function that it wraps, and not its own.
+        if not inspect.isfunction(function) or hasattr(function, "__signature__"):
             continue
         try:
-            signature = inspect.signature(function)
-        except (TypeError, ValueError):  # one of C has none
-            continue
-        try:
-            signature.bind(*arguments)
+            inspect.signature(function, follow_wrapped=False).bind(*arguments)
         except TypeError as error:
             raise ConfigurationError(
                 f"{name} is called as {name}({', '.join(arguments)}), and cannot be: {error}"
