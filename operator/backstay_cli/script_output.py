@@ -16,7 +16,7 @@ from backstay_spec import contract
 
 __all__ = ["ScriptOutput"]
 
-# How the values of the parameters began, which other processes do not show.
+# Where the first values of the parameters come from. Of Backstay's own lines, only these are shown.
 _START = re.compile(r"\d\d:\d\d:\d\d worker-0: (?=start_from: )")
 # Lines of Backstay itself, such as ``12:34:56 worker-0: step 3``, and of gRPC and XLA, such as ``W1122 04:58:00 ...``.
 _NOT_THE_SCRIPTS = re.compile(
@@ -110,10 +110,12 @@ class ScriptOutput:
         for line in lines[left_out:]:
             # A progress bar overwrites its line: show its last state.
             text = line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="backslashreplace")
-            text = _START.sub("", text, count=1)
-            if _NOT_THE_SCRIPTS.match(text):
+            start = _START.match(text)
+            if start or _NOT_THE_SCRIPTS.match(text):
                 yield from self._release()  # the process continues: the script handled its exception
-                continue
+                if start is None:
+                    continue
+                text = text[start.end() :]
             text = printable(text[:_LINE_LENGTH])
             if self._held or text.startswith(_TRACEBACK):
                 self._held.append(text)

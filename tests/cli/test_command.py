@@ -268,6 +268,7 @@ def test_the_best_checkpoint_is_kept_by_its_metric(script: str) -> None:
         ("accuracy:Max", ("accuracy", "Max")),
         ("loss:min", ("loss", "Min")),
         ("a:b:Max", ("a:b", "Max")),
+        (" accuracy : Max", ("accuracy", "Max")),
     ):
         spec = parse_job(printed("--checkpoint", "ck", "--keep-best", text, script)).spec
         assert spec.checkpoint.keep_best is not None
@@ -276,7 +277,8 @@ def test_the_best_checkpoint_is_kept_by_its_metric(script: str) -> None:
     refused = {
         "loss:least": '--keep-best is "least": must be Max or Min',
         ":Min": "--keep-best ",
-        "held": "--keep-best held lacks the direction: must be held:Max to keep the largest value",
+        "held": "--keep-best held lacks the metric or the direction: must be METRIC:Max to keep the largest",
+        "Max": "--keep-best Max lacks the metric or the direction",
     }
     for text, message in refused.items():
         result = RUNNER.invoke(app, ["run", "--checkpoint", "ck", "--keep-best", text, script])

@@ -53,6 +53,20 @@ def test_how_the_parameters_began_is_shown_with_its_first_line(tmp_path: Path) -
     assert output.new_lines([pod()]) == ["start_from: 1 of 2 frozen parameters come from b", "  missing (1): w"]
 
 
+def test_a_line_of_the_script_that_looks_like_one_of_backstay_is_not_altered(tmp_path: Path) -> None:
+    output = ScriptOutput(tmp_path)
+    write(tmp_path, pod(), b"see 12:00:01 worker-0: start_from: b\n")
+    assert output.new_lines([pod()]) == ["see 12:00:01 worker-0: start_from: b"]
+
+
+def test_where_the_parameters_come_from_is_shown_after_a_traceback_that_the_script_survived(tmp_path: Path) -> None:
+    """It belonged to the traceback, which is not shown if the job fails later."""
+    output = ScriptOutput(tmp_path)
+    write(tmp_path, pod(), TRACEBACK + b"12:00:01 worker-0: start_from: b\n" + TRACEBACK)
+    assert output.new_lines([pod()]) == [*TRACEBACK.decode().splitlines(), "start_from: b"]
+    assert output.end(failed=True) == []
+
+
 def test_only_the_report_prints_the_traceback_of_a_failed_job(tmp_path: Path) -> None:
     output = ScriptOutput(tmp_path)
     write(tmp_path, pod(), b"hello\n" + TRACEBACK)

@@ -80,10 +80,11 @@ class FakeJob:
 
     async def curve(self) -> TrainingCurve:
         steps = tuple(range(1, self.step + 1))
+        evaluations = {step: metrics for step, metrics in self.evaluations.items() if step <= self.step}
         if self.losses is not None:
             losses = self.losses[: self.step]
-            return TrainingCurve(steps[: len(losses)], losses, {"accuracy": losses}, self.evaluations)
-        return TrainingCurve(steps, (self.params["rate"],) * len(steps), evaluations=self.evaluations)
+            return TrainingCurve(steps[: len(losses)], losses, {"accuracy": losses}, evaluations)
+        return TrainingCurve(steps, (self.params["rate"],) * len(steps), evaluations=evaluations)
 
     async def delete(self, *, wait: bool = True) -> None:
         del wait
@@ -446,6 +447,21 @@ async def test_a_trial_without_an_evaluation_has_no_value_of_another_metric(path
     assert [one.value for one in trials if one.state == "COMPLETE"] == [0.5, 0.5]
 
 
+async def test_before_its_first_evaluation_a_trial_has_no_value_to_compare(path: Path, cluster: FakeCluster) -> None:
+    """A metric of `loss` has the objective's name. Its worst values had the trial pruned."""
+
+    async def start(name: str, params: Mapping[str, Any], labels: Mapping[str, str]) -> FakeJob:
+        job = await cluster.start(name, params, labels)
+        job.losses = ((0.0 if name == "digits-6" else 0.9),) * GOAL
+        job.report, job.evaluations = JobReport(evaluated_step=GOAL), {GOAL: {"accuracy": 0.5}}
+        return job
+
+    with SweepStore(plan(objective="accuracy", direction="maximize"), path) as store:
+        jobs = TrialJobs(start, cluster.existing)
+        trials = await finish(SweepRunner(store, jobs, trials=7, parallel=1, prunes=True, patience=60, poll_seconds=0))
+    assert [(one.state, one.value) for one in trials] == [("COMPLETE", 0.5)] * 7
+
+
 @pytest.mark.parametrize("objective", ["loss", "accuracy"])
 async def test_an_objective_of_loss_needs_no_evaluation(path: Path, cluster: FakeCluster, objective: str) -> None:
     """Here evaluate returns another metric, or fails."""
@@ -482,6 +498,10 @@ async def test_a_space_of_lists_is_a_grid_if_the_trials_are_enough(path: Path, c
     assert len(await trials_of(4, "fewer")) == 4
     assert len(await trials_of(8, "fewer")) == 8, "it began with Optuna's sampler"
     assert len(await trials_of(8, "own", optuna.samplers.RandomSampler(seed=0))) == 8
+    assert len(await trials_of(20, "own")) == 20, "it began with the sampler of the user"
+    assert await trials_of(6, "changed") == every
+    assert len(await trials_of(8, "changed", optuna.samplers.RandomSampler(seed=0))) == 8
+    assert len(await trials_of(9, "changed")) == 9, "the sampler of the user may have repeated choices"
 
 
 async def test_a_sweep_ends_when_its_sampler_has_no_more(path: Path, cluster: FakeCluster) -> None:
@@ -494,6 +514,12 @@ async def test_a_sweep_ends_when_its_sampler_has_no_more(path: Path, cluster: Fa
         )
     assert {one.value for one in trials} == {0.1, 0.2, 0.3}
     assert {one.state for one in trials} == {"COMPLETE"}
+
+
+def test_a_choice_is_in_its_list_once() -> None:
+    with pytest.raises(BadInput, match=r"space\['rate'\]: is \[0.1, 0.1\]: 0.1 is in it twice: must be a list"):
+        distributions_of({"rate": [0.1, 0.1]})
+    assert len(distributions_of({"rate": [1, 1.0, True, "1", None]})["rate"].choices) == 5
 
 
 def test_numbers_of_numpy_and_jax_are_those_of_python() -> None:

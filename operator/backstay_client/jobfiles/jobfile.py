@@ -400,11 +400,11 @@ def job_of_command(
         spec["wire"] = wire
     best: dict[str, str] | None = None
     if options.keep_best is not None:
-        metric, colon, extreme = options.keep_best.rpartition(":")
+        metric, colon, extreme = (part.strip() for part in options.keep_best.rpartition(":"))
         if not colon:
             raise BadInput(
-                f"--keep-best {extreme} lacks the direction: must be {extreme}:Max to keep the largest value, such as "
-                f"of an accuracy, or {extreme}:Min"
+                f"--keep-best {extreme} lacks the metric or the direction: must be METRIC:Max to keep the largest "
+                "value, such as accuracy:Max, or METRIC:Min"
             )
         best = {"metric": metric, "mode": _spelled(extreme, BestMode)}
     if options.evaluator or best is not None:

@@ -185,7 +185,10 @@ class SweepRunner:
             self._end(running)
             self._store.fail(trial, "its job was deleted")
             return
-        running.values = curve.objective(self._store.plan.objective) or running.values
+        objective = self._store.plan.objective
+        if not self._store.evaluated or _evaluates(status, curve, objective):
+            # Otherwise, these are values of another number, which `loss` returns under the same name.
+            running.values = curve.objective(objective) or running.values
         self._exists = self._exists or bool(running.values)
         if not status.ended:
             if self._report(running, status.report.goal_steps, prunes=self._prunes):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,7 +51,11 @@ def _distribution(name: str, values: Any) -> Any:
         if isinstance(values, kinds.BaseDistribution):
             return values
         if isinstance(values, list):
-            return kinds.CategoricalDistribution([_plain(value) for value in values])
+            choices = [_plain(value) for value in values]
+            # In Python, 1 == 1.0 == True.
+            if twice := next((one for one, count in Counter(map(repr, choices)).items() if count > 1), ""):
+                raise ValueError(f"{twice} is in it twice")
+            return kinds.CategoricalDistribution(choices)
         if isinstance(values, tuple) and len(values) in {2, 3} and values[2:] in {(), ("log",)}:
             low, high, log = _plain(values[0]), _plain(values[1]), len(values) == 3
             for end in (low, high):

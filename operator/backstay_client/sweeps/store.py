@@ -134,12 +134,12 @@ class SweepStore:
         self.id: str = self.study.user_attrs[_ID]
 
     def _try_each(self, trials: int, sampler: Any) -> None:
-        """Try each choice of a grid once, if a sweep begins so."""
+        """Decide whether the sweep tries each of its choices once, and set the sampler for that."""
         known = self.study.user_attrs.get(_GRID)  # a sweep that continues with more trials remains what it is
-        if known is None:
-            known = sampler is None and self.most is not None and self.most <= trials
-            self.study.set_user_attr(_GRID, known)
-        if sampler is not None or not known:
+        is_grid = sampler is None and self.most is not None and (self.most <= trials if known is None else known)
+        if is_grid != known:  # another sampler may repeat choices, so a sweep that it has continued is no longer a grid
+            self.study.set_user_attr(_GRID, is_grid)
+        if not is_grid:
             self.most = None
             return
         choices = {name: list(one.choices) for name, one in self.plan.distributions.items()}
