@@ -58,6 +58,8 @@ def summary(
         "nonFiniteLoss": view.report.non_finite_loss,
         "nonFiniteMetrics": list(view.report.non_finite_metrics),
         "metrics": {name: _finite(value) for name, value in view.report.metrics.items()},
+        "evaluatedStep": view.report.evaluated_step,
+        "failedEvaluation": view.report.failed_evaluation,
         "trainMetrics": {name: _finite(value) for name, value in view.report.train_metrics.items()},
         "goodput": _finite(view.goodput),
         "workerSeconds": dict(view.worker_seconds),
@@ -145,7 +147,7 @@ def ends(view: JobView, logs: Path) -> Iterator[ContainerEnd]:
     """The pods that ended with an error, as far as they still exist."""
     for pod in view.pods:
         meta, status = pod["metadata"], pod.get("status", {})
-        for container in status.get("containerStatuses", []):
+        for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
             ended = container.get("state", {}).get("terminated")
             if ended is None or ended.get("exitCode") == 0:
                 continue

@@ -119,7 +119,7 @@ def urgent(before: Progress | None, after: Progress) -> bool:
     if before is None:
         return True
     fields = ("reached", "stalled", "contributed", "in_sync", "reports", "done")
-    rows = ("term", "world", "checkpoint_error")
+    rows = ("term", "world", "checkpoint_error", "evaluation_error")
     return any(getattr(before, name) != getattr(after, name) for name in fields) or any(
         getattr(before.report, name) != getattr(after.report, name) for name in rows
     )

@@ -502,6 +502,8 @@ def test_the_object_at_the_end_has_what_programs_need(tmp_path: Path) -> None:
         "nonFiniteLoss": None,
         "nonFiniteMetrics": [],
         "metrics": {"accuracy": 0.5, "bad": None},
+        "evaluatedStep": 9,
+        "failedEvaluation": None,
         "trainMetrics": {},
         "goodput": 0.8,
         "workerSeconds": seconds,
@@ -524,11 +526,16 @@ def test_the_object_at_the_end_has_what_programs_need(tmp_path: Path) -> None:
     log = tmp_path / "default" / "a-ps-0" / "trainer.log"
     log.parent.mkdir(parents=True)
     log.write_bytes(b"fine\n\x1b[31mred\xff\n")
+    prepared = log.with_name("prep.log")
+    prepared.write_text("no data\n")
+    ended = {"name": "prep", "state": {"terminated": {"exitCode": 3, "reason": "Error"}}}
+    view.pods[0]["status"]["initContainerStatuses"] = [ended]
     text = "\n".join(report.lines(view, 1.5, tmp_path))
     assert "NonFinite: step 7, rank 1" in text
     assert "  goodput 80 % of 100 worker seconds: wait 15 %, data 5 %\n" in text
     assert "  traffic 120 B per update and worker (Exact: 240 B), 2,048 of 1,002,048 values train\n" in text
     assert str(log) in text
+    assert f"a-ps-0 ended with exit code 3 (Error): {prepared}\n    | no data\n" in text
     assert "\\x1b[31mred\\xff" in text
 
 

@@ -481,6 +481,27 @@ async def test_an_objective_of_loss_needs_no_evaluation(path: Path, cluster: Fak
     assert [(one.state, one.value) for one in trials] == [("COMPLETE", 0.5)] * 4
 
 
+async def test_the_loss_of_training_is_not_compared_with_the_one_of_evaluate(path: Path, cluster: FakeCluster) -> None:
+    """Only the third trial shows that evaluate returns a `loss`. The calls before it are lost, too."""
+
+    async def start(name: str, params: Mapping[str, Any], labels: Mapping[str, str]) -> FakeJob:
+        job = await cluster.start(name, params, labels)
+        job.losses = (0.1,) * GOAL
+        if name in ("digits-0", "digits-1"):
+            job.report = JobReport(failed_evaluation=GOAL, evaluation_error="ValueError: no data")
+        else:
+            job.report, job.evaluations = JobReport(evaluated_step=GOAL), {GOAL: {"loss": 0.5}}
+            cluster.unreachable = 1
+        return job
+
+    with SweepStore(plan(), path) as store:
+        jobs = TrialJobs(start, cluster.existing)
+        trials = await finish(SweepRunner(store, jobs, trials=4, parallel=1, prunes=False, patience=60, poll_seconds=0))
+    failed = ("FAIL", f"the evaluation of step {GOAL} failed: ValueError: no data")
+    assert [(one.state, one.why) for one in trials] == [failed, failed, ("COMPLETE", ""), ("COMPLETE", "")]
+    assert [one.value for one in trials[2:]] == [0.5, 0.5]
+
+
 async def test_a_space_of_lists_is_a_grid_if_the_trials_are_enough(path: Path, cluster: FakeCluster) -> None:
     """Optuna's default sampler repeated some of five learning rates, and left others out."""
     rates, widths = [0.1, 0.2, 0.3], [1, 2]

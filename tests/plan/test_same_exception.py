@@ -49,7 +49,7 @@ def test_most_workers_with_one_exception_fail_the_job_immediately(make_cluster):
     failed = cluster.condition("Failed")
     assert failed["reason"] == "ScriptFailed"
     first, *trace = failed["message"].splitlines()
-    assert first.startswith("KeyError: 'x' (train.py:12): raised by 3 of 4 workers before any update was reported")
+    assert first.startswith("KeyError: 'x' (train.py:12): raised by 3 of 4 workers, so another attempt")
     assert trace == ["  train.py:12", "KeyError: 'x'"]
     assert "\n" not in cluster.events[-1][1]
     assert not cluster.living()
@@ -139,7 +139,7 @@ def test_the_same_last_line_twice_in_each_pod_fails_the_job(make_cluster):
     failed = cluster.condition("Failed")
     assert failed["reason"] == "ScriptFailed"
     assert failed["message"].startswith("exit code 1: /run/")
-    assert ": the end of 3 of 4 workers before any update was reported, so another attempt" in failed["message"]
+    assert ": the end of 3 of 4 workers, so another attempt" in failed["message"]
 
 
 @pytest.mark.parametrize("last", ["", "cannot connect to data:80", "Connection refused", "the server is not ready"])
@@ -290,6 +290,7 @@ def test_a_disruption_does_not_count_as_an_exception(make_cluster):
             "python: can't open file '/c/tran.py': [Errno 2] No",
             ("python", "can't open file '/c/tran.py': [Errno 2] No"),
         ),
+        (LOG + "\n--------\nFor simplicity, JAX", ("ModuleNotFoundError", "/backstay/code/train.py:7")),
         (LOG[LOG.index('  File "/usr') :], ("ModuleNotFoundError", "/usr/lib/python3.11/importlib/__init__.py:126")),
     ],
 )
@@ -299,6 +300,33 @@ def test_what_python_prints_names_the_exception(make_cluster, log, key):
     cluster.end(name, 1, log)
     raised = raised_by(cluster.pods[name])
     assert (raised.type, raised.at or raised.text) == key
+
+
+@pytest.mark.parametrize(
+    ("code", "printed", "says"),
+    [
+        (4, "ERROR: the data set is empty", "exit code 4: ERROR: the data set is empty"),
+        (4, "", "ModuleNotFoundError: No module named 'sklearn' (/backstay/code/train.py:7)"),
+        # It may be the second line of the exception's text.
+        (1, "it is empty", "ModuleNotFoundError: No module named 'sklearn' it is empty (/backstay/code/train.py:7)"),
+    ],
+)
+def test_what_a_script_prints_after_a_traceback_is_not_lost(make_cluster, code, printed, says):
+    """It had survived this exception, and `sys.exit` ended it."""
+    cluster = started(make_cluster)
+    name = cluster.named(WORKER, 0)
+    cluster.end(name, code, f"{LOG}{printed}\n")
+    assert raised_by(cluster.pods[name]).summary == says
+
+
+def test_the_traceback_of_an_exception_has_none_of_earlier_ones(make_cluster):
+    cluster = started(make_cluster)
+    name = cluster.named(WORKER, 0)
+    between = "\nThe above exception was the direct cause of the following exception:\n\n"
+    cluster.end(name, 1, LOG.replace("ModuleNotFound", "Key") + between + LOG)
+    raised = raised_by(cluster.pods[name])
+    assert raised.type == "ModuleNotFoundError"
+    assert raised.traceback == LOG[LOG.index("Traceback") :].rstrip()
 
 
 USAGE = "usage: train.py [-h] [--lr LR]\ntrain.py: error: unrecognized arguments: --rl 1\n"
@@ -335,7 +363,7 @@ def test_o4_a_script_that_refuses_its_arguments_fails_the_job_immediately(make_c
     if says is not None:
         failed = cluster.condition("Failed")
         assert failed["reason"] == "ScriptFailed"
-        assert failed["message"].startswith(f"{says}: raised by 2 of 2 parameter servers before any update was")
+        assert failed["message"].startswith(f"{says}: raised by 2 of 2 parameter servers, so another attempt")
 
 
 MESSAGES = st.sampled_from(["a", "b", "transient", "signal"])

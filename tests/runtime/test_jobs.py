@@ -246,6 +246,18 @@ def test_a_script_that_raises_leaves_a_termination_message(job) -> None:
     assert "result" not in words
 
 
+def test_a_script_that_exits_while_it_trains_leaves_where(job) -> None:
+    """The reason of the crash was the last line of the log, which had nothing to do with it."""
+    tiny = job(1, 1)
+    tiny.environment = {"RAISE_AT": "2", "EXIT_CODE": "5"}
+    tiny.start_all()
+    assert tiny.pods[1].may_end_with(5).wait() == 5
+    words = tiny.pods[1].final_message()
+    assert (words["reason"], words["message"]) == ("SystemExit", "the script called sys.exit(5) while it trained")
+    assert str(words["at"]).startswith("tests/runtime/tiny.py:")
+    assert "result" not in words
+
+
 def test_suspended_and_resumed_it_is_the_same_run(job, tmp_path: Path) -> None:
     """T3, T4, T7: SIGTERM to a worker, then to its server, which stores its state. The next incarnations continue."""
     tiny = job(1, 1, checkpoint={"uri": str(tmp_path / "checkpoints"), "every_steps": 1000})

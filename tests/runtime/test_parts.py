@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -118,6 +119,22 @@ def test_the_environment_is_read_or_the_variable_named() -> None:
             Environment.read(variables(**changes))
 
 
+class Stateful:
+    def without_params(self) -> dict[str, float]:
+        return {}
+
+    def loss(self, params: Any, batch: Any) -> Any:
+        return ((params["w"] - batch) ** 2).sum()
+
+
+async def asynchronous(params: Any) -> dict[str, float]:
+    return {}
+
+
+def yields(self: object, metrics: Any) -> Iterator[bool]:
+    yield True
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -126,6 +143,16 @@ def test_the_environment_is_read_or_the_variable_named() -> None:
         ({"loss": lambda params: 0.0}, r"loss is called as loss\(params, batch\), and cannot be"),
         ({"loss": lambda params, batch: 0.0, "has_state": True}, r"loss is called as loss\(params, state, batch\)"),
         ({"evaluate": lambda params, state: {}}, r"evaluate is called as evaluate\(params\), .*: missing .* 'state'"),
+        ({"evaluate": Stateful().without_params}, r"evaluate is called as evaluate\(params\), and cannot be"),
+        (
+            {"evaluate": functools.partial(lambda a, b: {}, 1, 2)},
+            r"evaluate is called as evaluate\(params\), and cannot",
+        ),
+        ({"evaluate": asynchronous}, "evaluate is an async function: must be an ordinary function"),
+        (
+            {"evaluate": dict, "stop_when": functools.partial(yields, None)},
+            "stop_when is a generator: must be",
+        ),
         ({"on_update": lambda report: None}, r"on_update is called as on_update\(step, loss, metrics\)"),
         ({"init": lambda key: {"w": jnp.zeros(1), "name": "relu"}}, "init: leaf name is of type str, not an array"),
         ({"init": lambda key: {"w": np.array(["a"])}}, "init: leaf w is of type array of str32, not an array"),
@@ -157,7 +184,7 @@ def test_a_decorated_function_has_its_own_arguments() -> None:
         return scaled(params, batch, 2.0)
 
     right = {"init": lambda key: {"w": jnp.zeros(2)}, "batches": min, "optimizer": optax.sgd(0.1), "steps": 1}
-    for one in (loss, jax.jit(loss), functools.partial(scaled, scale=2.0)):
+    for one in (loss, jax.jit(loss), functools.partial(scaled, scale=2.0), Stateful().loss, Stateful.loss.__get__(1)):
         assert Script(loss=one, **right).loss is one
     with pytest.raises(errors.ConfigurationError, match="loss is called as"):
         Script(loss=scaled, **right)

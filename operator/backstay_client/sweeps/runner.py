@@ -101,6 +101,7 @@ class SweepRunner:
         self._parallel, self._prunes = parallel, prunes
         self._patience, self._poll_seconds = patience, poll_seconds
         self._active: dict[int, _Trial] = {}
+        self._undecided: dict[int, tuple[_Trial, JobStatus, TrainingCurve]] = {}  # see `_is_undecided`
         self._exists = any(one.state in ("COMPLETE", "PRUNED") for one in store.results())  # the objective
 
     async def run(self) -> AsyncGenerator[list[TrialResult]]:
@@ -139,9 +140,11 @@ class SweepRunner:
                         f"the API server has not answered for {duration(silent)}: {error or type(error).__name__}. The "
                         f"trials of {self._store.plan.name} may still run: the same call continues the sweep"
                     ) from error
-            yield self._store.results()
             if resumed and not self._active and (self._store.exhausted or self._store.count() >= self._trials):
+                self._decide()
+                yield self._store.results()
                 return
+            yield self._store.results()
             await asyncio.sleep(self._poll_seconds)
 
     async def _resume(self) -> None:
@@ -151,7 +154,7 @@ class SweepRunner:
             if result.state == "PRUNED" and result.job in found:
                 await found[result.job].delete(wait=False)
         for trial in self._store.running():
-            if trial.number not in self._active:
+            if trial.number not in self._active and trial.number not in self._undecided:
                 await self._add(trial, found.get(self._store.job_of(trial.number)))
 
     async def _start_new(self) -> None:
@@ -198,7 +201,27 @@ class SweepRunner:
             return
         self._report(running, status.report.goal_steps, prunes=False)
         self._end(running)
+        if self._is_undecided(status, curve):
+            self._undecided[trial.number] = running, status, curve
+            return
         self._conclude(running, status, curve)
+        if self._store.evaluated is not None:
+            self._decide()
+
+    def _is_undecided(self, status: JobStatus, curve: TrainingCurve) -> bool:
+        """Whether the loss of training is the value of a trial only if `evaluate` does not return a metric ``loss``.
+
+        Its own evaluations have failed, so another trial must show it.
+        """
+        is_known = self._store.evaluated is not None or status.metrics or curve.evaluations
+        has_failed = status.report.failed_evaluation is not None
+        return status.succeeded and has_failed and not is_known and self._store.plan.objective == "loss"
+
+    def _decide(self) -> None:
+        """Conclude the trials that waited for the evaluation of another one."""
+        waited, self._undecided = self._undecided, {}
+        for running, status, curve in waited.values():
+            self._conclude(running, status, curve)
 
     def _report(self, running: _Trial, goal: int | None, *, prunes: bool) -> bool:
         """Report the new values; if it `prunes`, return whether others were better at one of these steps.
@@ -218,6 +241,8 @@ class SweepRunner:
 
     async def _stop_all(self) -> None:
         """Stop the trials that still run, because the sweep has failed."""
+        for running, _, _ in self._undecided.values():
+            self._store.fail(running.trial, "the sweep failed")
         for running in list(self._active.values()):
             self._end(running)
             self._store.fail(running.trial, "the sweep failed")

@@ -93,5 +93,5 @@ def _failure(raised: Raised, pods: str) -> JobFailure:
     if raised.type == NOT_TRAINED:
         return JobFailure(REASON, f"{raised.text} (seen in {pods})")
     how = "the end of" if raised.guessed else "raised by"
-    text = f"{raised.summary}: {how} {pods} before any update was reported, so another attempt would fail too"
+    text = f"{raised.summary}: {how} {pods}, so another attempt would fail too"
     return JobFailure(REASON, text, raised.traceback)

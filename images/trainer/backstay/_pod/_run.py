@@ -137,6 +137,10 @@ def _work(pod: PodRunner) -> Result:
         pod.stop.call_script()
         sys.exit(SIGTERM_EXIT)
     except SystemExit as end:
+        if end.code and not pod.stop.requested.is_set():
+            how = f"the script called sys.exit({end.code!r:.200}) while it trained"
+            position = {} if worker is None else worker.position
+            write_termination(environment.termination_log, {**describe(end).fields(), "message": how, **position})
         if environment.members == 1:
             raise
         # The end of an interpreter would wait in JAX for the other pods, which wait for this one.

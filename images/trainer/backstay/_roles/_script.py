@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from backstay_rpc.control_pb2 import Leaf
@@ -40,6 +40,12 @@ MOST_METRICS: Final = 1000
 """Metrics in an evaluation, which must fit into a call and a report (`backstay_rpc.limits`)."""
 
 _SHOWN: Final = 80
+
+_NOT_ORDINARY: Final = {
+    "an async function": inspect.iscoroutinefunction,
+    "an async generator": inspect.isasyncgenfunction,
+    "a generator": inspect.isgeneratorfunction,
+}
 
 CHECKED_LEAVES: Final = 512
 """One process checks the optimizer of a model with at most this many leaves: the check of 600 takes 2 to 6 s."""
@@ -410,15 +416,26 @@ def _check_calls(script: Script) -> None:
     }
     for name, arguments in calls.items():
         function = getattr(script, name)
-        # The signature of another callable may be that of the function that it wraps, and not its own.
-        if not inspect.isfunction(function) or hasattr(function, "__signature__"):
+        if not _is_plain(function):
             continue
+        for kind, is_kind in _NOT_ORDINARY.items():
+            if is_kind(function):
+                raise ConfigurationError(f"{name} is {kind}: must be an ordinary function, which returns its result")
         try:
             inspect.signature(function, follow_wrapped=False).bind(*arguments)
         except TypeError as error:
             raise ConfigurationError(
                 f"{name} is called as {name}({', '.join(arguments)}), and cannot be: {error}"
             ) from None
+
+
+def _is_plain(function: object) -> bool:
+    """Whether the signature of a callable is its own. Another one's may be that of the function that it wraps."""
+    if isinstance(function, partial):
+        return _is_plain(function.func)
+    if inspect.ismethod(function):
+        return _is_plain(function.__func__)
+    return inspect.isfunction(function) and not hasattr(function, "__signature__")
 
 
 def _shown(value: object) -> str:
