@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(CURDIR)/.tools/bin:$(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test quick lint prose docs lowest bench tools generate pictures lock clean chaos
+.PHONY: demo test quick lint style types types-of-bench collected prose docs lowest bench tools generate pictures lock clean chaos
 .DEFAULT_GOAL := test
 
 $(VENV)/.installed: requirements.lock pyproject.toml operator/backstay_cluster/pyproject.toml
@@ -23,12 +23,19 @@ $(VENV)/.installed: requirements.lock pyproject.toml operator/backstay_cluster/p
 demo: $(VENV)/.installed  ## the main job on the embedded cluster, live
 	$(BIN)/backstay run examples/digits/job.yaml
 
-lint: $(VENV)/.installed
+lint: style types types-of-bench  ## may run with -j2
+style: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/mypy --config-file bench/mypy.ini
 	$(BIN)/lint-imports
+types: $(VENV)/.installed
+	$(BIN)/mypy
+types-of-bench: $(VENV)/.installed
+	$(BIN)/mypy --config-file bench/mypy.ini
+
+collected: $(VENV)/.installed  ## compiles all tests, which else each process of pytest-xdist does for itself
+	@mkdir -p .cache
+	@$(BIN)/python -m pytest --collect-only -qq > .cache/collected || { cat .cache/collected; exit 1; }
 
 prose: $(VENV)/.installed  ## the wording of docs, docstrings, comments and messages; lowers tests/prose/exempt.txt
 	$(BIN)/python tests/prose/lint.py

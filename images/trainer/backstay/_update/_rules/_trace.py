@@ -135,5 +135,5 @@ def _same(tree: TreeSpec, optimizer: Any, new_params: Any, state: Any, new_state
             raise OptimizerError(
                 f"optimizer.update turns its state {name} from {old.dtype}{list(old.shape)} into "
                 f"{new.dtype}{list(new.shape)}: both must be the same. Give the optimizer the dtype of its state, "
-                f"such as mu_dtype, or use parameters of one precision."
+                "such as mu_dtype, or hyperparam_dtype of optax.inject_hyperparams, or use parameters of one precision."
             )
