@@ -188,7 +188,7 @@ KILLERS = {
 }
 
 
-def storm(cluster, slot, status, seconds: int, per_second: int = 10) -> list[float]:
+def storm(cluster, slot, status, seconds: int, per_second: int = 4) -> list[float]:
     """Every pod of a slot dies as soon as it exists; returns the times of the pods that were created."""
     created, known, began = [], set(cluster.pods), cluster.now
     for _ in range(seconds * per_second):

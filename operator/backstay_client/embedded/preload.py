@@ -26,6 +26,7 @@ TRAINER: Final = (
     "ml_dtypes",
     "safetensors",
     "grpc",
+    "grpc._channel",
     "fsspec",
     "backstay._train",
     "backstay._pod",
@@ -37,6 +38,10 @@ TRAINER: Final = (
     "backstay._roles._evaluator",
     "backstay._single._reference",
     "backstay._data._dataset",
+    # JAX imports it before it compiles for the first time.
+    "jaxlib.mlir.dialects.mhlo",
+    # The standard library imports it for the first name of a host.
+    "encodings.idna",
 )
 # A script may import pyarrow. One of its allocators would start a thread, and forked processes have no threads of the
 # parent.

@@ -89,12 +89,12 @@ class Beginning:
 
         from .._update import refuse_objects
 
-        def init(key: Any) -> Any:
-            found = self._init(key)
+        def init() -> Any:
+            found = self._init(jax.random.key(self._seed))  # outside it would be compiled, in every pod
             refuse_objects(found)
             return found
 
-        return jax.eval_shape(init, jax.random.key(self._seed))
+        return jax.eval_shape(init)
 
     def trained(self, start_from: str = "", needed: Collection[int] | None = None) -> Any:
         """The model of version 0 without its frozen leaves: parameters, or ``(params, state)``.
