@@ -131,7 +131,9 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 # The longest tests begin first, so that at the end no process runs alone.
-FIRST = ("tests/e2e/", "tests/trainer_math/test_engine.py", "tests/runtime/", "tests/operator/", "tests/trainer_math/")
+FIRST = ("tests/e2e/", "tests/trainer_math/test_engine.py", "tests/operator/", "tests/trainer_math/")
+# These mostly wait for processes.
+WAITING = "tests/runtime/"
 
 
 class Groups(LoadScopeScheduling):
@@ -140,17 +142,19 @@ class Groups(LoadScopeScheduling):
     The end-to-end tests are one: they share a cluster, and two of their jobs at the same time are many processes. The
     tests of the command start their own clusters, and those of paused processes mostly wait: each of both is a group.
     Those with a real kube-apiserver are one, because a second one would take a core. The training jobs of tests/runtime
-    are each alone. All others keep with those of their file, with which they share fixtures and what JAX compiled.
+    and the runs of pytest in tests/house are each alone. All others keep with those of their file, with which they
+    share fixtures and what JAX compiled.
     """
 
     _ALONE = ("tests/e2e/test_command.py", "tests/e2e/test_paused.py")
+    _SINGLE = ("tests/runtime/", "tests/house/test_twice.py")
 
     def _split_scope(self, nodeid: str) -> str:
         if nodeid.startswith("tests/chart/test_real_cluster.py") or "test_both.py" in nodeid or "[real" in nodeid:
             return "a real kube-apiserver"
         if nodeid.startswith("tests/e2e/") and not nodeid.startswith(self._ALONE):
             return "tests/e2e/"
-        return nodeid if nodeid.startswith("tests/runtime/") else nodeid.partition("::")[0]
+        return nodeid if nodeid.startswith(self._SINGLE) else nodeid.partition("::")[0]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Groups:
@@ -159,11 +163,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Groups:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests that mostly wait are spread evenly over all others, so that at any time some tests compute."""
+
     def rank(item: pytest.Item) -> int:
         return next((number for number, where in enumerate(FIRST) if item.nodeid.startswith(where)), len(FIRST))
 
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=rank)
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    waiting = [item for item in items if item.nodeid.startswith(WAITING)]
+    others = sorted((item for item in items if not item.nodeid.startswith(WAITING)), key=rank)
+    begun: dict[str, int] = {}  # the place in `others` of the first test of each file, which the others follow
+    for number, item in enumerate(others):
+        begun.setdefault(item.nodeid.partition("::")[0], number)
+    # A file is longer than a test, so none of them is the last.
+    places = {item: 0.9 * begun[item.nodeid.partition("::")[0]] / len(others) for item in others}
+    places |= {item: (number + 0.5) / len(waiting) for number, item in enumerate(waiting)}
+    items.sort(key=places.__getitem__)
 
 
 @pytest.fixture(scope="session")

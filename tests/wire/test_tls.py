@@ -139,9 +139,9 @@ def test_o7_a_server_with_another_certificate_gets_no_token(stack: ExitStack, bo
 
 def test_t8_a_cut_ends_a_read_and_a_write_that_wait(stack: ExitStack, both: Credentials) -> None:
     done = threading.Event()
-    stack.callback(done.set)
     client = ClientStream(listening(stack, both, lambda _, __: done.wait(LONG) and None), Hello(), both)
     stack.callback(client.close)
+    stack.callback(done.set)  # first, because the listener's end waits for its handlers
     ended: list[str] = []
 
     def until_lost(call: Callable[[], object]) -> None:
