@@ -99,6 +99,7 @@ def checks_of(view: JobView, job: dict[str, Any], read: Callable[[str], tuple[bo
     trained = step >= min(_UPDATES, view.report.goal_steps or _UPDATES)
     pods = f"{count(servers, 'server')}, {count(workers, 'worker')}"
 
+    # Only the first check that fails has the reason: the ones after it did not run.
     def check(name: str, passed: bool, text: str, before: bool = True) -> CheckOutcome:
         if passed:
             return CheckOutcome(name, _OK, text)

@@ -162,6 +162,7 @@ def table(found: Sequence[JobView], *, everywhere: bool, now: float | None = Non
 def top_table(found: Sequence[JobView], *, everywhere: bool, width: int, now: float | None = None) -> Table:
     """The table of `backstay top`; a wide terminal gets more columns."""
     now = time.time() if now is None else now
+    # Most terminals have 80 columns, which hold what a glance needs.
     wide, widest = width >= 110, width >= 140
     names = [*(["namespace"] if everywhere else []), "name", "phase", "progress", "left", "examples/s"]
     names += ["loss", *(["goodput"] if wide else []), *(["checkpoint"] if widest else [])]

@@ -237,6 +237,7 @@ def run(
         if print_job:
             print(as_yaml(job), end="")
             return
+        # All that can be refused is refused before the cluster starts. After the training it would cost the result.
         job = localise_script(job, file) if runs_script else localise(job, folder_of(file))
         check(job, str(file))
         refuse_what_cannot_run(job, file)

@@ -89,6 +89,7 @@ def lines(view: JobView, seconds: float, logs: Path) -> Iterator[str]:
     shape = count(desired.get("ParameterServer", 0) - standbys, "server")
     shape += f", {count(standbys, 'standby')}" if standbys else ""
     shape += f", {count(desired.get('Worker', 0), 'worker')}"
+    # The step and the loss are then those of the earlier run, and the seconds those of this command.
     if "AlreadyComplete" in view.message:
         when = f"without a new update, in {seconds:.1f} s"
     elif view.report.step or view.phase == "Succeeded":

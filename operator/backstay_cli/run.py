@@ -124,6 +124,7 @@ def run_job(
     Returns:
         The exit status: 0 Succeeded, 1 Failed, 130 interrupted or suspended.
     """
+    # Programs read the object from standard output, so nothing else may be there.
     write_line = LineWriter(sys.stderr if as_json else sys.stdout)
     console = Console(file=cast(IO[str], write_line))
     known = register(folder, job)

@@ -193,6 +193,7 @@ class FoundMistakes:
             hint = f"; write {value} without quotes"
         elif isinstance(value, str) and kind == "boolean" and value.lower() in {"true", "false"}:
             hint = f"; write {value.lower()} without quotes"
+        # YAML made another type of what the user wrote, and quotes are the whole cure.
         elif kind == "string" and isinstance(value, bool | int | float):
             hint = f"; write {display(str(value).lower() if isinstance(value, bool) else str(value))} in quotes"
         elif kind == "string" and isinstance(value, datetime.date | None):

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from .test_house import MODULES, ROOT
 
 TRAINER = ROOT / "images" / "trainer" / "backstay"
-MOST_ARGUMENTS, MOST_FILES = 7, 15
+MOST_ARGUMENTS, MOST_FILES, MOST_BRANCHES = 7, 15, 15
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.comprehension, ast.match_case)
 SCRIPTS = sorted((ROOT / "bench").rglob("*.py"))
+
+
+@cache
+def tree_of(module: Path) -> ast.Module:
+    return ast.parse(module.read_text(encoding="utf-8"))
 
 
 def classes(module: Path) -> Iterator[ast.ClassDef]:
     """Every class of a module, also inside functions and classes."""
-    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.ClassDef):
             yield node
 
@@ -39,6 +49,33 @@ def test_a_constructor_has_at_most_seven_arguments() -> None:
         if (number := arguments_of_constructor(defined)) > MOST_ARGUMENTS
     ]
     assert found == []
+
+
+def branches(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """The number of places at which a reader has to consider two ways."""
+    nodes = list(ast.walk(function))
+    operators = sum(len(node.values) - 1 for node in nodes if isinstance(node, ast.BoolOp))
+    return operators + sum(isinstance(node, BRANCHES) for node in nodes)
+
+
+def reasons(text: str) -> set[int]:
+    """The lines of a module with a comment for readers, and not only for tools."""
+    found = tokenize.generate_tokens(io.StringIO(text).readline)
+    comments = (token for token in found if token.type == tokenize.COMMENT)
+    return {token.start[0] for token in comments if not token.string.startswith(("# noqa", "# type:"))}
+
+
+def test_a_function_with_many_branches_has_a_comment_with_the_reason() -> None:
+    found, large = [], 0
+    for module in MODULES:
+        functions = (node for node in ast.walk(tree_of(module)) if isinstance(node, FUNCTIONS))
+        if many := [node for node in functions if branches(node) > MOST_BRANCHES]:
+            lines = reasons(module.read_text(encoding="utf-8"))
+            without = (one for one in many if lines.isdisjoint(range(one.lineno, (one.end_lineno or 0) + 1)))
+            found += [f"{module.relative_to(ROOT)}: {one.name} has {branches(one)}" for one in without]
+            large += len(many)
+    assert large > 50
+    assert found == [], "add the reason as a comment, or divide the function"
 
 
 def test_a_room_of_the_trainer_has_at_most_fifteen_files() -> None:

@@ -125,6 +125,7 @@ def prepared_sweep(
     distributions = distributions_of(space)
     if both := sorted(one for one in args or {} if _option(one) in map(_option, distributions)):
         raise BadInput(f"args: has {', '.join(map(repr, both))}, which the space has too: must be in one of them")
+    # A mistake in the options of the jobs would otherwise fail each trial, after the sweep has begun.
     example = submission_of(what, _options_of(job, job.get("name"), example_of(distributions), {}), cluster, image)
     name = str(job.get("name") or example.job["metadata"]["name"])
     if len(name) > _LONGEST_NAME:

@@ -179,6 +179,7 @@ async def open_cluster(where: Where, job: str | None = None) -> AsyncIterator[Fo
         BadInput: there is no kubeconfig, or it cannot be used; or several runs are meant.
     """
     path = named_kubeconfig(where)
+    # The user's choice first; without one, a run on this machine, then the kubeconfig, then the account of this pod.
     is_default = False
     if path is None:
         runs, default = runs_of(where), default_kubeconfig(where)

@@ -65,6 +65,7 @@ def select(
         [run for run in runs if run.folder not in live and not run.is_of(here)],
     ]
     for order, group in enumerate(groups):
+        # A user with a kubeconfig does not mean a run of another folder.
         if order == 1 and has_default:
             return None
         if not group:

@@ -367,6 +367,7 @@ def job_of_command(
     Raises:
         BadInput: an option is invalid.
     """
+    # Without a folder these options would have no effect, and nothing would show it.
     if options.checkpoint is None:
         for option in ("every_steps", "every_seconds", "evaluator", "keep_best", "continue_from"):
             if getattr(options, option) is not None:

@@ -197,6 +197,7 @@ def lines(history: JobHistory, now: float) -> Iterator[str]:
         yield f"  {good}"
     if view.message and view.ended:
         yield f"  {printable(view.message.splitlines()[0])}"
+    # The events below are in order of time, and so the causes of a hundred deaths are counted here.
     causes = Counter((death.slot.rpartition("-")[0], death.cause) for death in deaths(view))
     for (role, cause), times in causes.most_common():
         shown = {contract.ROLE_SERVER: "server"}.get(role, role or "pod")

@@ -197,6 +197,7 @@ async def _find(cluster: FoundCluster, job: str, wanted: WantedLogs, found: asyn
                     started = pod.get("status", {}).get("phase") not in (None, "Pending")
                     if started and pod["metadata"]["uid"] not in followed:
                         followed[pod["metadata"]["uid"]] = asyncio.create_task(one(pod))
+            # After a lost connection the next look follows the pod again; after a refusal it would be refused again.
             failed = [task.exception() for task in followed.values() if task.done() and not task.cancelled()]
             for failure in failed:
                 if isinstance(failure, ApiRequestError):

@@ -85,6 +85,7 @@ def curve(points: Sequence[tuple[float, float]], width: int, height: int) -> lis
         found = [(x, math.log(y)) for x, y in found]
         lowest, highest = math.log(lowest), math.log(highest)
     first, last = found[0][0], found[-1][0]
+    # A character has two columns and four rows of dots.
     wide, high = 2 * width - 1, 4 * height - 1
     columns: dict[int, list[float]] = {}
     for x, y in found:

@@ -44,6 +44,7 @@ def job_card(status: JobStatus, curve: Sequence[tuple[float, float]] = ()) -> st
         rows.append(("time", escape(duration(max(0.0, ended - status.started)))))
     if status.checkpoint:
         rows.append(("checkpoint", escape(status.checkpoint)))
+    # In a table, the last line of a traceback is what matters.
     if problem := (status.message if status.phase == "Failed" else status.waiting):
         rows.append(("", escape(plain(problem)[-1])))
     body = "".join(
@@ -128,6 +129,7 @@ def line_chart(
         return ""
     low, high = min(y for _, y in points), max(y for _, y in points)
     left, right = min(x for x, _ in points), max(x for x, _ in points)
+    # A loss that falls by a decade is a flat line on a linear axis.
     is_log = low > 0 and high / low > 10
     top, bottom, start, end = 8.0, height - 18.0, 46.0, width - 6.0
 

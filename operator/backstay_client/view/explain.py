@@ -126,6 +126,7 @@ def as_object(view: JobView, now: float | None = None) -> dict[str, Any]:
         now: Unix time; None: now.
     """
     now = time.time() if now is None else now
+    # The keys are an interface for programs: each is always there, and null without a value.
     reason, _, message = view.message.partition(": ")
     ended = view.completed if view.completed is not None else now
     return {
@@ -206,6 +207,7 @@ def next_steps(view: JobView, now: float) -> Iterator[str]:
     if view.phase == "Failed":
         yield from _after_failure(view, where)
         return
+    # A job that has ended needs one step at most. Those below are for problems of a job that runs.
     if view.phase == STOPPED:
         return
     if view.phase == "Suspended":

@@ -28,6 +28,7 @@ def waiting_for(view: JobView) -> str:
     if view.ended or view.phase == "Suspended":
         return ""
     pods = [pod for pod in view.pods if pod.get("status", {}).get("phase") in {None, "Pending", "Running"}]
+    # One pod that cannot start explains the wait better than the numbers of all pods.
     for pod in pods:
         if obstacle := obstacle_of(pod):
             return f"waiting: {_name(pod)}: {obstacle}"

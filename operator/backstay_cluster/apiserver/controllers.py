@@ -56,6 +56,7 @@ class Controllers:
                     del self._dependents[uid]
         for uid in after - before:
             self._dependents.setdefault(uid, {})[place] = None
+        # Work is only queued here. The store calls this while it changes, and must not be changed by it.
         if change.type == "DELETED":
             self._vanished(storage, place, data, before)
         else:

@@ -103,6 +103,7 @@ def _structural(schema: Any, path: str, causes: list[StatusCause], *, root: bool
         causes.append(invalid_value(path, schema, "must be a schema"))
         return
     kind = schema.get("type")
+    # A real API server refuses what it could not prune. So a mistake in our CRD is found without one.
     if (
         not kind
         and not schema.get("x-kubernetes-int-or-string")

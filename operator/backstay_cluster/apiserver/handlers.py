@@ -299,6 +299,7 @@ class Handlers:
             grace = body.get("gracePeriodSeconds")
         if grace is not None and (not isinstance(grace, int) or isinstance(grace, bool)):
             raise bad_request("gracePeriodSeconds must be an integer number of seconds")
+        # Clients differ: kubectl sends a body, and curl mostly a query. An old field means the same as the new one.
         policy = query.get("propagationPolicy") or body.get("propagationPolicy")
         if policy is None:
             orphan = (

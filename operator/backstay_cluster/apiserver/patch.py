@@ -142,6 +142,7 @@ def strategic_merge(type_name: str, target: Any, patch: Any) -> Any:
             result.pop(key, None)
         else:
             result[key] = _field(type_name, key, fields.get(key, "any"), result.get(key), value)
+    # Last, because the order counts for the elements that the patch has added.
     for key, order in patch.items():
         if key.startswith("$setElementOrder/"):
             name = key.split("/", 1)[1]

@@ -188,6 +188,7 @@ def _resources(resources: Obj, path: str, causes: list[StatusCause]) -> None:
                 causes.append(invalid_value(here, name, "must be a standard resource for containers"))
             if "/" in name and quantity.value(amount) % 1:
                 causes.append(invalid_value(here, amount, "must be an integer"))
+    # A device cannot be shared, so its request is its limit.
     for name, amount in requests.items():
         limit = limits.get(name)
         if "/" in name and limit is None:

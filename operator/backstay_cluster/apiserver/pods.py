@@ -198,6 +198,7 @@ def _default_container(container: Obj) -> None:
                 resources[name][key] = quantity.canonical(amount)
             except ValueError as error:
                 raise bad_request(str(error)) from None
+    # The defaults are those of a real API server: the operator compares pods with what it has written.
     for key, amount in resources.get("limits", {}).items():
         resources.setdefault("requests", {}).setdefault(key, amount)
     for port in container.get("ports", ()):

@@ -274,6 +274,7 @@ class Api:
         if dry_run:
             return Stored(obj, stored.version)
         fresh = obj["metadata"]
+        # The update that removes the last finalizer is what deletes an object that was marked.
         if fresh.get("deletionTimestamp") and not fresh.get("finalizers"):
             spec = obj.get("spec") or {}
             if not fresh.get("deletionGracePeriodSeconds") and not (
@@ -376,6 +377,7 @@ class Api:
             fresh.pop("finalizers", None)
         held = bool(wanted) or self._held(resource, base)
         grace = strategy.grace_period(stored.obj, options.grace)
+        # A second delete may only shorten the grace period, as with a real API server.
         if data.get("deletionTimestamp"):
             current = data.get("deletionGracePeriodSeconds") or 0
             if current and (options.grace is None or grace is None or grace >= current):

@@ -70,6 +70,7 @@ def default(schema: Obj, value: Any) -> None:
         return
     properties = schema.get("properties") or {}
     for key, part in properties.items():
+        # `kubectl apply` and charts write null to unset a field.
         if key in value and value[key] is None and not part.get("nullable"):
             if "default" in part:
                 value[key] = copy(part["default"])

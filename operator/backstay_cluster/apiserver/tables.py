@@ -69,6 +69,7 @@ def _pod_status(obj: Obj) -> str:
     status = obj.get("status") or {}
     reason = status.get("reason") or status.get("phase") or "Unknown"
     ready_containers = False
+    # The order of these tests is that of `kubectl get pods`, whose users compare both.
     if not _has_condition(status, "Initialized") and (initializing := _init_status(obj)):
         return initializing
     for container in reversed(status.get("containerStatuses") or ()):

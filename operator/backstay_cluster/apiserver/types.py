@@ -158,6 +158,7 @@ class _Decoder:
             return value
         elif kind == "bytes" and isinstance(value, str):
             return self._bytes(value)
+        # JSON does not distinguish 3 from 3.0, and a quantity such as a size may be a number.
         elif kind == "integer" and isinstance(value, float) and value.is_integer():
             return int(value)
         elif kind == "string" and isinstance(value, int | float) and field in {"sizeLimit", "divisor"}:

@@ -131,6 +131,7 @@ async def environment(
                 own |= {prefix + name: value.decode(errors="replace") for name, value in (found or {}).items()}
     for entry in container.get("env") or []:
         name, source = entry["name"], entry.get("valueFrom") or {}
+        # In the order of the list, because an entry may refer to those above it, as in a real kubelet.
         value: str | None = expand(entry.get("value") or "", {**links, **own})
         if ref := source.get("fieldRef"):
             value = field_of(pod, ref["fieldPath"], pod_ip=pod_ip, host_ip=host_ip)
@@ -227,6 +228,7 @@ class Volumes:
                 mode = int(spec.get("defaultMode") or mode)
                 items = spec.get("items") or [{"key": key, "path": key} for key in found]
                 for item in items:
+                    # A real kubelet mounts an optional volume without the keys that are missing.
                     if item["key"] not in found:
                         if optional:
                             continue

@@ -374,6 +374,7 @@ def _running(facts: Facts, record: Record, slots: Sequence[Slot], stopped: str, 
     servers = all(slot in ready for slot in slots if slot.role == contract.ROLE_SERVER)
     workers = any(slot.role == contract.ROLE_WORKER for slot in ready)
     stepped = facts.progress is not None and (facts.progress.report.step or 0) > (facts.old.step or 0)
+    # A report of before the suspension may arrive late. Its step is not one of the resumed job.
     if status.SUSPENDED in facts.conditions:
         stepped = stepped and _reports_this_run(facts)
     if began and not stopped:
@@ -413,6 +414,7 @@ def standbys_in_sync(facts: Facts, record: Record, obstructed: Sequence[Obstruct
     kind, progress = status.STANDBYS_IN_SYNC, facts.progress
     if not facts.has_standbys:
         return []
+    # Servers that have not answered a new operator yet are not out of sync.
     if progress is None or not progress.reached.issuperset(facts.shards):
         if kind in facts.conditions:
             return []

@@ -113,6 +113,7 @@ def together(pods: Sequence[PodView]) -> PodView:
     dead = [pod for pod in members if not pod.alive and (pod is first or pod.deleting or not _ended_in_order(pod))]
     there = [pod for pod in members if pod.alive]
     if dead:
+        # The others ended because of the first death, and their exit codes would be charged to the script.
         shown = min(dead, key=lambda pod: (is_group_lost(pod.raw), pod.member))
     else:
         waiting = [pod for pod in there if not pod.ready]

@@ -42,6 +42,7 @@ def judge(facts: Facts, record: Record) -> JobFailure | None:
         return None
     slots = [slot for slot in desired_slots(facts.job) if slot.role == contract.ROLE_WORKER]
     raised = {slot: found for slot in slots if (found := _exceptions(facts, slot, start))}
+    # One worker is enough, because its own data is invalid.
     for slot, found in raised.items():
         if found[0].type in OF_BATCHES:
             return JobFailure(found[0].type, f"{slot.text}: {found[0].text}", found[0].traceback)

@@ -80,6 +80,7 @@ def check_structure(structure: Any, leaves: int) -> None:
         match node:
             case {"none": True, **rest} if not rest:
                 return
+            # The file may be damaged or foreign, and True is an int to Python.
             case {"leaf": int(index), **rest} if not rest and type(index) is int:
                 numbers.append(index)
             case {"dict": list(items), **rest} if not rest:

@@ -132,6 +132,7 @@ def _mesh_of_sizes(axes: Any, devices: Sequence[Any]) -> Mesh:
     if len(open_axes) > 1:
         raise ConfigurationError(f"mesh: the axes {open_axes} have the size -1: at most one axis takes the rest")
     product = math.prod(size for size in sizes.values() if size > 0)
+    # If it does not divide, the message below has the sizes that the user wrote.
     if open_axes and len(devices) % product == 0:
         sizes[open_axes[0]] = len(devices) // product
     if math.prod(sizes.values()) != len(devices):

@@ -174,6 +174,7 @@ def from_dataset(
         raise ConfigurationError(f"from_dataset: transform is {type(transform).__name__}, must be a function or None")
     if has_rng and transform is None:
         raise ConfigurationError("from_dataset: has_rng is True without a transform: pass a transform, or omit has_rng")
+    # After the arguments, because to measure a source may take minutes.
     found = source_of(source)
     if found.size < batch_size:
         raise ConfigurationError(

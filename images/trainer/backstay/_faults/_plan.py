@@ -168,6 +168,7 @@ def _target(clause: str, text: str) -> tuple[str, int | None, int | None, int | 
 
 def _rest(clause: str, action: str, role: str, words: Iterator[str]) -> tuple[str, float | None, int | None]:
     point, seconds, code = "", None, None
+    # The words may have any order, because people write them by hand.
     for word in words:
         if word in POINTS[role] and not point:
             point = word

@@ -131,6 +131,7 @@ class Environment:
             except ValidationError as error:
                 first = error.errors(include_url=False)[0]
                 raise ConfigurationError(f"{contract.ENV_TRAINED} is malformed: {first['msg']}") from None
+        # The operator wrote all of these, so a contradiction comes from another version of it.
         servers = tuple(part for part in text(contract.ENV_SERVERS).split(",") if part)
         if len(servers) != config.shards:
             raise ConfigurationError(

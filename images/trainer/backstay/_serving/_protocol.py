@@ -106,6 +106,7 @@ def read_rest(body: bytes, json_length: str | None, program: ServingProgram) -> 
     inputs = request.get("inputs") if isinstance(request, dict) else None
     if not isinstance(inputs, list) or not all(isinstance(item, dict) for item in inputs):
         raise RequestRefused(400, 'the body must be a JSON object with a list "inputs" of objects')
+    # The tensors follow the JSON in its order, and are never copied.
     left = memoryview(body)[length:]
     found: dict[str, tuple[TensorSpec, tuple[int, ...], Any]] = {}
     for item in inputs:

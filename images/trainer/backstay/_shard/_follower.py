@@ -143,6 +143,7 @@ class Follower:
                 change = lambda: None  # noqa: E731
             else:
                 raise PeerLost(f"a replica's frame {kind!r} cannot arrive here")
+            # After the takeover this state serves, and follows no other server.
             with self._lock:
                 if self._taken:
                     self._kept = stream

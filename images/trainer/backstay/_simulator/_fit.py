@@ -86,6 +86,7 @@ def fitted(trace: Any, assumed: Assumptions) -> FittedSteps:
     for pod, seconds in by_rank.items():
         for each in seconds:
             busy += each
+            # Pauses would widen the distribution of all steps, so they are counted apart.
             if each > _PAUSE * medians[pod]:
                 pauses.append(each - medians[pod])
             else:

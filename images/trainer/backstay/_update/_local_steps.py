@@ -69,6 +69,7 @@ class LocalSteps:
             raise ConfigurationError(
                 f"LocalSteps: fragments is {self.fragments!r}: must be a whole number of parts, 1 or more"
             )
+        # Otherwise the fragments would travel at different distances, and some parameters would be older than others.
         if self.count % self.fragments:
             raise ConfigurationError(
                 f"LocalSteps: fragments is {self.fragments}: must divide count, which is {self.count}"

@@ -200,6 +200,8 @@ def partition(
     loads = [0] * shards
     whole: list[list[int]] = [[] for _ in range(shards)]
     bulky = [index for index, group in enumerate(groups) if not group.elementwise]
+    # Each pod computes the same layout, so every choice has a tie-break. The largest are dealt first, because the rest
+    # fills the gaps.
     for index in sorted(bulky, key=lambda i: (-_nbytes(tree, groups[i]), i)):
         shard = min(range(shards), key=lambda s: (loads[s], len(whole[s]), s))
         whole[shard].append(index)
@@ -475,6 +477,7 @@ def _digest(tree: TreeSpec, layouts: Sequence[ShardLayout], structure: bytes, pr
             for layout in layouts
         ],
     }
+    # A part that a job does not use is left out, so that its digest stays that of earlier versions.
     if any(block.coded for layout in layouts for block in layout.blocks):
         document["coded"] = [[block.coded for block in layout.blocks] for layout in layouts]
     if any(block.fragment is not None for layout in layouts for block in layout.blocks):

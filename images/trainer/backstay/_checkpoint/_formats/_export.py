@@ -204,6 +204,7 @@ def _write_safetensors(out: str, named: Mapping[str, NDArray[np.generic]], metad
         parts = _parts(named)
         names = [f"{_NAME}-{number:05d}-of-{len(parts):05d}{_SUFFIX}" for number in range(1, len(parts) + 1)]
         files = list(zip(names if len(parts) > 1 else [_NAME + _SUFFIX], parts, strict=True))
+    # Before the first file, so that a refused export leaves none.
     if without := {name: array.dtype.name for name, array in named.items() if array.dtype.name not in BY_NAME}:
         name, dtype = next(iter(without.items()))
         raise CheckpointError(

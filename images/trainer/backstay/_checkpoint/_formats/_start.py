@@ -189,6 +189,7 @@ def read_start(
                 name for name in arrays if name not in arrays.read_names and name.startswith(of_model)
             )
         where, names = arrays.where, sorted(arrays)
+    # A file may have parameters only. With a part of the model's state in it, the rest is missing.
     if len(report.stateless) < sum(not leaf.trained for leaf in leaves):
         report.missing += report.stateless
         report.stateless = []

@@ -339,6 +339,7 @@ class SimulatedPods:
         held = pod.followed = FollowedState()
 
         def filled() -> None:
+            # The server may have died while the state was on its way. The standby then begins again with its successor.
             if not (pod.alive and server.alive and pod.followed is held and self.shards[server.shard] is server):
                 if pod.alive and pod.followed is held and pod.server is None:
                     pod.followed = None

@@ -313,6 +313,7 @@ class TimedWorker:
         answers = self._answers
         if self._parts[0].gradient is not None or not self._first:
             self._first = dict(answers)
+        # The shards answered at different times, and parameters of two versions must not be mixed.
         behind = list(self._world.mode.behind({shard: each.version for shard, each in answers.items()}))
         if behind:
             self._request(behind, max(each.version for each in answers.values()))

@@ -154,6 +154,8 @@ class _Writer:
                 return ["program", self.flat(flatten(jex.ClosedJaxpr(value, ())))]
             case np.dtype() | type():
                 return ["dtype", _dtype(value)]
+        # The text of such an object may have its address, which differs by pod. Equal programs must have equal
+        # digests.
         if dataclasses.is_dataclass(value):
             fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
             return ["dataclass", type(value).__qualname__, self.params(fields)]

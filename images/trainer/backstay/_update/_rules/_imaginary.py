@@ -53,6 +53,7 @@ def _complex_outputs(flat: Flat, inputs: Sequence[bool]) -> tuple[list[bool], st
     for equation in flat.equations:
         args = [read(atom) for atom in equation.inputs]
         results = [any(args) and _is_complex(flat.dtype(output)) for output in equation.outputs]
+        # Which branch runs is not known, so an output has imaginary parts if any branch gives it some.
         if equation.branches:
             found = [_complex_outputs(branch, args[1:]) for branch in equation.branches]
             results = [any(each) for each in zip(*(outputs for outputs, _ in found), strict=True)]
