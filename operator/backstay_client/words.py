@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 # The part of a traceback before the line with the exception; the rest is in the pod's log.
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t].*(?:\n|$))*")
+# Python prints it between an exception and the one that was raised from it, or while it was handled.
+_BETWEEN = re.compile(r"^(?:The above exception was|During handling of the above exception, ).*:(?:\n|$)", re.MULTILINE)
 _TORN_TRACEBACK = re.compile(r"(?:[ \t]+File \".*\", line \d+.*\n(?:[ \t].*\n)*)+")
 
 
@@ -32,7 +34,7 @@ def log_line(line: bytes) -> str:
 
 def plain(message: str) -> list[str]:
     """The lines of a message; of each traceback only the end."""
-    text = _TORN_TRACEBACK.sub("", _TRACEBACK.sub("", message))
+    text = _BETWEEN.sub("", _TORN_TRACEBACK.sub("", _TRACEBACK.sub("", message)))
     return [printable(line) for line in text.splitlines() if line.strip()] or [""]
 
 

@@ -33,10 +33,8 @@ _FRAME: Final = re.compile(r'\s*File "([^"]+)", line (\d+)')
 _GROUP: Final = re.compile(r"^\s*(?:[+|] |\+(?:-\+)?-+(?: \d+ -+)?$)")
 _FINAL: Final = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Z_]\w*)(?:: (.*))?$")
 _BEGINS: Final = ("Traceback ", "Exception Group Traceback ")
-# Python prints it between an exception and the one that was raised from it, or while it was handled.
-_BETWEEN: Final = ("The above exception was the direct cause of ", "During handling of the above exception, ")
 _NOTE: Final = "--------"  # JAX's, about its traceback
-_MOST_LINES: Final = 5  # of the text of an exception
+_MOST_LINES: Final = 3  # after an exception, for its reason; more of them are the output of something else
 _PYTHON: Final = re.compile(r"\S*python[\d.]*: (.*)$")
 # The last line of argparse and click, and a line of absl, when they refuse the arguments of a script. Other programs
 # exit with 2 and such a line too, but not after their usage. Of a long usage, the message may lack the first lines.
@@ -147,19 +145,22 @@ def _from_log(log: str, code: int) -> Raised | None:
     at, final = next(ends, (0, None))
     rest = itertools.takewhile(lambda line: not line.startswith(_NOTE), printed[frames[-1][0] + at + 2 :])
     more = [line.strip() for line in rest if line.strip() and not _GROUP.match(line)]
-    # Python itself ends with 1. With another code and more output, the script has survived this exception.
-    if final is None or (more and code != 1):
+    if final is None:
         return None
     own = [found for _, found in frames if not _LIBRARY.search(found[1])] or [frames[-1][1]]
-    # The other lines are those of the exception's text, or what was printed after an exception that was handled.
-    name, text = final[1].rpartition(".")[2], " ".join([final[2] or "", *more[:_MOST_LINES]]).strip()
+    name, text = final[1].rpartition(".")[2], final[2] or ""
     # Exceptions that this one was raised from stand above it.
     others = (found[1].rpartition(".")[2] for line in lines if line[:1].strip() and (found := _FINAL.match(line)))
     transient = _is_transient(name, text) or any(_TRANSIENT.search(other) for other in others)
-    first = next((number for number, line in reversed([*enumerate(lines)]) if line.startswith(_BETWEEN)), 0)
-    starts = (number for number, line in enumerate(lines) if number >= first and line.startswith(_BEGINS))
-    start = next(starts, frames[0][0])
-    return Raised(name, f"{own[-1][1]}:{own[-1][2]}", text, "\n".join(lines[start:]), transient)
+    start = next((number for number, line in enumerate(lines) if line.startswith(_BEGINS)), frames[0][0])
+    traceback = "\n".join(lines[start:])
+    # The lines after it belong to its text, or the script has survived this exception, and they are why it ended.
+    shown = " ".join([text, *more]).strip() if len(more) <= _MOST_LINES else text
+    if more and code != 1:  # Python itself ends with 1
+        last = shown if len(more) <= _MOST_LINES else f"{text} ... {more[-1]}"
+        guess = Raised(f"exit code {code}", "", f"{name}: {last}", traceback, transient, guessed=True)
+        return _usage_error(log, code) or guess
+    return Raised(name, f"{own[-1][1]}:{own[-1][2]}", shown, traceback, transient)
 
 
 def _usage_error(log: str, code: int) -> Raised | None:

@@ -481,25 +481,38 @@ async def test_an_objective_of_loss_needs_no_evaluation(path: Path, cluster: Fak
     assert [(one.state, one.value) for one in trials] == [("COMPLETE", 0.5)] * 4
 
 
-async def test_the_loss_of_training_is_not_compared_with_the_one_of_evaluate(path: Path, cluster: FakeCluster) -> None:
-    """Only the third trial shows that evaluate returns a `loss`. The calls before it are lost, too."""
+@pytest.mark.parametrize("end", ["Succeeded", "Failed", "pruned"])
+async def test_the_loss_of_training_is_not_compared_with_the_one_of_evaluate(
+    path: Path, cluster: FakeCluster, end: str
+) -> None:
+    """Only the third trial shows that evaluate returns a `loss`, and it may have no end."""
 
     async def start(name: str, params: Mapping[str, Any], labels: Mapping[str, str]) -> FakeJob:
         job = await cluster.start(name, params, labels)
         job.losses = (0.1,) * GOAL
-        if name in ("digits-0", "digits-1"):
-            job.report = JobReport(failed_evaluation=GOAL, evaluation_error="ValueError: no data")
+        if name == "digits-2":
+            job.report, job.evaluations = JobReport(evaluated_step=GOAL // 2), {GOAL // 2: {"loss": 0.5}}
+            job.ends = "Failed" if end == "Failed" else "Succeeded"
         else:
-            job.report, job.evaluations = JobReport(evaluated_step=GOAL), {GOAL: {"loss": 0.5}}
-            cluster.unreachable = 1
+            job.report = JobReport(failed_evaluation=GOAL, evaluation_error="ValueError: no data")
         return job
 
-    with SweepStore(plan(), path) as store:
+    pruner = optuna.pruners.ThresholdPruner(upper=0.4 if end == "pruned" else 1)
+    with SweepStore(plan(), path, pruner=pruner) as store:
         jobs = TrialJobs(start, cluster.existing)
-        trials = await finish(SweepRunner(store, jobs, trials=4, parallel=1, prunes=False, patience=60, poll_seconds=0))
-    failed = ("FAIL", f"the evaluation of step {GOAL} failed: ValueError: no data")
-    assert [(one.state, one.why) for one in trials] == [failed, failed, ("COMPLETE", ""), ("COMPLETE", "")]
-    assert [one.value for one in trials[2:]] == [0.5, 0.5]
+        runner = SweepRunner(store, jobs, trials=4, parallel=1, prunes=True, patience=60, poll_seconds=0)
+        if end == "Failed":
+            with pytest.raises(SweepFailed, match="the first 3 trials of digits have failed"):
+                await finish(runner)
+            return
+        trials = await finish(runner)
+    why = f"the evaluation of step {GOAL} failed: ValueError: no data"
+    assert [(one.state, one.value, one.why) for one in (*trials[:2], trials[3])] == [
+        ("FAIL", None, "evaluate did not return 'loss', as in other trials"),
+        ("FAIL", None, "evaluate did not return 'loss', as in other trials"),
+        ("FAIL", None, why),
+    ]
+    assert trials[2].state == ("PRUNED" if end == "pruned" else "COMPLETE")
 
 
 async def test_a_space_of_lists_is_a_grid_if_the_trials_are_enough(path: Path, cluster: FakeCluster) -> None:
@@ -537,10 +550,11 @@ async def test_a_sweep_ends_when_its_sampler_has_no_more(path: Path, cluster: Fa
     assert {one.state for one in trials} == {"COMPLETE"}
 
 
-def test_a_choice_is_in_its_list_once() -> None:
-    with pytest.raises(BadInput, match=r"space\['rate'\]: is \[0.1, 0.1\]: 0.1 is in it twice: must be a list"):
-        distributions_of({"rate": [0.1, 0.1]})
-    assert len(distributions_of({"rate": [1, 1.0, True, "1", None]})["rate"].choices) == 5
+@pytest.mark.parametrize("choices", [[0.1, 0.1], [1, 2, 1.0], [0, False]])
+def test_a_choice_is_in_its_list_once(choices: list[Any]) -> None:
+    with pytest.raises(BadInput, match=r"space\['rate'\]: is \[.*\]: .* and .* are equal: must be a list of choices"):
+        distributions_of({"rate": choices})
+    assert len(distributions_of({"rate": [1, "1", None, math.nan]})["rate"].choices) == 4
 
 
 def test_numbers_of_numpy_and_jax_are_those_of_python() -> None:

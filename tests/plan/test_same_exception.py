@@ -302,31 +302,40 @@ def test_what_python_prints_names_the_exception(make_cluster, log, key):
     assert (raised.type, raised.at or raised.text) == key
 
 
+MISSING = "ModuleNotFoundError: No module named 'sklearn'"
+
+
 @pytest.mark.parametrize(
     ("code", "printed", "says"),
     [
-        (4, "ERROR: the data set is empty", "exit code 4: ERROR: the data set is empty"),
-        (4, "", "ModuleNotFoundError: No module named 'sklearn' (/backstay/code/train.py:7)"),
+        (4, "ERROR: the data set is empty", f"exit code 4: {MISSING} ERROR: the data set is empty"),
+        (4, "a\nb\nc\nno data", f"exit code 4: {MISSING} ... no data"),
+        (4, "", f"{MISSING} (/backstay/code/train.py:7)"),
+        (2, "usage: t\nt: error: unrecognized arguments: x", "SystemExit: t: error: unrecognized arguments: x"),
         # It may be the second line of the exception's text.
-        (1, "it is empty", "ModuleNotFoundError: No module named 'sklearn' it is empty (/backstay/code/train.py:7)"),
+        (1, "it is empty", f"{MISSING} it is empty (/backstay/code/train.py:7)"),
+        (1, "a\nb\nc\nd", f"{MISSING} (/backstay/code/train.py:7)"),
     ],
 )
-def test_what_a_script_prints_after_a_traceback_is_not_lost(make_cluster, code, printed, says):
+def test_the_text_that_a_script_prints_after_a_traceback_is_not_lost(make_cluster, code, printed, says):
     """It had survived this exception, and `sys.exit` ended it."""
     cluster = started(make_cluster)
     name = cluster.named(WORKER, 0)
     cluster.end(name, code, f"{LOG}{printed}\n")
-    assert raised_by(cluster.pods[name]).summary == says
+    raised = raised_by(cluster.pods[name])
+    assert raised.summary == says
+    assert not raised.transient
 
 
-def test_the_traceback_of_an_exception_has_none_of_earlier_ones(make_cluster):
+@pytest.mark.parametrize("code", [1, 3])
+def test_the_text_after_a_traceback_does_not_decide_whether_its_exception_is_transient(make_cluster, code):
     cluster = started(make_cluster)
     name = cluster.named(WORKER, 0)
-    between = "\nThe above exception was the direct cause of the following exception:\n\n"
-    cluster.end(name, 1, LOG.replace("ModuleNotFound", "Key") + between + LOG)
-    raised = raised_by(cluster.pods[name])
-    assert raised.type == "ModuleNotFoundError"
-    assert raised.traceback == LOG[LOG.index("Traceback") :].rstrip()
+    cluster.end(name, code, f"{LOG}wandb: the network is unavailable\n")
+    assert not raised_by(cluster.pods[name]).transient
+    other = cluster.named(WORKER, 1)
+    cluster.end(other, code, f"{LOG.replace('ModuleNotFoundError', 'ConnectionRefusedError')}giving up\n")
+    assert raised_by(cluster.pods[other]).transient
 
 
 USAGE = "usage: train.py [-h] [--lr LR]\ntrain.py: error: unrecognized arguments: --rl 1\n"

@@ -246,14 +246,16 @@ def test_a_script_that_raises_leaves_a_termination_message(job) -> None:
     assert "result" not in words
 
 
-def test_a_script_that_exits_while_it_trains_leaves_where(job) -> None:
+@pytest.mark.parametrize("where", [{"RAISE_AT": "2"}, {"EXIT_IN_INIT": "1"}])
+def test_a_script_that_exits_in_a_function_of_train_leaves_where(job, where: dict[str, str]) -> None:
     """The reason of the crash was the last line of the log, which had nothing to do with it."""
     tiny = job(1, 1)
-    tiny.environment = {"RAISE_AT": "2", "EXIT_CODE": "5"}
+    tiny.environment = {**where, "EXIT_CODE": "5"}
     tiny.start_all()
+    tiny.pods[0].may_end_with(5)
     assert tiny.pods[1].may_end_with(5).wait() == 5
     words = tiny.pods[1].final_message()
-    assert (words["reason"], words["message"]) == ("SystemExit", "the script called sys.exit(5) while it trained")
+    assert (words["reason"], words["message"]) == ("SystemExit", "the script called sys.exit(5) in a function of train")
     assert str(words["at"]).startswith("tests/runtime/tiny.py:")
     assert "result" not in words
 

@@ -148,6 +148,7 @@ def yields(self: object, metrics: Any) -> Iterator[bool]:
             {"evaluate": functools.partial(lambda a, b: {}, 1, 2)},
             r"evaluate is called as evaluate\(params\), and cannot",
         ),
+        ({"loss": functools.partial(Stateful.loss, scale=1)}, "loss is called as .*incorrect arguments"),
         ({"evaluate": asynchronous}, "evaluate is an async function: must be an ordinary function"),
         (
             {"evaluate": dict, "stop_when": functools.partial(yields, None)},

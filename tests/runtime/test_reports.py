@@ -121,7 +121,8 @@ def test_a_storage_that_fails_for_some_time_loses_nothing(
     assert len(scalars(tmp_path)["loss"]) == 3
 
 
-def test_t8_reports_are_rare_and_a_slow_function_delays_nothing() -> None:
+@pytest.mark.parametrize("raised", [ValueError("and it raises, too"), SystemExit(5)])
+def test_t8_reports_are_rare_and_a_slow_function_delays_nothing(raised: BaseException) -> None:
     """At most one a second of the given clock, always the last one; what comes meanwhile is replaced by newer ones."""
     called: list[tuple[int, float, Mapping[str, float]]] = []
     entered, go = threading.Event(), threading.Event()
@@ -130,7 +131,7 @@ def test_t8_reports_are_rare_and_a_slow_function_delays_nothing() -> None:
         called.append((step, loss, metrics))
         entered.set()
         assert go.wait(LONG)
-        raise ValueError("and it raises, too")
+        raise raised
 
     reports = Reports(slow, None)
     reports.update(100.0, 1, 0.5, {"error": 2.0}, {})
@@ -143,14 +144,15 @@ def test_t8_reports_are_rare_and_a_slow_function_delays_nothing() -> None:
     assert called == [(1, 0.5, {"error": 2.0}), (40, 40.0, {})]
 
 
-def test_stop_when_is_called_for_each_evaluation_and_its_errors_do_not_stop_training() -> None:
+@pytest.mark.parametrize("raised", [ZeroDivisionError, SystemExit(5)])
+def test_stop_when_is_called_for_each_evaluation_and_its_errors_do_not_stop_training(raised: Any) -> None:
     asked: list[Mapping[str, float]] = []
     stopped = threading.Event()
 
     def judge(metrics: Mapping[str, float]) -> bool:
         asked.append(metrics)
         if metrics["accuracy"] == 0.0:
-            raise ZeroDivisionError
+            raise raised
         return metrics["accuracy"] > 0.9
 
     reports = Reports(None, None, judge)

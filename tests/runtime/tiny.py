@@ -39,6 +39,8 @@ AFTER = os.environ.get("AFTER", "")  # what the code after training does: raise 
 
 
 def init(key):
+    if "EXIT_IN_INIT" in os.environ:
+        sys.exit(int(os.environ["EXIT_CODE"]))
     # Without random bits, of which the program takes longer to compile than all others of a pod.
     numbers = jnp.sin(jax.random.key_data(key)[-1] + jnp.arange(1, 11 * WIDTH + 1) ** 2)
     running = {"running": {"mean": jnp.zeros(WIDTH)}} if "RUNNING" in os.environ else {}

@@ -19,7 +19,7 @@ import aiohttp
 from backstay_client.errors import ClusterUnreachable, JobDeleted, JobExists, SweepFailed
 from backstay_client.kube import ApiRequestError, is_transient
 from backstay_client.reading.curve import TrainingCurve
-from backstay_client.sweeps.store import SweepStore, TrialResult
+from backstay_client.sweeps.store import SweepStore, TrialResult, not_evaluated
 from backstay_client.view.status import JobStatus
 from backstay_client.words import duration, on_one_line
 from backstay_spec import contract
@@ -101,7 +101,6 @@ class SweepRunner:
         self._parallel, self._prunes = parallel, prunes
         self._patience, self._poll_seconds = patience, poll_seconds
         self._active: dict[int, _Trial] = {}
-        self._undecided: dict[int, tuple[_Trial, JobStatus, TrainingCurve]] = {}  # see `_is_undecided`
         self._exists = any(one.state in ("COMPLETE", "PRUNED") for one in store.results())  # the objective
 
     async def run(self) -> AsyncGenerator[list[TrialResult]]:
@@ -140,11 +139,9 @@ class SweepRunner:
                         f"the API server has not answered for {duration(silent)}: {error or type(error).__name__}. The "
                         f"trials of {self._store.plan.name} may still run: the same call continues the sweep"
                     ) from error
-            if resumed and not self._active and (self._store.exhausted or self._store.count() >= self._trials):
-                self._decide()
-                yield self._store.results()
-                return
             yield self._store.results()
+            if resumed and not self._active and (self._store.exhausted or self._store.count() >= self._trials):
+                return
             await asyncio.sleep(self._poll_seconds)
 
     async def _resume(self) -> None:
@@ -154,7 +151,7 @@ class SweepRunner:
             if result.state == "PRUNED" and result.job in found:
                 await found[result.job].delete(wait=False)
         for trial in self._store.running():
-            if trial.number not in self._active and trial.number not in self._undecided:
+            if trial.number not in self._active:
                 await self._add(trial, found.get(self._store.job_of(trial.number)))
 
     async def _start_new(self) -> None:
@@ -189,7 +186,10 @@ class SweepRunner:
             self._store.fail(trial, "its job was deleted")
             return
         objective = self._store.plan.objective
-        if not self._store.evaluated or _evaluates(status, curve, objective):
+        evaluates = _evaluates(status, curve, objective)
+        if evaluates or status.metrics or curve.evaluations:
+            self._store.set_evaluated(evaluates)  # now, because this trial may be pruned or fail
+        if evaluates or not self._store.evaluated:
             # Otherwise, these are values of another number, which `loss` returns under the same name.
             running.values = curve.objective(objective) or running.values
         self._exists = self._exists or bool(running.values)
@@ -201,27 +201,7 @@ class SweepRunner:
             return
         self._report(running, status.report.goal_steps, prunes=False)
         self._end(running)
-        if self._is_undecided(status, curve):
-            self._undecided[trial.number] = running, status, curve
-            return
         self._conclude(running, status, curve)
-        if self._store.evaluated is not None:
-            self._decide()
-
-    def _is_undecided(self, status: JobStatus, curve: TrainingCurve) -> bool:
-        """Whether the loss of training is the value of a trial only if `evaluate` does not return a metric ``loss``.
-
-        Its own evaluations have failed, so another trial must show it.
-        """
-        is_known = self._store.evaluated is not None or status.metrics or curve.evaluations
-        has_failed = status.report.failed_evaluation is not None
-        return status.succeeded and has_failed and not is_known and self._store.plan.objective == "loss"
-
-    def _decide(self) -> None:
-        """Conclude the trials that waited for the evaluation of another one."""
-        waited, self._undecided = self._undecided, {}
-        for running, status, curve in waited.values():
-            self._conclude(running, status, curve)
 
     def _report(self, running: _Trial, goal: int | None, *, prunes: bool) -> bool:
         """Report the new values; if it `prunes`, return whether others were better at one of these steps.
@@ -241,8 +221,6 @@ class SweepRunner:
 
     async def _stop_all(self) -> None:
         """Stop the trials that still run, because the sweep has failed."""
-        for running, _, _ in self._undecided.values():
-            self._store.fail(running.trial, "the sweep failed")
         for running in list(self._active.values()):
             self._end(running)
             self._store.fail(running.trial, "the sweep failed")
@@ -263,7 +241,7 @@ class SweepRunner:
         step, value = (None, None) if why else _last_value(running.values, status, curve, objective)
         if value is not None and math.isfinite(value):
             self._exists = True
-            self._store.complete(trial, value, step)
+            self._store.complete(trial, value, step, evaluated=_evaluates(status, curve, objective))
             return
         if value is not None:
             why = _not_finite(objective)
@@ -282,9 +260,6 @@ class SweepRunner:
         objective, report = self._store.plan.objective, status.report
         if not status.succeeded:
             return f"{status.reason or status.phase}: {on_one_line(status.message)}"
-        evaluates = _evaluates(status, curve, objective)
-        if evaluates or status.metrics or curve.evaluations:
-            self._store.set_evaluated(evaluates)
         # If no evaluation has succeeded yet, a metric of `loss` may have the name of one of `evaluate`.
         of_evaluate = self._store.evaluated
         needed = of_evaluate or (of_evaluate is None and objective != "loss")
@@ -292,11 +267,11 @@ class SweepRunner:
         if needed and failed is not None and failed > (report.evaluated_step or -1):
             error = on_one_line(report.evaluation_error)
             return f"the evaluation of step {failed} failed{error and ': '}{error}"
-        if evaluates or not of_evaluate:
+        if not of_evaluate or _evaluates(status, curve, objective):
             return ""
         # A metric of `loss` with this name is another number.
         is_nan = objective in report.non_finite_metrics
-        return _not_finite(objective) if is_nan else f"evaluate did not return {objective!r}, as in other trials"
+        return _not_finite(objective) if is_nan else not_evaluated(objective)
 
     def _refuse_first_failures(self) -> None:
         ended = [one for one in self._store.results() if one.state != "RUNNING"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,9 +52,9 @@ def _distribution(name: str, values: Any) -> Any:
             return values
         if isinstance(values, list):
             choices = [_plain(value) for value in values]
-            # In Python, 1 == 1.0 == True.
-            if twice := next((one for one, count in Counter(map(repr, choices)).items() if count > 1), ""):
-                raise ValueError(f"{twice} is in it twice")
+            for one, other in itertools.combinations(choices, 2):
+                if one == other:  # Optuna does not distinguish 1, 1.0 and True
+                    raise ValueError(f"{one!r} and {other!r} are equal")
             return kinds.CategoricalDistribution(choices)
         if isinstance(values, tuple) and len(values) in {2, 3} and values[2:] in {(), ("log",)}:
             low, high, log = _plain(values[0]), _plain(values[1]), len(values) == 3

@@ -14,10 +14,10 @@ from backstay_client.errors import SweepInUse
 from backstay_client.jobfiles.jobfile import BadInput
 from backstay_client.sweeps.space import as_text, number_of_choices, optuna
 
-__all__ = ["SweepPlan", "SweepStore", "TrialResult"]
+__all__ = ["SweepPlan", "SweepStore", "TrialResult", "not_evaluated"]
 
 _ID, _PLAN, _STEP, _WHY = "backstay:id", "backstay:plan", "backstay:step", "backstay:why"
-_GRID, _EVALUATED = "backstay:grid", "backstay:evaluated"
+_GRID, _EVALUATED, _OF_LOSS = "backstay:grid", "backstay:evaluated", "backstay:of-loss"
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class SweepStore:
         id: the id of the sweep, which its jobs have as a label.
         study: the Optuna study.
         exhausted: whether the sampler has no more choices.
+        evaluated: whether `evaluate` returned the objective in a trial; None: it has not returned anything yet.
         most: the number of all choices where each of them is tried once; None: the sampler decides.
     """
 
@@ -132,6 +133,7 @@ class SweepStore:
                 "give this one another name, or the same values to continue it"
             )
         self.id: str = self.study.user_attrs[_ID]
+        self.evaluated: bool | None = self.study.user_attrs.get(_EVALUATED)
 
     def _try_each(self, trials: int, sampler: Any) -> None:
         """Decide whether the sweep tries each of its choices once, and set the sampler for that."""
@@ -179,22 +181,19 @@ class SweepStore:
         known = self.study._storage.get_trial(trial._trial_id).intermediate_values
         return max(known, default=0)
 
-    def complete(self, trial: Any, value: float, step: int | None) -> None:
-        """The trial has ended with this value."""
+    def complete(self, trial: Any, value: float, step: int | None, *, evaluated: bool = True) -> None:
+        """The trial has ended with this value, which `evaluate` has returned, or `loss` if not `evaluated`."""
+        if not evaluated:
+            trial.set_user_attr(_OF_LOSS, True)
         if step is not None:
             trial.set_user_attr(_STEP, step)
         self._store(trial, value)
-
-    @property
-    def evaluated(self) -> bool | None:
-        """Whether `evaluate` returned the objective in a trial; None: it has not returned anything yet."""
-        found: bool | None = self.study.user_attrs.get(_EVALUATED)
-        return found
 
     def set_evaluated(self, evaluated: bool) -> None:
         """Record whether `evaluate` returned the objective in a trial."""
         if self.evaluated is None or (evaluated and not self.evaluated):
             self.study.set_user_attr(_EVALUATED, evaluated)
+            self.evaluated = evaluated
 
     def prune(self, trial: Any) -> None:
         """The trial was stopped, because others were better."""
@@ -225,8 +224,16 @@ class SweepStore:
         if trial.state.name != "COMPLETE" and trial.intermediate_values:
             step = max(trial.intermediate_values)
             value = trial.intermediate_values[step]
-        job, why = self.job_of(trial.number), trial.user_attrs.get(_WHY, "")
-        return TrialResult(trial.number, trial.state.name, dict(trial.params), value, job, step, why)
+        job, why, state = self.job_of(trial.number), trial.user_attrs.get(_WHY, ""), trial.state.name
+        # Optuna does not change the value of a trial that has ended, and its sampler is misled only a little.
+        if state == "COMPLETE" and trial.user_attrs.get(_OF_LOSS) and self.evaluated:
+            state, value, why = "FAIL", None, not_evaluated(self.plan.objective)
+        return TrialResult(trial.number, state, dict(trial.params), value, job, step, why)
+
+
+def not_evaluated(objective: str) -> str:
+    """Why a trial has no value to compare, though `loss` returned a number of this name."""
+    return f"evaluate did not return {objective!r}, as in other trials"
 
 
 def _locked(path: Path, name: str) -> IO[str]:

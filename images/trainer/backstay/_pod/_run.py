@@ -106,7 +106,11 @@ def run(environment: Environment, script: Script, began: float, checkpoint: obje
     members = form_rank(environment, stop)
     script = replace(script, spans=members.count > 1)
     use_devices(environment.role, os.environ)
-    plan = script.plan(environment.config.shards, _wire_of(environment), environment.config.pods_per_rank)
+    try:
+        plan = script.plan(environment.config.shards, _wire_of(environment), environment.config.pods_per_rank)
+    except SystemExit as end:
+        _report_exit(environment, stop, end)
+        raise
     if environment.role == contract.ROLE_SERVER and environment.index == 0 and not environment.standby:
         warn_of_plan(plan)
     now = time.monotonic()
@@ -137,10 +141,7 @@ def _work(pod: PodRunner) -> Result:
         pod.stop.call_script()
         sys.exit(SIGTERM_EXIT)
     except SystemExit as end:
-        if end.code and not pod.stop.requested.is_set():
-            how = f"the script called sys.exit({end.code!r:.200}) while it trained"
-            position = {} if worker is None else worker.position
-            write_termination(environment.termination_log, {**describe(end).fields(), "message": how, **position})
+        _report_exit(environment, pod.stop, end, {} if worker is None else worker.position)
         if environment.members == 1:
             raise
         # The end of an interpreter would wait in JAX for the other pods, which wait for this one.
@@ -157,6 +158,17 @@ def _work(pod: PodRunner) -> Result:
     _RETURNED.set()
     end_in_order()
     return result
+
+
+def _report_exit(
+    environment: Environment, stop: Stop, end: SystemExit, position: Mapping[str, int] | None = None
+) -> None:
+    """Write the termination message for ``sys.exit`` of a function of the script; none for an exit status of 0."""
+    succeeds = not end.code or (isinstance(end.code, int) and end.code % 256 == 0)
+    if succeeds or stop.requested.is_set():
+        return
+    how = f"the script called sys.exit({end.code!r:.200}) in a function of train"
+    write_termination(environment.termination_log, {**describe(end).fields(), "message": how, **(position or {})})
 
 
 def _evaluate(pod: PodRunner) -> NoReturn:

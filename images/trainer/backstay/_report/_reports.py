@@ -221,7 +221,8 @@ class Reports:
             return
         try:
             stops = bool(self._stop_when(report.metrics))
-        except Exception:  # noqa: BLE001  # an error of the script; without an answer training continues
+        # An error of the script. `sys.exit` would end this thread, and with it all later reports.
+        except (Exception, SystemExit):  # noqa: BLE001
             _LOG.exception("stop_when raised for the evaluation of step %d; training continues", report.step)
             return
         if stops:
@@ -234,7 +235,7 @@ class Reports:
         assert report.loss is not None
         try:
             self._on_update(report.step, report.loss, report.metrics)
-        except Exception:  # noqa: BLE001  # an error of the script costs a report, not the training
+        except (Exception, SystemExit):  # noqa: BLE001  # an error of the script costs a report, not the training
             if not self._raised:
                 _LOG.exception("on_update raised at step %d; training continues", report.step)
             self._raised = True

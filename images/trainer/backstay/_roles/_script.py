@@ -423,7 +423,7 @@ def _check_calls(script: Script) -> None:
                 raise ConfigurationError(f"{name} is {kind}: must be an ordinary function, which returns its result")
         try:
             inspect.signature(function, follow_wrapped=False).bind(*arguments)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:  # the second one is about the arguments of a partial function
             raise ConfigurationError(
                 f"{name} is called as {name}({', '.join(arguments)}), and cannot be: {error}"
             ) from None
@@ -431,8 +431,8 @@ def _check_calls(script: Script) -> None:
 
 def _is_plain(function: object) -> bool:
     """Whether the signature of a callable is its own. Another one's may be that of the function that it wraps."""
-    if isinstance(function, partial):
-        return _is_plain(function.func)
+    if type(function) is partial:
+        return not hasattr(function, "__signature__") and _is_plain(function.func)
     if inspect.ismethod(function):
         return _is_plain(function.__func__)
     return inspect.isfunction(function) and not hasattr(function, "__signature__")
