@@ -33,7 +33,7 @@ types: $(VENV)/.installed
 types-of-bench: $(VENV)/.installed
 	$(BIN)/mypy --config-file bench/mypy.ini
 
-collected: $(VENV)/.installed  ## compiles all tests, which else each process of pytest-xdist does for itself
+collected: $(VENV)/.installed  ## compiles all tests, so that not each process of pytest-xdist does it
 	@mkdir -p .cache
 	@$(BIN)/python -m pytest --collect-only -qq > .cache/collected || { cat .cache/collected; exit 1; }
 

@@ -260,6 +260,16 @@ def test_a_script_that_exits_in_a_function_of_train_leaves_where(job, where: dic
     assert "result" not in words
 
 
+@pytest.mark.parametrize("role", ["parameter-server", "worker", "evaluator"])
+def test_an_evaluator_without_evaluate_is_refused_by_each_pod(job, tmp_path: Path, role: str) -> None:
+    tiny = job(1, 1, checkpoint={"uri": str(tmp_path / "checkpoints")}, evaluator=True)
+    tiny.environment = {"NO_EVALUATE": "1"}
+    pod = tiny.start(role, 0)
+    assert pod.may_end_with(1).wait() == 1
+    said = "this job has an evaluator, but train was called without evaluate: pass evaluate, or remove spec.evaluator"
+    assert said in pod.output()
+
+
 def test_suspended_and_resumed_it_is_the_same_run(job, tmp_path: Path) -> None:
     """T3, T4, T7: SIGTERM to a worker, then to its server, which stores its state. The next incarnations continue."""
     tiny = job(1, 1, checkpoint={"uri": str(tmp_path / "checkpoints"), "every_steps": 1000})

@@ -156,6 +156,8 @@ def main() -> None:
         "clip_norm": CLIP,
         "seed": SEED,
     }
+    if "NO_EVALUATE" in os.environ:
+        arguments.pop("evaluate")
     if STATE:
         arguments |= {"init": init_with_state, "loss": loss_with_state, "has_state": True, "has_rng": True}
     if "STOPS" in os.environ:

@@ -26,6 +26,7 @@ from .._process import (
     describe,
     end_after_script,
     end_process,
+    exit_status,
     hand_over,
     keep_output,
     printed,
@@ -145,7 +146,7 @@ def _work(pod: PodRunner) -> Result:
         if environment.members == 1:
             raise
         # The end of an interpreter would wait in JAX for the other pods, which wait for this one.
-        end_process(end.code if isinstance(end.code, int) else 1 if end.code else 0)
+        end_process(exit_status(end))
     except Exception as error:  # noqa: BLE001  # the end of this process
         if worker is None:
             pod.members.settle(error)
@@ -164,8 +165,7 @@ def _report_exit(
     environment: Environment, stop: Stop, end: SystemExit, position: Mapping[str, int] | None = None
 ) -> None:
     """Write the termination message for ``sys.exit`` of a function of the script; none for an exit status of 0."""
-    succeeds = not end.code or (isinstance(end.code, int) and end.code % 256 == 0)
-    if succeeds or stop.requested.is_set():
+    if exit_status(end) == 0 or stop.requested.is_set():
         return
     how = f"the script called sys.exit({end.code!r:.200}) in a function of train"
     write_termination(environment.termination_log, {**describe(end).fields(), "message": how, **(position or {})})

@@ -16,7 +16,7 @@ from ._bar import Bar, on_terminal
 from ._callers import Bounds, Caller, Callers, Unwelcome
 from ._compiling import one_compiles
 from ._environment import Environment
-from ._exit import SIGTERM_EXIT, Stop, end_after_script, end_now, end_process, write_termination
+from ._exit import SIGTERM_EXIT, Stop, end_after_script, end_now, end_process, exit_status, write_termination
 from ._failure import describe, printed
 from ._guard import ConnectionGuard, Warnings
 from ._hanging import HANGS, hang_report, keep_output, output_end, script_stacks, stacks
@@ -50,6 +50,7 @@ __all__ = [
     "end_after_script",
     "end_now",
     "end_process",
+    "exit_status",
     "hand_over",
     "hang_report",
     "keep_output",

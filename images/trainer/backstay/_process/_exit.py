@@ -24,6 +24,7 @@ __all__ = [
     "end_after_script",
     "end_now",
     "end_process",
+    "exit_status",
     "termination_message",
     "write_termination",
 ]
@@ -185,11 +186,16 @@ def end_after_script(code: int, stop: Stop) -> NoReturn:
         if code == SIGTERM_EXIT:
             stop.call_script()
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1 if end.code else 0
+        code = exit_status(end)
     except BaseException:  # noqa: BLE001  # any that a script raises
         _LOG.exception("the script's handler of SIGTERM failed")
     atexit._run_exitfuncs()
     end_process(code)
+
+
+def exit_status(end: SystemExit) -> int:
+    """The exit status of a process that ends with this exception: the lowest byte of a number, and 1 for a text."""
+    return end.code & 0xFF if isinstance(end.code, int) else 1 if end.code else 0
 
 
 def end_process(code: int) -> NoReturn:
