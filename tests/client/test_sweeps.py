@@ -506,6 +506,8 @@ async def test_the_loss_of_training_is_not_compared_with_the_one_of_evaluate(
                 await finish(runner)
             return
         trials = await finish(runner)
+        known = [(one.state.name, one.value, one.intermediate_values) for one in store.study.get_trials()[:2]]
+    assert known == [("FAIL", None, {})] * 2, "Optuna's sampler and pruner would compare these values with the others"
     why = f"the evaluation of step {GOAL} failed: ValueError: no data"
     assert [(one.state, one.value, one.why) for one in (*trials[:2], trials[3])] == [
         ("FAIL", None, "evaluate did not return 'loss', as in other trials"),
@@ -513,6 +515,38 @@ async def test_the_loss_of_training_is_not_compared_with_the_one_of_evaluate(
         ("FAIL", None, why),
     ]
     assert trials[2].state == ("PRUNED" if end == "pruned" else "COMPLETE")
+
+
+async def test_a_value_of_training_that_may_be_another_number_outlives_the_process(path: Path) -> None:
+    """A process died after it had stored an attribute of a trial, and before the trial's end."""
+    with SweepStore(plan(), path) as store:
+        for _ in range(2):
+            store.ask().set_user_attr("backstay:of-loss", 0.25)
+    with SweepStore(plan(), path) as store:
+        first, second = store.running()
+        store.complete(first, 0.5, GOAL)
+        second.set_user_attr("backstay:why", "its evaluation failed")
+        store.complete(second, 0.25, GOAL, of_loss=True)
+        assert [(one.state, one.value, one.why) for one in store.results()] == [
+            ("COMPLETE", 0.5, ""),
+            ("COMPLETE", 0.25, ""),
+        ]
+        store.set_evaluated(True)
+        assert [(one.state, one.value) for one in store.results()] == [("COMPLETE", 0.5), ("FAIL", None)]
+
+
+async def test_a_metric_of_the_status_is_not_replaced_by_values_of_training(path: Path, cluster: FakeCluster) -> None:
+    """The curve had lost the evaluations with a server, and its loss was the trial's value."""
+
+    async def start(name: str, params: Mapping[str, Any], labels: Mapping[str, str]) -> FakeJob:
+        job = await cluster.start(name, params, labels)
+        job.losses = (100.0,) * GOAL
+        return job
+
+    with SweepStore(plan(objective="accuracy"), path) as store:
+        jobs = TrialJobs(start, cluster.existing)
+        trials = await finish(SweepRunner(store, jobs, trials=2, parallel=1, prunes=True, patience=60, poll_seconds=0))
+    assert [(one.state, one.value) for one in trials] == [("COMPLETE", 1 - one.params["rate"]) for one in trials]
 
 
 async def test_a_space_of_lists_is_a_grid_if_the_trials_are_enough(path: Path, cluster: FakeCluster) -> None:

@@ -36,17 +36,17 @@ class TrainingCurve:
 
     def values(self, name: str) -> list[tuple[int, float]]:
         """The finite values of the loss, of a metric of `loss`, or else of a metric of `evaluate`, with their steps."""
-        return [(step, value) for step, value in self._points(name) if math.isfinite(value)]
+        points = self.trained(name) or self.evaluated(name)
+        return [(step, value) for step, value in points if math.isfinite(value)]
 
-    def objective(self, name: str) -> list[tuple[int, float]]:
-        """The values of a metric of `evaluate`, or else of the loss or a metric of `loss`. NaN: it was not finite."""
-        evaluated = [(step, metrics[name]) for step, metrics in sorted(self.evaluations.items()) if name in metrics]
-        return evaluated or list(self._points(name))
+    def evaluated(self, name: str) -> list[tuple[int, float]]:
+        """The values of a metric of `evaluate`, with their steps. NaN: it was not finite."""
+        return [(step, metrics[name]) for step, metrics in sorted(self.evaluations.items()) if name in metrics]
 
-    def _points(self, name: str) -> Iterable[tuple[int, float]]:
-        if name == "loss" or name in self.metrics:
-            return zip(self.steps, self.loss if name == "loss" else self.metrics[name], strict=True)
-        return ((step, metrics[name]) for step, metrics in sorted(self.evaluations.items()) if name in metrics)
+    def trained(self, name: str) -> list[tuple[int, float]]:
+        """The values of the loss or of a metric of `loss`, with their steps. NaN: it was not finite."""
+        values = self.loss if name == "loss" else self.metrics.get(name, ())
+        return list(zip(self.steps, values, strict=False))
 
     def before(self, newer: TrainingCurve) -> TrainingCurve:
         """This curve up to the first step of a newer server's curve, and that curve from there."""

@@ -67,12 +67,23 @@ class _Trial:
     Attributes:
         trial: Optuna's trial.
         reported: the last step that was reported.
+        evaluates: whether `evaluate` returned the objective.
+        evaluated: the newest values that were read of those that `evaluate` returned, with their steps.
+        trained: those that `loss` returned.
     """
 
     trial: Any
     job: TrialJob
     reported: int
-    values: list[tuple[int, float]] = field(default_factory=list)
+    evaluates: bool = False
+    evaluated: list[tuple[int, float]] = field(default_factory=list)
+    trained: list[tuple[int, float]] = field(default_factory=list)
+
+    def read(self, status: JobStatus, curve: TrainingCurve, objective: str) -> None:
+        """Keep the values of a curve, which is empty while no server answers."""
+        self.evaluated = curve.evaluated(objective) or self.evaluated
+        self.trained = curve.trained(objective) or self.trained
+        self.evaluates = self.evaluates or bool(self.evaluated) or objective in status.metrics
 
 
 class SweepRunner:
@@ -186,13 +197,12 @@ class SweepRunner:
             self._store.fail(trial, "its job was deleted")
             return
         objective = self._store.plan.objective
-        evaluates = _evaluates(status, curve, objective)
-        if evaluates or status.metrics or curve.evaluations:
-            self._store.set_evaluated(evaluates)  # now, because this trial may be pruned or fail
-        if evaluates or not self._store.evaluated:
-            # Otherwise, these are values of another number, which `loss` returns under the same name.
-            running.values = curve.objective(objective) or running.values
-        self._exists = self._exists or bool(running.values)
+        running.read(status, curve, objective)
+        if running.evaluates or status.metrics or curve.evaluations:
+            self._store.set_evaluated(running.evaluates)  # now, because this trial may be pruned or fail
+        elif status.succeeded and status.report.failed_evaluation is None:
+            self._store.set_evaluated(False)  # its script has no `evaluate`
+        self._exists = self._exists or bool(self._values(running))
         if not status.ended:
             if self._report(running, status.report.goal_steps, prunes=self._prunes):
                 self._end(running)
@@ -203,15 +213,19 @@ class SweepRunner:
         self._end(running)
         self._conclude(running, status, curve)
 
+    def _values(self, running: _Trial) -> list[tuple[int, float]]:
+        """The values of the objective. A number that `loss` returns under the name of one of `evaluate` is another."""
+        return running.evaluated if running.evaluates or self._store.evaluated else running.trained
+
     def _report(self, running: _Trial, goal: int | None, *, prunes: bool) -> bool:
         """Report the new values; if it `prunes`, return whether others were better at one of these steps.
 
         Values are compared step by step, so all trials report the same steps: multiples of a power of two.
         """
-        if not goal:
-            return False
+        if not goal or self._store.evaluated is None:
+            return False  # or values of `loss` would be compared with values of `evaluate`
         every = 1 << max(0, (goal // _REPORTS).bit_length() - 1)
-        for step, value in running.values:
+        for step, value in self._values(running):
             if step > running.reported and (step % every == 0 or step == goal):
                 running.trial.report(value, step)
                 running.reported = step
@@ -237,11 +251,16 @@ class SweepRunner:
             SweepFailed: the first trials failed, or the objective does not exist.
         """
         objective, trial = self._store.plan.objective, running.trial
-        why = self._why_failed(status, curve)
-        step, value = (None, None) if why else _last_value(running.values, status, curve, objective)
+        why = self._why_failed(status, running.evaluates)
+        if why:
+            step, value = None, None
+        elif running.evaluates:
+            step, value = _last_evaluated(running.evaluated, status, objective)
+        else:
+            step, value = _last_trained(running.trained, status, objective)
         if value is not None and math.isfinite(value):
             self._exists = True
-            self._store.complete(trial, value, step, evaluated=_evaluates(status, curve, objective))
+            self._store.complete(trial, value, step, of_loss=not running.evaluates)
             return
         if value is not None:
             why = _not_finite(objective)
@@ -255,7 +274,7 @@ class SweepRunner:
         self._store.fail(trial, why)
         self._refuse_first_failures()
 
-    def _why_failed(self, status: JobStatus, curve: TrainingCurve) -> str:
+    def _why_failed(self, status: JobStatus, evaluates: bool) -> str:
         """Why a job that has ended has no value to compare; empty: it may have one."""
         objective, report = self._store.plan.objective, status.report
         if not status.succeeded:
@@ -267,9 +286,8 @@ class SweepRunner:
         if needed and failed is not None and failed > (report.evaluated_step or -1):
             error = on_one_line(report.evaluation_error)
             return f"the evaluation of step {failed} failed{error and ': '}{error}"
-        if not of_evaluate or _evaluates(status, curve, objective):
+        if not of_evaluate or evaluates:
             return ""
-        # A metric of `loss` with this name is another number.
         is_nan = objective in report.non_finite_metrics
         return _not_finite(objective) if is_nan else not_evaluated(objective)
 
@@ -286,24 +304,28 @@ def _not_finite(objective: str) -> str:
     return f"its last {objective} is not a finite number"
 
 
-def _evaluates(status: JobStatus, curve: TrainingCurve, objective: str) -> bool:
-    """Whether `evaluate` returned the objective."""
-    return objective in status.metrics or any(objective in found for found in curve.evaluations.values())
-
-
-def _last_value(
-    values: Sequence[tuple[int, float]], status: JobStatus, curve: TrainingCurve, objective: str
+def _last_evaluated(
+    values: Sequence[tuple[int, float]], status: JobStatus, objective: str
 ) -> tuple[int | None, float | None]:
-    """The last value of the objective in a job, after its step. It is NaN if it was not finite; None: there is none.
+    """The last value that `evaluate` returned, after its step. It is NaN if it was not finite.
+
+    Args:
+        values: the values of the curve, which may be lost with a server.
+    """
+    known, step = status.metrics.get(objective), status.report.evaluated_step or status.step
+    return values[-1] if values and (known is None or values[-1][0] >= (step or 0)) else (step, known)
+
+
+def _last_trained(
+    values: Sequence[tuple[int, float]], status: JobStatus, objective: str
+) -> tuple[int | None, float | None]:
+    """The last value that `loss` returned, after its step. It is NaN if it was not finite; None: there is none.
 
     Args:
         values: the values of the curve, which leaves out steps of a long training, and may be lost with a server.
     """
     report = status.report
     step, value = values[-1] if values else (None, None)
-    if _evaluates(status, curve, objective):
-        known = (report.evaluated_step or status.step, status.metrics.get(objective))
-        return known if value is None else (step, value)
     if value is not None and (step or 0) >= (status.step or 0):
         return step, value
     if objective == "loss":

@@ -181,13 +181,18 @@ class SweepStore:
         known = self.study._storage.get_trial(trial._trial_id).intermediate_values
         return max(known, default=0)
 
-    def complete(self, trial: Any, value: float, step: int | None, *, evaluated: bool = True) -> None:
-        """The trial has ended with this value, which `evaluate` has returned, or `loss` if not `evaluated`."""
-        if not evaluated:
-            trial.set_user_attr(_OF_LOSS, True)
+    def complete(self, trial: Any, value: float, step: int | None, *, of_loss: bool = False) -> None:
+        """The trial has ended with this value, which `evaluate` has returned, or `loss` if `of_loss`.
+
+        Optuna does not change a trial that has ended. So while it is unknown whether `evaluate` returns the objective,
+        a value `of_loss` is not one of Optuna's, and its sampler and pruner do not compare it.
+        """
         if step is not None:
             trial.set_user_attr(_STEP, step)
-        self._store(trial, value)
+        if of_loss and self.evaluated is None:
+            self._store(trial, None, optuna().trial.TrialState.FAIL, of_loss=value)
+        else:
+            self._store(trial, value, of_loss=value if of_loss else None)
 
     def set_evaluated(self, evaluated: bool) -> None:
         """Record whether `evaluate` returned the objective in a trial."""
@@ -201,10 +206,13 @@ class SweepStore:
 
     def fail(self, trial: Any, why: str) -> None:
         """The trial has failed."""
-        trial.set_user_attr(_WHY, why)
-        self._store(trial, None, optuna().trial.TrialState.FAIL)
+        self._store(trial, None, optuna().trial.TrialState.FAIL, why=why)
 
-    def _store(self, trial: Any, value: float | None, state: Any = None) -> None:
+    def _store(
+        self, trial: Any, value: float | None, state: Any = None, *, why: str = "", of_loss: float | None = None
+    ) -> None:
+        trial.set_user_attr(_WHY, why)  # both each time: a process may have died between these calls
+        trial.set_user_attr(_OF_LOSS, of_loss)
         try:
             self.study.tell(trial.number, value, state)
         except RuntimeError as error:
@@ -225,9 +233,11 @@ class SweepStore:
             step = max(trial.intermediate_values)
             value = trial.intermediate_values[step]
         job, why, state = self.job_of(trial.number), trial.user_attrs.get(_WHY, ""), trial.state.name
-        # Optuna does not change the value of a trial that has ended, and its sampler is misled only a little.
-        if state == "COMPLETE" and trial.user_attrs.get(_OF_LOSS) and self.evaluated:
-            state, value, why = "FAIL", None, not_evaluated(self.plan.objective)
+        of_loss = trial.user_attrs.get(_OF_LOSS)
+        if of_loss is not None and state in ("COMPLETE", "FAIL") and not why:
+            state, value = "COMPLETE", of_loss if trial.value is None else trial.value
+            if self.evaluated:
+                state, value, why = "FAIL", None, not_evaluated(self.plan.objective)
         return TrialResult(trial.number, state, dict(trial.params), value, job, step, why)
 
 
