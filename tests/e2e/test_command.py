@@ -235,7 +235,7 @@ if __name__ == "__main__":
     if "typo" in sys.argv:
         settings["loss"] = lambda params, batch: params["no such key"]
     result = backstay.train(**settings)
-    print("finished at", result.step, sorted(result.metrics))
+    print(f"finished at {result.step} {sorted(result.metrics)}")
 """
 
 

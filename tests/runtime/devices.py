@@ -27,7 +27,7 @@ def train() -> None:
         optimizer=optax.sgd(0.1),
         steps=3,
     )
-    print("platforms", jax.config.jax_platforms)
+    print(f"platforms {jax.config.jax_platforms}")
 
 
 def on_a_node_with_a_gpu() -> None:

@@ -30,7 +30,7 @@ WIDTH = 256  # large enough that fsdp divides a matrix
 
 def init(key):
     if "INIT_EXITS" in os.environ:
-        sys.exit(3)
+        sys.exit(os.environ["INIT_EXITS"])
     keys = jax.random.split(key, 4)
     params = {
         "in": jax.random.normal(keys[0], (32, WIDTH)) / 6,
@@ -176,7 +176,7 @@ def store(result, place):
         wait()
     params, state = backstay.gather((result.params, result.state))
     np.savez(place, **params, **state, **result.metrics)
-    print("rows", sorted({index % 8 for index in SAMPLES.read if index >= FIRST}), "stored", flush=True)
+    print(f"rows {sorted({index % 8 for index in SAMPLES.read if index >= FIRST})} stored", flush=True)
     if after == "hold end":
         print("held after training", flush=True)
         wait()

@@ -66,7 +66,7 @@ def train() -> None:
         **inner,
     )
     # Arrays that are bound to one device cannot be used together with arrays on all of them.
-    print("bound", any(leaf.committed for leaf in jax.tree.leaves(result.params)))
+    print(f"bound {any(leaf.committed for leaf in jax.tree.leaves(result.params))}")
 
 
 def params_of(way: str, which: str) -> Any:

@@ -24,7 +24,7 @@ if multiprocessing.current_process().name == "MainProcess":
     child = multiprocessing.get_context("spawn").Process(target=work)
     child.start()
     child.join()
-    print("exit code of the child:", child.exitcode)
+    print(f"exit code of the child: {child.exitcode}")
 else:
     backstay.train(init=work, loss=work, batches=work, optimizer=None, steps=1)
 """

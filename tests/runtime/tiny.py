@@ -162,7 +162,8 @@ def main() -> None:
         arguments |= {"init": init_with_state, "loss": loss_with_state, "has_state": True, "has_rng": True}
     if "STOPS" in os.environ:
         arguments["stop_when"] = lambda metrics: metrics["squares"] > 0
-        arguments["on_update"] = lambda step, loss, metrics: print("on_update", step, sorted(metrics), flush=True)
+        # In one piece, because a log line of another thread may come between two.
+        arguments["on_update"] = lambda step, loss, metrics: print(f"on_update {step} {sorted(metrics)}", flush=True)
     if "SAMPLES" in os.environ:
         arguments["init"] = lambda key: jnp.zeros(SAMPLES.size)
         arguments["loss"] = lambda params, rows: -jnp.sum(params[rows])

@@ -74,7 +74,7 @@ SETTINGS = dict(
 
 if __name__ == "__main__":
     result = backstay.train(**SETTINGS)
-    print("finished at step", result.step)
+    print(f"finished at step {result.step}")
     if BEHAVE == "export" and result.is_leader:
         exported = Path(os.environ["EXPORT"], os.environ["BACKSTAY_INCARNATION"])
         exported.with_suffix(".part").write_text(str(result.step))
