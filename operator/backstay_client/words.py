@@ -34,8 +34,9 @@ def log_line(line: bytes) -> str:
 
 def plain(message: str) -> list[str]:
     """The lines of a message; of each traceback only the end."""
-    text = _BETWEEN.sub("", _TORN_TRACEBACK.sub("", _TRACEBACK.sub("", message)))
-    return [printable(line) for line in text.splitlines() if line.strip()] or [""]
+    lines = [line.rstrip() for line in message.splitlines() if line.strip()]
+    text = _BETWEEN.sub("", _TORN_TRACEBACK.sub("", _TRACEBACK.sub("", "\n".join(lines))))
+    return [printable(line) for line in text.splitlines() or lines] or [""]
 
 
 def on_one_line(message: str) -> str:

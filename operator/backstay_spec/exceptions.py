@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from backstay_spec.causes import Cause, terminated_state, verdict_of
@@ -33,8 +33,10 @@ _FRAME: Final = re.compile(r'\s*File "([^"]+)", line (\d+)')
 _GROUP: Final = re.compile(r"^\s*(?:[+|] |\+(?:-\+)?-+(?: \d+ -+)?$)")
 _FINAL: Final = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Z_]\w*)(?:: (.*))?$")
 _BEGINS: Final = ("Traceback ", "Exception Group Traceback ")
+_OUTER_GROUP: Final = f"  + {_BEGINS[1]}"
+_BETWEEN: Final = ("The above exception was the direct cause of ", "During handling of the above exception, ")
 _NOTE: Final = "--------"  # JAX's, about its traceback
-_MOST_LINES: Final = 3  # after an exception, for its reason; more of them are the output of something else
+_MOST_LINES: Final = 3  # after an exception, of its text; more of them may be the output of something else
 _PYTHON: Final = re.compile(r"\S*python[\d.]*: (.*)$")
 # The last line of argparse and click, and a line of absl, when they refuse the arguments of a script. Other programs
 # exit with 2 and such a line too, but not after their usage. Of a long usage, the message may lack the first lines.
@@ -59,6 +61,7 @@ _TRANSIENT_LINE: Final = re.compile(
 )
 # In messages of an accelerator's runtime, or of a library that calls a service: the failure may be temporary.
 _TRANSIENT_TEXT: Final = re.compile(r"RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|out of memory", re.IGNORECASE)
+_TRANSIENT_STATUS: Final = re.compile(r"\b(?:RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED)\b")
 # Exit codes above it are 128 + a signal's number; 128 itself is a container that could not be started.
 _LAST_CODE: Final = 128
 
@@ -140,27 +143,48 @@ def _from_log(log: str, code: int) -> Raised | None:
     if not frames:
         found = _PYTHON.match(lines[-1]) if lines else None
         return None if found is None else Raised("python", "", found[1])
-    after = lines[frames[-1][0] + 1 :]
-    ends = ((at, found) for at, line in enumerate(after) if line[:1].strip() and (found := _FINAL.match(line)))
+    last = frames[-1][0] + 1
+    ends = ((at, found) for at, line in enumerate(lines[last:]) if line[:1].strip() and (found := _FINAL.match(line)))
     at, final = next(ends, (0, None))
-    rest = itertools.takewhile(lambda line: not line.startswith(_NOTE), printed[frames[-1][0] + at + 2 :])
+    rest = itertools.takewhile(lambda line: not line.startswith(_NOTE), printed[last + at + 1 :])
     more = [line.strip() for line in rest if line.strip() and not _GROUP.match(line)]
     if final is None:
         return None
-    own = [found for _, found in frames if not _LIBRARY.search(found[1])] or [frames[-1][1]]
-    name, text = final[1].rpartition(".")[2], final[2] or ""
-    # Exceptions that this one was raised from stand above it.
-    others = (found[1].rpartition(".")[2] for line in lines if line[:1].strip() and (found := _FINAL.match(line)))
-    transient = _is_transient(name, text) or any(_TRANSIENT.search(other) for other in others)
-    start = next((number for number, line in enumerate(lines) if line.startswith(_BEGINS)), frames[0][0])
+    start = _beginning(printed, lines, last)
     traceback = "\n".join(lines[start:])
-    # The lines after it belong to its text, or the script has survived this exception, and they are why it ended.
-    shown = " ".join([text, *more]).strip() if len(more) <= _MOST_LINES else text
-    if more and code != 1:  # Python itself ends with 1
-        last = shown if len(more) <= _MOST_LINES else f"{text} ... {more[-1]}"
-        guess = Raised(f"exit code {code}", "", f"{name}: {last}", traceback, transient, guessed=True)
-        return _usage_error(log, code) or guess
-    return Raised(name, f"{own[-1][1]}:{own[-1][2]}", shown, traceback, transient)
+    name, text = final[1].rpartition(".")[2], final[2] or ""
+    # Exceptions that this one was raised from stand above it, and those in a group below it.
+    parts = (line for at, line in enumerate(lines[start:], start) if at < last or _GROUP.match(printed[at]))
+    others = (found[1].rpartition(".")[2] for line in parts if (found := _FINAL.match(line)))
+    transient = _is_transient(name, text) or any(_TRANSIENT.search(other) for other in others)
+    if more and code != 1:
+        # Python itself ends with 1, so the script has survived this exception, and its last line may say why it ended.
+        guess = _usage_error(log, code) or _last_line(log, code)
+        return guess and replace(guess, traceback=traceback, transient=guess.guessed and (guess.transient or transient))
+    transient = transient or any(_TRANSIENT_STATUS.search(line) for line in more)
+    own = [found for number, found in frames if number >= start and not _LIBRARY.search(found[1])] or [frames[-1][1]]
+    if len(more) > _MOST_LINES + 1:
+        more[_MOST_LINES:-1] = ["..."]
+    return Raised(name, f"{own[-1][1]}:{own[-1][2]}", " ".join([text, *more]).strip(), traceback, transient)
+
+
+def _beginning(printed: list[str], lines: list[str], last: int) -> int:
+    """The first line of a traceback, with those of the exceptions that its exception was raised from, or contains.
+
+    Args:
+        printed: the lines of the log.
+        lines: the same lines without the frame of an ExceptionGroup.
+        last: the line after the last frame of the traceback.
+    """
+    begins = [number for number, line in enumerate(lines[:last]) if line.startswith(_BEGINS)]
+    if not begins:
+        return next(number for number, line in enumerate(lines) if _FRAME.match(line))
+    for start in reversed(begins):
+        before = next((line for line in reversed(lines[:start]) if line.strip()), "")
+        is_inner = _GROUP.match(printed[start]) and not printed[start].startswith(_OUTER_GROUP)
+        if not is_inner and not before.startswith(_BETWEEN):
+            return start
+    return 0  # the log begins in the middle of it
 
 
 def _usage_error(log: str, code: int) -> Raised | None:

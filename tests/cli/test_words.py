@@ -175,6 +175,8 @@ def test_a_traceback_is_cut_down_to_what_it_ends_with() -> None:
     between = "\nThe above exception was the direct cause of the following exception:\n\n"
     chain = TRACEBACK.replace("RuntimeError: boom", "KeyError: 'a'") + between + TRACEBACK
     assert plain(chain) == ["KeyError: 'a'", "on two lines", "RuntimeError: boom", "on two lines"]
+    assert plain(chain.replace("\n", " \r\n")) == plain(chain)
+    assert plain(between) == [between.strip()], "nothing else is left to show"
     assert on_one_line(f"worker 0 died: exit code 1: {TRACEBACK}; again") == (
         "worker 0 died: exit code 1: RuntimeError: boom on two lines; again"
     )

@@ -24,6 +24,9 @@ ModuleNotFoundError: No module named 'sklearn'
 """
 
 
+TRACEBACK = LOG.removeprefix("step 1\n")
+
+
 def says(reason="KeyError", at="train.py:12", **more):
     return json.dumps({"reason": reason, "message": "'x'", "at": at, "traceback": f"  {at}\n{reason}: 'x'", **more})
 
@@ -255,7 +258,10 @@ def test_a_script_that_has_trained_is_not_one_that_never_trains(make_cluster, re
         (says(), 143),
         ("no traceback at all", 1),
         (LOG.replace("ModuleNotFoundError", "urllib.error.URLError"), 1),
-        ("ConnectionError: refused\n\nDuring handling of the above exception, another one occurred:\n\n" + LOG, 1),
+        (
+            "ConnectionError: refused\n\nDuring handling of the above exception, another one occurred:\n\n" + TRACEBACK,
+            1,
+        ),
     ],
 )
 def test_what_may_succeed_later_is_retried(make_cluster, message, code):
@@ -308,13 +314,14 @@ MISSING = "ModuleNotFoundError: No module named 'sklearn'"
 @pytest.mark.parametrize(
     ("code", "printed", "says"),
     [
-        (4, "ERROR: the data set is empty", f"exit code 4: {MISSING} ERROR: the data set is empty"),
-        (4, "a\nb\nc\nno data", f"exit code 4: {MISSING} ... no data"),
+        (4, "ERROR: the data set is empty", "exit code 4: ERROR: the data set is empty"),
+        (4, "a\nb\nc\nno data", "exit code 4: no data"),
         (4, "", f"{MISSING} (/backstay/code/train.py:7)"),
         (2, "usage: t\nt: error: unrecognized arguments: x", "SystemExit: t: error: unrecognized arguments: x"),
         # It may be the second line of the exception's text.
         (1, "it is empty", f"{MISSING} it is empty (/backstay/code/train.py:7)"),
-        (1, "a\nb\nc\nd", f"{MISSING} (/backstay/code/train.py:7)"),
+        (1, "a\nb\nc\nd", f"{MISSING} a b c d (/backstay/code/train.py:7)"),
+        (1, "a\nb\nc\nd\ne\nf", f"{MISSING} a b c ... f (/backstay/code/train.py:7)"),
     ],
 )
 def test_the_text_that_a_script_prints_after_a_traceback_is_not_lost(make_cluster, code, printed, says):
@@ -327,15 +334,38 @@ def test_the_text_that_a_script_prints_after_a_traceback_is_not_lost(make_cluste
     assert not raised.transient
 
 
-@pytest.mark.parametrize("code", [1, 3])
-def test_the_text_after_a_traceback_does_not_decide_whether_its_exception_is_transient(make_cluster, code):
+@pytest.mark.parametrize(
+    ("code", "log", "transient"),
+    [
+        (1, f"{LOG}wandb: the network is unavailable\n", False),
+        (3, f"{LOG}wandb: the network is unavailable\n", True),  # the script has survived the exception
+        (1, f"{LOG}UNAVAILABLE: no answer of the compiler\n", True),
+        (1, f"{LOG.replace('ModuleNotFoundError', 'ConnectionRefusedError')}giving up\n", True),
+        (3, f"{LOG.replace('ModuleNotFoundError', 'ConnectionRefusedError')}giving up\n", True),
+        (1, f"{LOG.replace('ModuleNotFoundError', 'TimeoutError')}used the old file\n{LOG}", False),
+    ],
+)
+def test_what_may_succeed_later_is_seen_in_the_log(make_cluster, code, log, transient):
     cluster = started(make_cluster)
     name = cluster.named(WORKER, 0)
-    cluster.end(name, code, f"{LOG}wandb: the network is unavailable\n")
-    assert not raised_by(cluster.pods[name]).transient
-    other = cluster.named(WORKER, 1)
-    cluster.end(other, code, f"{LOG.replace('ModuleNotFoundError', 'ConnectionRefusedError')}giving up\n")
-    assert raised_by(cluster.pods[other]).transient
+    cluster.end(name, code, log)
+    assert raised_by(cluster.pods[name]).transient is transient
+
+
+def test_an_exception_has_the_traceback_and_the_place_that_belong_to_it(make_cluster):
+    cluster = started(make_cluster)
+    handled = LOG.replace("train.py", "handled.py")
+    chained = "\nThe above exception was the direct cause of the following exception:\n\n"
+    library = TRACEBACK.replace("/backstay/code/train.py", "/usr/lib/python3.11/runpy.py")
+    cause = TRACEBACK.replace("line 7", "line 3")
+    for rank, log in enumerate((f"{handled}again\n{library}", f"{handled}again\n{cause}{chained}{library}")):
+        name = cluster.named(WORKER, rank)
+        cluster.end(name, 1, log)
+    first, second = (raised_by(cluster.pods[cluster.named(WORKER, rank)]) for rank in (0, 1))
+    assert first.at.startswith("/usr/lib")
+    assert first.traceback == library.rstrip()
+    assert second.at == "/backstay/code/train.py:3"
+    assert second.traceback == f"{cause}{chained}{library}".rstrip()
 
 
 USAGE = "usage: train.py [-h] [--lr LR]\ntrain.py: error: unrecognized arguments: --rl 1\n"

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from backstay import BatchKey, errors
 from backstay._coordination import EpochEnded
 from backstay._data import Prefetcher
 from backstay._process._environment import Environment
-from backstay._process._exit import Stop, termination_message
+from backstay._process._exit import Stop, exit_status, termination_message
 from backstay._process._logs import Reporter, configure
 from backstay._report import EpochLines
 from backstay._report._job._evaluations import Evaluations
@@ -32,6 +33,35 @@ from backstay._report._metrics import PodMetrics
 from backstay._roles._script import Script, evaluation_of
 from backstay_rpc.control_pb2 import EvaluatedRequest, Peer
 from backstay_spec.runtime import RuntimeConfig
+
+
+def test_exit_status_is_that_of_python() -> None:
+    """`end_process` does not end the interpreter, so it needs the status that the interpreter would have."""
+    codes = (
+        None,
+        0,
+        3,
+        -1,
+        256,
+        300,
+        True,
+        False,
+        "",
+        "no data",
+        0.0,
+        2.5,
+        [],
+        1 << 31,
+        (1 << 63) - 1,
+        1 << 63,
+        -1 << 70,
+    )
+    program = (
+        "import os, sys\nfor code in {}:\n    if not os.fork():\n        sys.exit(code)\n    print(os.wait()[1] >> 8)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", program.format(codes)], capture_output=True, text=True, check=True)
+    assert [exit_status(SystemExit(code)) for code in codes] == [int(line) for line in found.stdout.split()]
+    assert exit_status(SystemExit(np.int64(0))) == 1
 
 
 def test_every_public_name_is_there() -> None:

@@ -69,7 +69,7 @@ class _Trial:
         reported: the last step that was reported.
         evaluates: whether `evaluate` returned the objective.
         evaluated: the newest values that were read of those that `evaluate` returned, with their steps.
-        trained: those that `loss` returned.
+        trained: the newest values that `loss` returned.
     """
 
     trial: Any

@@ -146,6 +146,8 @@ def _work(pod: PodRunner) -> Result:
         if environment.members == 1:
             raise
         # The end of an interpreter would wait in JAX for the other pods, which wait for this one.
+        if not isinstance(end.code, int | None):
+            print(end.code, file=sys.stderr)
         end_process(exit_status(end))
     except Exception as error:  # noqa: BLE001  # the end of this process
         if worker is None:

@@ -194,8 +194,15 @@ def end_after_script(code: int, stop: Stop) -> NoReturn:
 
 
 def exit_status(end: SystemExit) -> int:
-    """The exit status of a process that ends with this exception: the lowest byte of a number, and 1 for a text."""
-    return end.code & 0xFF if isinstance(end.code, int) else 1 if end.code else 0
+    """The exit status of a process that ends with this exception: the lowest byte of a number, and 1 for a text.
+
+    Python uses -1 for a number outside the range of a C long.
+    """
+    if end.code is None:
+        return 0
+    if not isinstance(end.code, int):
+        return 1
+    return (end.code if abs(end.code) < 1 << 63 else -1) & 0xFF
 
 
 def end_process(code: int) -> NoReturn:
