@@ -41,11 +41,11 @@ class ObjectStore:
         self._may("list")
         return [{"name": name, "type": "file"} for name in self.objects if name.startswith(f"{path}/")]
 
-    def cat_file(self, path: str) -> bytes:
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None) -> bytes:
         self._may("read")
         if path not in self.objects:
             raise FileNotFoundError(path)
-        return self.objects[path]
+        return self.objects[path][start:end]
 
     def info(self, path: str) -> dict[str, Any]:
         if path not in self.objects:

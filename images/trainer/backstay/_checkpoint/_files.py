@@ -31,6 +31,9 @@ class Folder(Protocol):
     def read(self, name: str) -> bytes:
         """The whole content. Raises `StorageError` when the read fails for another reason than a missing file."""
 
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes from `start`. Raises as `read`, and `CheckpointError` if the file ends early."""
+
     def size(self, name: str) -> int | None:
         """The size of a file in bytes; None when there is no such file. Raises `StorageError`."""
 
@@ -91,6 +94,20 @@ class PosixFolder:
     def read(self, name: str) -> bytes:
         try:
             return (self.path / name).read_bytes()
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{self.path / name} is missing") from error
+        except OSError as error:
+            raise StorageError(f"cannot read {self.path / name}: {error}") from error
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        try:
+            with (self.path / name).open("rb", buffering=0) as file:
+                file.seek(start)
+                while buffer:
+                    count = file.readinto(buffer)
+                    if not count:
+                        raise CheckpointError(f"{self.path / name} ends early: it is truncated, or has become shorter")
+                    buffer = buffer[count:]
         except FileNotFoundError as error:
             raise CheckpointError(f"{self.path / name} is missing") from error
         except OSError as error:
@@ -202,6 +219,22 @@ class RemoteFolder:
             raise CheckpointError(f"{self.uri}/{name} is missing") from error
         except Exception as error:
             raise StorageError(f"cannot read {self.uri}/{name}: {error}") from error
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        if not buffer:
+            return
+        stop = start + len(buffer)
+        try:
+            data = self._fs.cat_file(self._at(name), start=start, end=stop)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{self.uri}/{name} is missing") from error
+        except Exception as error:
+            raise StorageError(f"cannot read {self.uri}/{name}: {error}") from error
+        if len(data) >= stop > len(buffer):  # a server of HTTP may answer with the whole file
+            data = memoryview(data)[start:stop]
+        if len(data) < len(buffer):
+            raise CheckpointError(f"{self.uri}/{name} ends early: it is truncated, or has become shorter")
+        buffer[:] = memoryview(data)[: len(buffer)]
 
     def size(self, name: str) -> int | None:
         try:

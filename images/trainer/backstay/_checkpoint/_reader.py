@@ -2,29 +2,51 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Final
 
 import numpy as np
-import safetensors
 from numpy.typing import NDArray
 
-from .._update import AVERAGE, MODEL_STATE, PARAMS, STATE
+from .._update import AVERAGE, MODEL_STATE, PARAMS, STATE, aligned_empty
 from ..errors import CheckpointError
 from ._dtypes import BY_NAME, STORED
-from ._manifest import Manifest, ManifestLeaf
-from ._store import CheckpointStore
+from ._manifest import FileInfo, Manifest, ManifestLeaf
+from ._store import CheckpointStore, check_sha256
+
+OF_MODEL: Final = (PARAMS, MODEL_STATE)
+"""The beginnings of the keys of a model's arrays, without the state of the optimizer."""
+
+_CHUNK: Final = 32 << 20
 
 
 class Reader:
     """Reads ranges of a checkpoint's arrays; safe to use from several threads.
 
-    The reader reads whole files, to compare their checksums, and keeps the last `cache` of them.
+    The reader reads whole files, to compare their checksums, and keeps the arrays of the last `cache` of them.
     """
 
-    def __init__(self, store: CheckpointStore, manifest: Manifest, *, cache: int = 2) -> None:
+    def __init__(
+        self,
+        store: CheckpointStore,
+        manifest: Manifest,
+        *,
+        cache: int = 2,
+        keep: tuple[str, ...] = ("",),
+        read_into: Callable[[str, int, memoryview], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            keep: the beginnings of the keys that will be read. Other arrays take no memory.
+            read_into: reads a part of a file in the place of the method of `Folder`.
+        """
         self.manifest = manifest
+        self._keep, self._read_into = keep, read_into or store.folder.read_into
         self._store = store
         self._cache_size = cache
         self._cache: OrderedDict[int, dict[str, NDArray[np.generic]]] = OrderedDict()
@@ -92,6 +114,9 @@ class Reader:
         size = math.prod(leaf.shape)
         if size == 0:  # nothing of it is stored
             return np.empty(leaf.shape, BY_NAME[leaf.dtype])
+        parts = self._where.get(prefix + leaf.path, [])
+        if len(parts) == 1 and parts[0][:2] == (0, size):  # without a copy
+            return self._tensor(*parts[0][2:]).reshape(leaf.shape)
         return self.read(prefix + leaf.path, 0, size).reshape(leaf.shape)
 
     def _tensor(self, number: int, tensor: str) -> NDArray[np.generic]:
@@ -110,18 +135,76 @@ class Reader:
 
     def _load(self, number: int) -> dict[str, NDArray[np.generic]]:
         info = self.manifest.files[number]
-        data = self._store.read_file(info)
-        content = {}
-        try:
-            tensors = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
-        except safetensors.SafetensorError as error:
-            raise CheckpointError(f"{info.name} is not a safetensors file: {error}") from error
-        for name, spec in tensors:
-            dtype = STORED.get(spec["dtype"])
-            if dtype is None:
-                raise CheckpointError(f"{info.name}: tensor {name!r} has the unknown dtype {spec['dtype']}")
-            content[name] = np.frombuffer(spec["data"], dtype=dtype)
+        kept = {part.tensor for part in info.ranges if part.key.startswith(self._keep)}
+        read = _Hashed(info, self._read_into)
+        content: dict[str, NDArray[np.generic]] = {}
+        for name, dtype, nbytes in _header(info, read):
+            if name in kept:
+                data = aligned_empty(nbytes)
+                read(data.data)
+                content[name] = data.view(dtype)
+            else:
+                read.skip(nbytes)
+        check_sha256(info, read.digest.hexdigest())
         for part in info.ranges:
             if (array := content.get(part.tensor)) is not None and array.size != part.stop - part.start:
                 raise CheckpointError(f"{info.name}: tensor {part.tensor!r} has {array.size} elements")
         return content
+
+
+class _Hashed:
+    """Reads a file from its beginning to its end, and computes its SHA-256.
+
+    Attributes:
+        digest: the hash of the bytes so far.
+    """
+
+    def __init__(self, info: FileInfo, read_into: Callable[[str, int, memoryview], None]) -> None:
+        self._info, self._read_into, self._at = info, read_into, 0
+        self.digest = hashlib.sha256()
+
+    def __call__(self, buffer: memoryview) -> None:
+        """Fill `buffer` with the next bytes."""
+        for start in range(0, len(buffer), _CHUNK):
+            part = buffer[start : start + _CHUNK]
+            self._read_into(self._info.name, self._at, part)
+            self.digest.update(part)
+            self._at += len(part)
+
+    def skip(self, nbytes: int) -> None:
+        """Read the next bytes, and keep none of them."""
+        buffer = memoryview(bytearray(min(nbytes, _CHUNK)))
+        for start in range(0, nbytes, _CHUNK):
+            self(buffer[: nbytes - start])
+
+
+def _header(info: FileInfo, read: _Hashed) -> list[tuple[str, np.dtype[np.generic], int]]:
+    """Returns names, dtypes and bytes of the tensors of a safetensors file, by position.
+
+    https://huggingface.co/docs/safetensors has the format. The tensors follow each other without gaps.
+
+    Raises:
+        CheckpointError: the file has another format.
+    """
+    try:
+        first = bytearray(8)
+        read(memoryview(first))
+        length = int.from_bytes(first, "little")
+        if length > info.size - len(first):
+            raise ValueError("the header is longer than the file")
+        text = bytearray(length)
+        read(memoryview(text))
+        entries: dict[str, Any] = json.loads(text)
+        entries.pop("__metadata__", None)
+        found, end = [], 0
+        for name, entry in sorted(entries.items(), key=lambda one: one[1]["data_offsets"]):
+            dtype, (start, stop) = STORED[entry["dtype"]], entry["data_offsets"]
+            if start != end or stop - start != dtype.itemsize * math.prod(entry["shape"]):
+                raise ValueError(f"the tensor {name!r} has an invalid size or place")
+            found.append((name, dtype, stop - start))
+            end = stop
+        if len(first) + length + end != info.size:
+            raise ValueError("the tensors have another size than the file")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{info.name} is damaged, or not a safetensors file: {error!r}") from error
+    return found

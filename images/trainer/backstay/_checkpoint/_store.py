@@ -441,7 +441,7 @@ class CheckpointStore:
             if size != info.size:
                 raise CheckpointError(f"{info.name} has {size} bytes instead of {info.size}")
             if verify:
-                self.read_file(info)
+                self.verify_file(info)
         return manifest
 
     def read_manifest(self, name: str) -> Manifest:
@@ -459,18 +459,14 @@ class CheckpointStore:
             raise CheckpointError(f"{self.uri}/{name} contains the manifest of {manifest.name}")
         return manifest
 
-    def read_file(self, info: FileInfo) -> bytes:
-        """The whole content of a file, checked against its size and SHA-256.
-
-        Raises:
-            CheckpointError: the content has another size or SHA-256.
-        """
-        data = self.folder.read(info.name)
-        if len(data) != info.size:
-            raise CheckpointError(f"{info.name} has {len(data)} bytes instead of {info.size}")
-        if hashlib.sha256(data).hexdigest() != info.sha256:
-            raise CheckpointError(f"{info.name} is damaged: its SHA-256 is not the manifest's")
-        return data
+    def verify_file(self, info: FileInfo) -> None:
+        """Read a file, and compare its SHA-256 with the manifest's. Raises `CheckpointError` if they differ."""
+        digest, buffer = hashlib.sha256(), memoryview(bytearray(min(info.size, _CHUNK)))
+        for start in range(0, info.size, _CHUNK):
+            part = buffer[: info.size - start]
+            self.folder.read_into(info.name, start, part)
+            digest.update(part)
+        check_sha256(info, digest.hexdigest())
 
     def _readable_claims(self, contents: Contents) -> list[tuple[ClaimName, Claim]]:
         found = []
@@ -529,6 +525,12 @@ def _next(what: str, newest: int, uri: str) -> int:
             f"checkpoint.uri, or delete the files with that {what} number if they are not of this job"
         )
     return newest + 1
+
+
+def check_sha256(info: FileInfo, found: str) -> None:
+    """Raises `CheckpointError` if a file has another SHA-256 than its manifest says."""
+    if found != info.sha256:
+        raise CheckpointError(f"{info.name} is damaged: its SHA-256 is not the manifest's")
 
 
 def _sha256_of(path: str) -> tuple[int, str]:

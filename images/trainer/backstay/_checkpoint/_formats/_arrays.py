@@ -28,14 +28,17 @@ from .._dtypes import STORED
 from .._files import Folder, PosixFolder, open_folder
 from .._manifest import FrozenRecord, Origin
 from .._names import MANIFEST_SUFFIX
-from .._reader import Reader
+from .._reader import OF_MODEL, Reader
 from .._store import CheckpointStore, Contents
+from ._node_cache import ReadInto, cached
 from ._orbax import is_orbax, read_orbax
 
 __all__ = ["Arrays", "MissingArray", "Readers", "fix", "open_arrays"]
 
 _SAFETENSORS: Final = ".safetensors"
 _INDEX: Final = ".safetensors.index.json"
+_LONGEST_HEADER: Final = 100_000_000  # as in the library
+_CHUNK: Final = 256 << 20  # one answer of an object store, which is in memory a second time
 _SAMPLE: Final = 64 << 10
 """Bytes at the beginning and at the end of a file. Its fingerprint contains them, and so differs for another file of
 the same size."""
@@ -142,13 +145,17 @@ def _fixed(uri: str, skip: Callable[[Origin], bool] | None) -> str:
 
 @contextlib.contextmanager
 def open_arrays(
-    fixed: str, frozen: Callable[[FrozenRecord], tuple[Readers, Mapping[str, str]]] | None = None
+    fixed: str,
+    frozen: Callable[[FrozenRecord], tuple[Readers, Mapping[str, str]]] | None = None,
+    *,
+    cache: str = "",
 ) -> Iterator[Arrays]:
     """The arrays that a reference from `fix` names; they can be read until the context ends.
 
     Args:
         frozen: returns the readers of the frozen parameters beside a checkpoint of Backstay, and `Arrays.of_init`.
             None: without these.
+        cache: see `StartFrom`.
 
     Names are the keys on the way to an array, joined by dots; those of a model state in a checkpoint of Backstay begin
     with ``state/``. In safetensors files they are the names of the tensors.
@@ -161,7 +168,8 @@ def open_arrays(
         folder, _, name = fixed.rpartition("/")
         store = CheckpointStore(folder or ".")
         manifest = store.open(name, verify=False)  # the reader compares the checksums of what it reads
-        reader = Reader(store, manifest, cache=len(manifest.files))
+        read_into = cached(store.folder, cache, "".join(info.sha256 for info in manifest.files))
+        reader = Reader(store, manifest, cache=len(manifest.files), keep=OF_MODEL, read_into=read_into)
         readers: dict[str, Callable[[], NDArray[np.generic]]] = {}
         readers |= {leaf.path: partial(reader.parameter, index) for index, leaf in enumerate(manifest.leaves)}
         of_state = enumerate(manifest.state_leaves)
@@ -178,8 +186,8 @@ def open_arrays(
     if is_orbax(uri):
         yield Arrays(uri, {name: _constant(array) for name, array in read_orbax(uri).items()})
         return
-    with contextlib.ExitStack() as opened:
-        yield Arrays(uri, _tensors(uri, opened))
+    files, names, indexes = _listed(uri)
+    yield Arrays(uri, _tensors(uri, files, names, indexes, cached(files, cache, expected)))
 
 
 def _constant(array: NDArray[np.generic]) -> Callable[[], NDArray[np.generic]]:
@@ -193,8 +201,10 @@ def _is_ours(uri: str) -> bool:
     return bool(contents.manifests or contents.format_1 or contents.unknown)
 
 
-def _tensors(uri: str, opened: contextlib.ExitStack) -> dict[str, Callable[[], NDArray[np.generic]]]:
-    """The tensors of one file, or of all files in a folder.
+def _tensors(
+    uri: str, folder: Folder, names: Iterable[str], indexes: Mapping[str, Mapping[str, str]], read_into: ReadInto
+) -> dict[str, Callable[[], NDArray[np.generic]]]:
+    """The tensors of the safetensors files `names`, which are at `uri`.
 
     Raises:
         CheckpointError: a tensor is in two files, or an index names one that is not there.
@@ -202,9 +212,9 @@ def _tensors(uri: str, opened: contextlib.ExitStack) -> dict[str, Callable[[], N
     readers: dict[str, Callable[[], NDArray[np.generic]]] = {}
     homes: dict[str, str] = {}
     found: set[tuple[str, str]] = set()
-    folder, names, indexes = _listed(uri)
-    for name, place, path in _files(folder, names, opened):
-        for tensor, reader in _tensors_of_file(place, path).items():
+    for name in names:
+        place = f"{folder.uri}/{name}"
+        for tensor, reader in _tensors_of_file(folder, name, read_into).items():
             if tensor in homes:
                 raise CheckpointError(f"{uri}: the tensor {tensor!r} is in {homes[tensor]} and in {place}")
             homes[tensor] = place
@@ -217,22 +227,53 @@ def _tensors(uri: str, opened: contextlib.ExitStack) -> dict[str, Callable[[], N
     return readers
 
 
-def _tensors_of_file(name: str, path: str) -> dict[str, Callable[[], NDArray[np.generic]]]:
+def _tensors_of_file(folder: Folder, name: str, read_into: ReadInto) -> dict[str, Callable[[], NDArray[np.generic]]]:
     """The tensors of one safetensors file. https://huggingface.co/docs/safetensors has the format.
 
     The library checks the file. It does not read: it knows fewer dtypes than JAX, and copies each tensor once more.
     """
+    place = f"{folder.uri}/{name}"
+    size = folder.size(name)
+    if size is None:
+        raise CheckpointError(f"{place} is missing")
     try:
-        with safetensors.safe_open(path, framework="numpy"), Path(path).open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
-    except (safetensors.SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{name} is not a safetensors file: {error}") from error
-    header.pop("__metadata__", None)
+        length, header = _header(name, size, read_into)
+        if isinstance(folder, PosixFolder):
+            _check(str(folder.path / name))
+        else:
+            with tempfile.NamedTemporaryFile(prefix="backstay-", suffix=_SAFETENSORS) as file:
+                file.write(header)
+                file.truncate(size)  # a hole, which takes no space
+                file.flush()
+                _check(file.name)
+        entries = json.loads(header[8:])
+    except (safetensors.SafetensorError, OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{place} is not a safetensors file: {error}") from error
+    entries.pop("__metadata__", None)
     return {
-        tensor: TensorReader(f"{name}: the tensor {tensor!r}", path, 8 + length, entry)
-        for tensor, entry in header.items()
+        tensor: TensorReader(f"{place}: the tensor {tensor!r}", partial(read_into, name), 8 + length, entry)
+        for tensor, entry in entries.items()
     }
+
+
+def _header(name: str, size: int, read_into: ReadInto) -> tuple[int, bytes]:
+    """The length of a file's header, and the file up to the header's end. Raises `ValueError` for another file."""
+    first = bytearray(8)
+    if size < len(first):
+        raise ValueError(f"it has {size} bytes")
+    read_into(name, 0, memoryview(first))
+    length = int.from_bytes(first, "little")
+    if length > min(size - len(first), _LONGEST_HEADER):
+        raise ValueError(f"its header has {length} bytes")
+    header = bytearray(len(first) + length)
+    read_into(name, 0, memoryview(header))
+    return length, bytes(header)
+
+
+def _check(path: str) -> None:
+    """Compare the header of a file with its size."""
+    with safetensors.safe_open(path, framework="numpy"):
+        pass
 
 
 @dataclass(frozen=True)
@@ -241,12 +282,13 @@ class TensorReader:
 
     Attributes:
         what: the file and the tensor, for errors.
+        read_into: reads a part of the file.
         first: the position of the first data in the file.
         entry: the entry of the file's header.
     """
 
     what: str
-    path: str
+    read_into: Callable[[int, memoryview], None]
     first: int
     entry: Mapping[str, Any]
 
@@ -270,17 +312,8 @@ class TensorReader:
             )
         start, stop = self.entry["data_offsets"]
         data = aligned_empty(stop - start).data
-        filled = 0
-        try:
-            with Path(self.path).open("rb", buffering=0) as file:
-                file.seek(self.first + start)
-                while filled < len(data):
-                    count = file.readinto(data[filled:])
-                    if not count:
-                        raise CheckpointError(f"{self.what} ends early: the file has become shorter")
-                    filled += count
-        except OSError as error:
-            raise StorageError(f"cannot read {Path(self.path).name}: {error}") from error
+        for at in range(0, len(data), _CHUNK):
+            self.read_into(self.first + start + at, data[at : at + _CHUNK])
         return np.frombuffer(data, dtype).reshape(self.entry["shape"])
 
 
@@ -319,17 +352,6 @@ def _incomplete(index: str, what: str, missing: Sequence[str], total: int) -> Ch
     )
 
 
-def _files(folder: Folder, names: Iterable[str], opened: contextlib.ExitStack) -> Iterator[tuple[str, str, str]]:
-    """The name of each file, its place, and its local path. Remote ones are copied: the library maps files."""
-    if isinstance(folder, PosixFolder):
-        yield from ((name, str(folder.path / name), str(folder.path / name)) for name in names)
-        return
-    scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="backstay-")))
-    for name in names:
-        (scratch / name).write_bytes(folder.read(name))
-        yield name, f"{folder.uri}/{name}", str(scratch / name)
-
-
 def _fingerprint(uri: str) -> str:
     """The fingerprint of the names, sizes, beginnings and ends of the files at `uri`, in hex.
 
@@ -362,7 +384,9 @@ def _fingerprint(uri: str) -> str:
                 f"{what}"
             )
         for name in sorted(found):
-            size = int(found[name]["size"])
+            size = found[name].get("size") or files.size(name)  # a listing by HTTP has no sizes
+            if size is None:
+                raise CheckpointError(f"{uri}: the server does not answer with the size of {name}")
             digest.update(f"{name.removeprefix(path)}\0{size}\0".encode())
             digest.update(files.cat_file(name, start=0, end=min(size, _SAMPLE)))
             digest.update(files.cat_file(name, start=max(0, size - _SAMPLE), end=size))

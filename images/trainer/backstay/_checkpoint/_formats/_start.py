@@ -7,7 +7,8 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache as once
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 from urllib.parse import unquote
@@ -58,6 +59,9 @@ class StartFrom:
         base: the source of the parameters that were frozen beside a checkpoint of Backstay. True: the place where its
             job read them. Otherwise a path, a URI or a `StartFrom`. They must have the digests of that job, and may
             have other names.
+        cache: a folder on the node, such as one of a ``hostPath`` volume, for what is read from an object store. It
+            makes the start of a replacement shorter. Several pods can use it, and nothing is deleted from it. Orbax
+            checkpoints are not cached. Empty: no cache.
     """
 
     uri: str
@@ -66,9 +70,13 @@ class StartFrom:
     unexpected: Literal["error", "ignore"] = "error"
     shapes: Literal["error", "init"] = "error"
     base: Any = True
+    cache: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "uri", str(self.uri))
+        if not isinstance(self.cache, str | os.PathLike) or "://" in str(self.cache):
+            raise ConfigurationError(f"start_from: cache is {self.cache!r}: must be the path of a folder on the node")
+        object.__setattr__(self, "cache", str(self.cache))
         if not self.uri:
             raise ConfigurationError("start_from has an empty uri: must name a checkpoint")
         if self.mapping is not None and not callable(self.mapping):
@@ -221,7 +229,8 @@ def read_start(
 def _opened(start: StartFrom, fixed: str) -> Iterator[Arrays]:
     """The arrays of a place, with those that were frozen beside a checkpoint."""
     with contextlib.ExitStack() as stack:
-        yield stack.enter_context(open_arrays(fixed, partial(_frozen_arrays, stack, start.base)))
+        frozen = partial(_frozen_arrays, stack, start.base, cache=start.cache)
+        yield stack.enter_context(open_arrays(fixed, frozen, cache=start.cache))
 
 
 @contextlib.contextmanager
@@ -239,12 +248,14 @@ def frozen_beside(record: FrozenRecord, base: Any) -> Iterator[Arrays]:
         yield Arrays(record.start_from if base is True else str(getattr(base, "uri", base)), readers, of_init)
 
 
-def _frozen_arrays(stack: contextlib.ExitStack, base: Any, record: FrozenRecord) -> tuple[Readers, dict[str, str]]:
+def _frozen_arrays(
+    stack: contextlib.ExitStack, base: Any, record: FrozenRecord, cache: str = ""
+) -> tuple[Readers, dict[str, str]]:
     """See `open_arrays`. The place is opened for the first array. A checkpoint is opened at the beginning, because
     `init` may have made some of the arrays beside it."""
     if base is True and not record.uri:
         return {}, {leaf.path: leaf.digest for leaf in record.leaves}
-    place = cache(lambda: _Beside(stack, base, record))
+    place = once(lambda: _Beside(stack, base, record, cache))
     of_init: dict[str, str] = {}
     if base is True and record.uri.endswith(MANIFEST_SUFFIX):
         of_init = place().of_init
@@ -260,9 +271,9 @@ class _Beside:
         of_init: the digests of the arrays that have no place, by their paths.
     """
 
-    def __init__(self, stack: contextlib.ExitStack, base: Any, record: FrozenRecord) -> None:
+    def __init__(self, stack: contextlib.ExitStack, base: Any, record: FrozenRecord, cache: str) -> None:
         if base is True:
-            self._start, fixed = StartFrom(record.start_from), record.uri
+            self._start, fixed = StartFrom(record.start_from, cache=cache), record.uri
         else:
             self._start = base if isinstance(base, StartFrom) else StartFrom(os.fspath(base))
             fixed = fix(self._start.uri)

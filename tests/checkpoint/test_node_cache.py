@@ -1,0 +1,263 @@
+"""A base in an object store is read by parts, and each part once on a node. The cache never gives other bytes (T7)."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import jax
+import numpy as np
+import optax
+import pytest
+import safetensors.numpy
+from fsspec.implementations.memory import MemoryFileSystem
+
+import backstay
+from backstay import StartFrom
+from backstay._checkpoint import CheckpointStore, Manifest, open_folder
+from backstay._checkpoint._formats import _arrays, _node_cache
+from backstay._checkpoint._formats._node_cache import cached
+from backstay._checkpoint._reader import Reader
+from backstay.errors import CheckpointError, ConfigurationError
+
+Write = Callable[..., Manifest]
+NAMED = {"head": np.arange(6, dtype=np.float32), "body": np.arange(40_000, dtype=np.float32).reshape(200, 200)}
+
+
+class Counted(MemoryFileSystem):  # type: ignore[misc]
+    """An object store that counts the bytes of each object that are read.
+
+    Attributes:
+        read: (name, number of bytes) of each read.
+    """
+
+    protocol = "counted"
+    store: dict[str, Any] = {}  # noqa: RUF012  # as the base class has it
+    pseudo_dirs = [""]  # noqa: RUF012
+    read: list[tuple[str, int]] = []  # noqa: RUF012
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
+        data: bytes = super().cat_file(path, start=start, end=end, **options)
+        self.read.append((path.rpartition("/")[2], len(data)))
+        return data
+
+    def cat_ranges(self, *arguments: Any, **options: Any) -> Any:
+        raise AssertionError("not used")
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> Iterator[str]:
+    """The URI of a folder of the counted object store."""
+    fsspec.register_implementation("counted", Counted, clobber=True)
+    Counted.store.clear()
+    Counted.read.clear()
+    yield f"counted://{tmp_path.name}"
+    Counted.store.clear()
+
+
+def put(uri: str, named: dict[str, Any] = NAMED) -> str:
+    """Write a base, and return the place of its file."""
+    files, path = fsspec.core.url_to_fs(f"{uri}/model.safetensors")
+    files.pipe_file(path, safetensors.numpy.save(named))
+    Counted.read.clear()
+    return f"{uri}/model.safetensors"
+
+
+def read_bytes() -> int:
+    """The bytes that were read since the last call."""
+    found = sum(count for _, count in Counted.read)
+    Counted.read.clear()
+    return found
+
+
+def arrays_of(place: str, cache: Path | str = "") -> dict[str, Any]:
+    with _arrays.open_arrays(_arrays.fix(place), cache=str(cache)) as arrays:
+        return {name: arrays[name].copy() for name in arrays}
+
+
+def same(found: dict[str, Any], named: dict[str, Any] = NAMED) -> bool:
+    return found.keys() == named.keys() and all(np.array_equal(found[name], named[name]) for name in named)
+
+
+def test_only_the_arrays_that_are_needed_are_read_from_an_object_store(remote: str) -> None:
+    place = put(remote)
+    with _arrays.open_arrays(_arrays.fix(place)) as arrays:
+        read_bytes()
+        assert np.array_equal(arrays["head"], NAMED["head"])
+        assert read_bytes() == NAMED["head"].nbytes
+
+
+def test_each_part_is_read_once_on_a_node(remote: str, tmp_path: Path) -> None:
+    place, size = put(remote), sum(array.nbytes for array in NAMED.values())
+    assert same(arrays_of(place, tmp_path / "cache"))
+    assert read_bytes() > size
+    assert same(arrays_of(place, tmp_path / "cache"))
+    samples = 2 * (len(Counted.store) + 1) * _arrays._SAMPLE  # fingerprints
+    assert read_bytes() <= 2 * samples
+    other = {name: array + 1 for name, array in NAMED.items()}
+    put(remote, other)
+    assert same(arrays_of(place, tmp_path / "cache"), other), "the base has changed, and the cache is of the other one"
+
+
+def test_a_checkpoint_of_backstay_comes_from_the_cache_too(
+    remote: str, tmp_path: Path, write_named: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = {"w": np.arange(4_000, dtype=np.float32), "b": np.arange(3, dtype=np.float32)}
+    manifest = write_named(CheckpointStore(f"{remote}/ckpt"), params, version=3, shards=2)
+    for attempt in range(2):
+        read_bytes()
+        assert same(arrays_of(f"{remote}/ckpt/{manifest.name}", tmp_path / "cache"), params)
+        read = {name for name, _ in Counted.read}
+        assert (read == {manifest.name}) is (attempt == 1), read
+    data = tmp_path.glob("cache/*/*.safetensors.*")
+    damaged = next(iter(sorted(data)))
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    assert same(arrays_of(f"{remote}/ckpt/{manifest.name}", tmp_path / "cache"), params)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "longer", "empty", "part of a dead process"])
+def test_a_damaged_file_of_the_cache_is_replaced(remote: str, tmp_path: Path, damage: str) -> None:
+    place, cache = put(remote), tmp_path / "cache"
+    arrays_of(place, cache)
+    files = [file for file in cache.glob("*/*") if file.is_file()]
+    assert files
+    for file in files:
+        content = bytearray(file.read_bytes())
+        match damage:
+            case "flipped":
+                content[0] ^= 1
+            case "truncated":
+                del content[-1]
+            case "longer":
+                content += b"x"
+            case "empty":
+                content = bytearray()
+            case _:
+                file.rename(f"{file}.part")
+                continue
+        file.write_bytes(content)
+    assert same(arrays_of(place, cache))
+    read_bytes()
+    assert same(arrays_of(place, cache))
+    assert not {count for _, count in Counted.read} & {array.nbytes for array in NAMED.values()}
+    assert not list(cache.glob("*/*.part"))
+
+
+@pytest.mark.parametrize("why", ["a file", "the disk is full", "locked"])
+def test_a_cache_that_cannot_be_used_costs_time_only(
+    remote: str, tmp_path: Path, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    place, cache = put(remote), tmp_path / "cache"
+    if why == "a file":
+        cache.write_text("")
+    if why == "the disk is full":
+        # A process may write no more to /dev/full than to a full disk, and its files are synchronised.
+        monkeypatch.setattr(_node_cache, "_digest", lambda buffer: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with caplog.at_level("WARNING", "backstay"):
+        if why == "locked":
+            monkeypatch.setattr(_node_cache, "_PATIENCE", 0.0)
+            arrays_of(place, cache)
+            with contextlib.ExitStack() as locks:
+                for file in list(cache.glob("*/*")):
+                    file.rename(f"{file}.part")
+                    fcntl.flock(locks.enter_context(Path(f"{file}.part").open("ab")), fcntl.LOCK_EX)
+                assert same(arrays_of(place, cache))
+        else:
+            assert same(arrays_of(place, cache))
+    assert sum("is not used" in line for line in caplog.messages) == 1, caplog.messages
+    assert why != "the disk is full" or not list(cache.glob("*/*"))
+
+
+def test_pods_that_start_together_read_each_part_once(remote: str, tmp_path: Path) -> None:
+    place, found = put(remote), list[bool]()
+    pods = [threading.Thread(target=lambda: found.append(same(arrays_of(place, tmp_path / "cache")))) for _ in range(4)]
+    for pod in pods:
+        pod.start()
+    for pod in pods:
+        pod.join()
+    assert found == [True] * 4
+    assert [count for _, count in Counted.read].count(NAMED["body"].nbytes) == 1
+
+
+def test_a_local_folder_has_no_cache(tmp_path: Path) -> None:
+    folder = open_folder(str(tmp_path))
+    assert cached(folder, str(tmp_path / "cache"), "x") == folder.read_into
+    with pytest.raises(ConfigurationError, match=r"cache is 's3://b': must be the path of a folder on the node"):
+        StartFrom("s3://a", cache="s3://b")
+
+
+@pytest.mark.parametrize("has_size", [True, False])
+def test_a_listing_without_sizes_is_one_of_http(remote: str, monkeypatch: pytest.MonkeyPatch, has_size: bool) -> None:
+    place = put(remote)
+    monkeypatch.setattr(Counted, "find", lambda self, path, **options: {path: {"name": path}})
+    if has_size:
+        assert same(arrays_of(place))
+        return
+    monkeypatch.setattr(Counted, "size", lambda self, path: None)
+    with pytest.raises(CheckpointError, match="the server does not answer with the size of"):
+        _arrays.fix(place)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "longer", "header", "no header", "nested", "missing"])
+def test_a_damaged_file_of_an_object_store_is_refused(remote: str, damage: str) -> None:
+    place = put(remote)
+    files, path = fsspec.core.url_to_fs(place)
+    content = bytearray(files.cat_file(path))
+    match damage:
+        case "truncated":
+            del content[-1]
+        case "longer":
+            content += b"x"
+        case "header":
+            content[:8] = (1 << 62).to_bytes(8, "little")
+        case "no header":
+            content = bytearray(b"abc")
+        case "nested":
+            text = b"[" * 5000
+            content = bytearray(len(text).to_bytes(8, "little") + text)
+    fixed = _arrays.fix(place)
+    files.pipe_file(path, bytes(content))
+    if damage == "missing":
+        fixed, place = f"{remote}/other.safetensors#0", ""
+    else:
+        fixed = _arrays.fix(place)
+    refused = pytest.raises(CheckpointError, match=r"is not a safetensors file|is not a checkpoint of Backstay")
+    with refused, _arrays.open_arrays(fixed):
+        pass
+
+
+def test_the_state_of_the_optimizer_takes_no_memory_in_a_base(tmp_path: Path, write_named: Write) -> None:
+    store = CheckpointStore(str(tmp_path))
+    params = {"w": np.arange(50, dtype=np.float32)}
+    manifest = write_named(store, params, version=1, state={"mean": np.ones(3, np.float32)})
+    reader = Reader(store, manifest, keep=("params/",))
+    first, second = reader.parameter(0), reader.parameter(0)
+    assert np.array_equal(first, params["w"])
+    assert np.shares_memory(first, second), "without a copy"
+    assert not np.shares_memory(reader.read("params/w", 0, 50), first), "a caller may change it"
+    with pytest.raises(CheckpointError, match="holds no tensor"):
+        reader.state_leaf(0)
+
+
+def test_a_base_from_an_object_store_trains(remote: str, tmp_path: Path) -> None:
+    def run() -> Any:
+        return backstay.train(
+            init=lambda key: jax.tree.map(np.zeros_like, NAMED),
+            loss=lambda params, batch: (params["head"] ** 2).sum() + 0 * params["body"].sum(),
+            batches=lambda key: np.zeros(1),
+            optimizer=optax.sgd(0.5),
+            steps=1,
+            frozen=lambda name: name == "body",
+            start_from=StartFrom(place, cache=str(tmp_path / "cache")),
+        ).params
+
+    place = put(remote)
+    for _ in range(2):
+        found = run()
+        assert np.array_equal(found["body"], NAMED["body"])
+        assert np.array_equal(found["head"], np.zeros(6))
