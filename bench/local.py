@@ -23,7 +23,7 @@ import numpy as np
 import optax
 
 import backstay
-from backstay._roles._script import Script
+from backstay._script import Script
 from backstay._single._loop import train_alone
 
 WARM = 20

@@ -12,8 +12,9 @@ from backstay._checkpoint import Records
 from backstay._process import Stop
 from backstay._process._environment import Environment
 from backstay._report import PodMetrics, ServerReports
-from backstay._roles import Script, Server, ServerContext
+from backstay._roles import Server, ServerContext
 from backstay._roles._standby import Inherited
+from backstay._script import Script
 from backstay_rpc.credentials import Credentials
 from backstay_spec.runtime import RuntimeConfig
 

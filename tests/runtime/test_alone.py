@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from backstay._compute import AHEAD
-from backstay._roles._script import Script
+from backstay._script import Script
 from backstay._single._loop import train_alone
 from backstay._update import UPDATES, Wire, enable_x64
 from backstay.errors import ConfigurationError, JobFailed

@@ -13,7 +13,7 @@ import pytest
 import backstay
 from backstay import BatchKey, LocalSteps
 from backstay._compute import Start
-from backstay._roles._script import Script
+from backstay._script import Script
 from backstay._single._loop import train_alone
 from backstay._transport import Arrangement
 from backstay._update import ALL, Selection, Wire, analyse, describe, enable_x64, partition

@@ -13,9 +13,9 @@ import pytest
 from jax.extend.core import Primitive
 
 from backstay._process import Stop
-from backstay._roles._script import Script
 from backstay._roles._server._context import ServerContext
 from backstay._roles._server._loading import build
+from backstay._script import Script
 from backstay_rpc.control_pb2 import Rollback
 from backstay_spec.runtime import RuntimeConfig
 

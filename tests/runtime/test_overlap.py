@@ -14,7 +14,7 @@ from between import LONG
 
 import backstay
 from backstay._roles._next_contribution import NextContribution
-from backstay._roles._script import Script
+from backstay._script import Script
 from backstay._transport import Pulled
 from backstay.errors import ConfigurationError
 from backstay_spec.runtime import RuntimeConfig

@@ -30,7 +30,7 @@ from backstay._process._logs import Reporter, configure
 from backstay._report import EpochLines
 from backstay._report._job._evaluations import Evaluations
 from backstay._report._metrics import PodMetrics
-from backstay._roles._script import Script, evaluation_of
+from backstay._script import Script, evaluation_of
 from backstay_rpc.control_pb2 import EvaluatedRequest, Peer
 from backstay_spec.runtime import RuntimeConfig
 

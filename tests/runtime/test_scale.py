@@ -18,7 +18,7 @@ from backstay._process._environment import Environment
 from backstay._process._exit import Stop
 from backstay._report import HttpPort
 from backstay._report._metrics import PodMetrics
-from backstay._roles._script import Script
+from backstay._script import Script
 from backstay._threaded import ThreadedCoordinator
 from backstay._timeouts import Timeouts
 from backstay._transport import ControlClient, Link, Links, Peers

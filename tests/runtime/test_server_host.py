@@ -14,10 +14,10 @@ from backstay._process._environment import Environment
 from backstay._process._exit import Stop
 from backstay._report import PodMetrics, ServerReports
 from backstay._roles._ending import ServerEnd
-from backstay._roles._script import Script
 from backstay._roles._server._context import LiveSettings, ServerContext
 from backstay._roles._server._coordinators import CoordinatorAccess, LinkedShard
 from backstay._roles._server._server_host import ServerHost
+from backstay._script import Script
 from backstay._timeouts import Timeouts
 from backstay._transport import Link
 from backstay.errors import Superseded

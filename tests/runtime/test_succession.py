@@ -31,9 +31,9 @@ from backstay._coordination import Coordinator, CoordinatorState, Rules
 from backstay._process._environment import Environment
 from backstay._process._exit import Stop
 from backstay._report._metrics import PodMetrics
-from backstay._roles._script import Script
 from backstay._roles._server import Server
 from backstay._roles._standby import Inherited, Standby
+from backstay._script import Script
 from backstay._shard import HeldState
 from backstay._threaded import ThreadedCoordinator
 from backstay._timeouts import Timeouts

@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as arrays_of
 
 from backstay import BatchKey, LocalSteps, train
 from backstay._compute._gradient import GradientFn
-from backstay._roles import Script
+from backstay._script import Script
 from backstay._update import Objective, digest_of, enable_x64
 from backstay._update._tree import arrays, describe
 from backstay.errors import TreeError

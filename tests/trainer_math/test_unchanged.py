@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backstay import BatchKey, LocalSteps, load, train
-from backstay._roles import Script
+from backstay._script import Script
 from backstay._update import analyse, enable_x64, only_trained, trace, unchanged_parameters
 from backstay._update._tree import describe
 from backstay.errors import CheckpointError, OptimizerError

@@ -23,7 +23,7 @@ from ._process import (
     on_terminal,
 )
 from ._result import Result
-from ._roles import Script
+from ._script import Script
 from ._update import LocalSteps, OwnGradients, default_outer
 from .errors import ConfigurationError
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from ._checkpoint import StartFrom, StoreTo
     from ._compute import MeshAxes, ModelSharding
-    from ._roles import OnUpdate, StopWhen
+    from ._script import OnUpdate, StopWhen
     from ._single import AloneStorage, InterruptedAt
     from ._update import Wire
 
@@ -346,7 +346,7 @@ def _path(name: str, value: Any, other: str) -> str:
 def _alone(script: Script, to: StoreTo | None) -> Result:
     from ._coordination import Rate
     from ._report import EpochLines, Throttle
-    from ._roles import check_alone, evaluated
+    from ._script import check_alone, evaluated
     from ._single import AloneStorage, InterruptedAt, StepReport, train_alone
 
     bar = Bar(sys.stderr, script.steps) if on_terminal(sys.stderr) else None

@@ -12,7 +12,7 @@ To write another computation:
    from a jitted function that ends with `Layout.pack`. The rule that updates a leaf on the server decides the meaning
    of the leaf's array: a gradient, a difference, or a new state.
 3. Compute loss, metrics and `finite` in the same jitted function, so that all of it is ready together.
-4. Choose it in `backstay._roles._script.Script.computation`.
+4. Choose it in `backstay._script.Script.computation`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from .._process import Environment, Stop
     from .._result import Result
-    from .._roles import Script, ScriptPlan, Worker
+    from .._roles import Worker
+    from .._script import Script, ScriptPlan
 
 __all__ = ["PodRunner"]
 

@@ -41,7 +41,8 @@ from ._lifecycles import PodRunner
 
 if TYPE_CHECKING:
     from .._result import Result
-    from .._roles import Script, Worker
+    from .._roles import Worker
+    from .._script import Script
     from .._update import Wire
 
 __all__ = ["fail", "initialize", "run"]
@@ -72,7 +73,7 @@ def run(environment: Environment, script: Script, began: float, checkpoint: obje
     Raises:
         Exception: `fail` reports it.
     """
-    from .._roles import warn_of_plan
+    from .._script import warn_of_plan
 
     configure(environment.config.log_format, environment.name, environment.job)
     _explain_unused(environment, checkpoint)

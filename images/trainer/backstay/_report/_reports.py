@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from .._coordination import EpochEnded
-    from .._roles import OnUpdate, StopWhen
+    from .._script import OnUpdate, StopWhen
     from ._event_files import EventFiles
 
 __all__ = ["EpochLines", "Reports", "Throttle"]

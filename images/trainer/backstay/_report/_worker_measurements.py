@@ -20,7 +20,8 @@ from ._utilization import Utilization
 from ._worker_seconds import WorkerSeconds, process_age
 
 if TYPE_CHECKING:
-    from .._roles import Fate, Script, ScriptPlan
+    from .._roles import Fate
+    from .._script import Script, ScriptPlan
     from .._transport import Pulled
     from ._metrics import PodMetrics
 

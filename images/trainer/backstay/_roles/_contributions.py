@@ -26,8 +26,8 @@ from ._next_contribution import NextContribution
 if TYPE_CHECKING:
     from .._compute import Computation, Summary
     from .._process import Environment
+    from .._script import Script, ScriptPlan
     from ._observers import WorkerObserver
-    from ._script import Script, ScriptPlan
     from ._worker_protocol import WorkerProtocol
 
 __all__ = ["Contributions"]

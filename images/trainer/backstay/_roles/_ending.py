@@ -27,10 +27,10 @@ from backstay_rpc.refusals import JOIN_AGAIN
 
 from .. import _instrument
 from .._process import ALREADY_COMPLETE, STOPPED_EARLY, end_now
+from .._script import Script
 from .._transport import ALONE, TEXT, ControlClient, Form, Heartbeats, JobState, Members
 from .._watchdog import at_most
 from ..errors import JobFailed, PeerLost, Refused, WaitedTooLong
-from ._script import Script
 
 if TYPE_CHECKING:
     from .._coordination import Report

@@ -15,11 +15,10 @@ from .. import _instrument
 from .._checkpoint import load
 from .._compute import Placement
 from .._process import ALREADY_COMPLETE, Environment, Stop
+from .._script import FrozenPart, Script, ScriptPlan
 from .._transport import ControlClient, Heartbeats, JobState
 from ..errors import CheckpointError, ConfigurationError, PeerLost, Refused
-from ._beginning import FrozenPart
 from ._ending import EvaluationGivenUp, begin_evaluation, raise_end, report_evaluation
-from ._script import Script, ScriptPlan
 
 __all__ = ["Evaluator"]
 

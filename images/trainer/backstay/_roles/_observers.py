@@ -28,13 +28,7 @@ if TYPE_CHECKING:
     from .._update import ShardEngine
     from ._worker_protocol import Fate
 
-__all__ = ["JobHistoryObserver", "OnUpdate", "SecondsObserver", "ServerObserver", "StopWhen", "WorkerObserver"]
-
-OnUpdate = Callable[[int, float, Mapping[str, float]], object]
-"""The argument `on_update` of `train`."""
-
-StopWhen = Callable[[Mapping[str, float]], bool]
-"""The argument `stop_when` of `train`."""
+__all__ = ["JobHistoryObserver", "SecondsObserver", "ServerObserver", "WorkerObserver"]
 
 
 class SecondsObserver(Protocol):

@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING
 from .._checkpoint import load, patiently
 from .._process import TRAINED, write_termination
 from .._result import Result
+from .._script import FrozenPart, evaluated
 from ..errors import CheckpointError
-from ._beginning import FrozenPart
-from ._script import evaluated
 
 if TYPE_CHECKING:
     from backstay_spec.runtime import Trained
 
     from .._checkpoint import Checkpoint
     from .._process import Environment
-    from ._script import Script, ScriptPlan
+    from .._script import Script, ScriptPlan
 
 __all__ = ["restored"]
 

@@ -12,9 +12,9 @@ from typing import Final
 
 from backstay_rpc.control_pb2 import JoinRequest, Peer
 
+from .._script import Script, ScriptPlan
 from .._transport import FLAG, OF_RANK, Agreement, Members, messages
 from ..errors import ConfigurationError
-from ._script import Script, ScriptPlan
 
 __all__ = ["check_same_script"]
 

@@ -23,12 +23,12 @@ from backstay_rpc.control_pb2 import (
 from backstay_rpc.refusals import FINAL, RefusalCode
 
 from .._process import Environment, Stop
+from .._script import Script, ScriptPlan
 from .._shard import Follower, HeldState
 from .._threaded import ThreadedCoordinator
 from .._transport import Agreement, ClientStream, ControlClient, ControlServer, Peers
 from .._update import ShardEngine
 from ..errors import PeerLost, Refused, Superseded
-from ._script import Script, ScriptPlan
 
 __all__ = ["Inherited", "Standby"]
 

@@ -26,6 +26,7 @@ from .. import _instrument
 from .._compute import ComputedContribution, Encoder
 from .._process import ALREADY_COMPLETE, SIGTERM_EXIT, Environment, Stop, end_after_script, hang_report
 from .._result import Result
+from .._script import FrozenPart, Script, ScriptPlan
 from .._transport import (
     ALONE,
     FLAG,
@@ -45,12 +46,10 @@ from .._transport import (
 )
 from .._update import ALL, ALL_AVERAGED, ALL_EXACT, Selection
 from ..errors import BackstayError, PeerLost, Refused, WaitedTooLong
-from ._beginning import FrozenPart
 from ._contributions import Contributions
 from ._ending import Stopped, WorkerEnd
 from ._observers import SecondsObserver, WorkerObserver
 from ._same_script import check_same_script
-from ._script import Script, ScriptPlan
 from ._worker_protocol import Fate, WorkerProtocol, may_be_result
 
 __all__ = ["Worker"]

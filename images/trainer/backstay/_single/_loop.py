@@ -25,7 +25,7 @@ from .._compute import AHEAD, Base, LocalProgram, LocalTraining, examples_of
 from .._coordination import CoordinatorState, EpochEnded, advance, begin_alone
 from .._data import IMPURE, BatchKey, CheckedBatches, Prefetcher
 from .._result import History, Result
-from .._roles import Script, epochs_of, evaluated, on_processor
+from .._script import Script, epochs_of, evaluated, on_processor
 from .._update import (
     NON_FINITE_LOSS,
     UPDATES,

@@ -33,7 +33,7 @@ from .._compute import (
 )
 from .._data import BatchKey, draw
 from .._result import Result
-from .._roles import evaluation_of
+from .._script import evaluation_of
 from .._update import (
     LocalSteps,
     Mean,

@@ -30,12 +30,12 @@ from .._checkpoint import (
     probe,
 )
 from .._coordination import MODES, CoordinatorState, Intervals, WriteManifest
-from .._roles import epochs_of
+from .._script import epochs_of
 from .._update import Entry, entries_of, model_from, optimizer_state_from
 from ..errors import BackstayError, CheckpointError
 
 if TYPE_CHECKING:
-    from .._roles import Script, ScriptPlan
+    from .._script import Script, ScriptPlan
 
 __all__ = ["AloneStorage"]
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from ..._checkpoint import CheckpointStore
     from ..._process import Environment, Stop
+    from ..._script import Script, ScriptPlan
     from ..._shard import HeldState
-    from .._script import Script, ScriptPlan
     from .._standby import Inherited
 
 __all__ = ["LiveSettings", "ServerContext"]

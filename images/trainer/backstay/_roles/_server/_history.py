@@ -21,14 +21,14 @@ from ..._checkpoint import (
 )
 from ..._coordination import MODES, Coordinator, Intervals, Rules
 from ..._process import SIGTERM_EXIT
+from ..._script import epochs_of
 from ..._threaded import ThreadedCoordinator
 from ...errors import BackstayError
-from .._script import epochs_of
 
 if TYPE_CHECKING:
     from ..._process import Environment
+    from ..._script import Script
     from .._observers import JobHistoryObserver
-    from .._script import Script
     from ._context import ServerContext
 
 __all__ = ["begin_history", "rules_of"]

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
-from backstay_rpc.control_pb2 import Leaf
 from backstay_spec.whole import number, set_whole
 
 from .._coordination import Samples
 from .._data import Batches, BatchKey
 from .._update import LocalSteps, local_settings
-from .._version import __version__
 from ..errors import ConfigurationError, OptimizerError, TreeError
 from ._beginning import Beginning
+from ._functions import check_calls, evaluation_of, shown
+from ._plan import ScriptPlan, warn_of_plan
 
 if TYPE_CHECKING:
     import optax
@@ -27,73 +26,16 @@ if TYPE_CHECKING:
 
     from .._checkpoint import StartFrom
     from .._compute import Computation, ComputedContribution, Layout, MeshAxes, ModelSharding, Placement
-    from .._transport import Agreement
-    from .._update import Objective, Partition, Rule, ShardWire, Trace, Wire
-    from ._observers import OnUpdate, StopWhen
+    from .._update import Objective, Trace, Wire
+    from ._functions import OnUpdate, StopWhen
 
-__all__ = ["Script", "ScriptPlan", "check_alone", "epochs_of", "evaluated", "evaluation_of", "warn_of_plan"]
+__all__ = ["Script", "check_alone", "epochs_of", "evaluated"]
 
 
 _LOG = logging.getLogger(__name__)
 
-MOST_METRICS: Final = 1000
-"""Metrics in an evaluation, which must fit into a call and a report (`backstay_rpc.limits`)."""
-
-_SHOWN: Final = 80
-
-_NOT_ORDINARY: Final = {
-    "an async function": inspect.iscoroutinefunction,
-    "an async generator": inspect.isasyncgenfunction,
-    "a generator": inspect.isgeneratorfunction,
-}
-
 CHECKED_LEAVES: Final = 512
 """One process checks the optimizer of a model with at most this many leaves: the check of 600 takes 2 to 6 s."""
-
-
-@dataclass(frozen=True)
-class ScriptPlan:
-    """How the parameters are laid out and updated, and the settings that a pod sends when it joins.
-
-    Attributes:
-        arguments: the arguments of `train` that must be the same in every pod, as text.
-        wire: the codecs.
-    """
-
-    partition: Partition
-    rule: Rule
-    arguments: Mapping[str, str]
-    wire: Wire
-
-    @cached_property
-    def wires(self) -> tuple[ShardWire, ...]:
-        """How the blocks of each shard are encoded on the wire."""
-        from .._update import coded_leaves, shard_wires
-
-        return shard_wires(self.partition, self.wire, coded_leaves(self.partition.tree, self.wire))
-
-    @cached_property
-    def agreement(self) -> Agreement:
-        """The settings that a pod sends when it joins."""
-        import jax
-
-        from .._transport import CONSTANTS, LAYOUT, PROGRAM, SOFTWARE, STRUCTURE, VERSION, Agreement
-
-        parts = self.partition
-        settings = {
-            LAYOUT: parts.digest.hex(),
-            STRUCTURE: parts.structure_digest.hex(),
-            PROGRAM: parts.program_digest.hex(),
-            CONSTANTS: " ".join(self.rule.program.constants),
-            SOFTWARE: f"jax {jax.__version__} with x64 {'on' if jax.config.values['jax_enable_x64'] else 'off'}",
-            VERSION: __version__,
-            **self.arguments,
-            **self.wire.settings(),
-        }
-        frozen = () if parts.tree.frozen is None else parts.tree.frozen.leaves
-        named = (*parts.tree.leaves, *frozen)
-        leaves = (Leaf(path=leaf.name, shape=leaf.shape, dtype=leaf.dtype.name) for leaf in named)
-        return Agreement(tuple(leaves), settings)
 
 
 @dataclass(frozen=True)
@@ -163,7 +105,7 @@ class Script:
         for name in ("has_state", "has_rng", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigurationError(f"{name} is {getattr(self, name)!r}: must be True or False")
-        _check_calls(self)
+        check_calls(vars(self), has_state=self.has_state, has_rng=self.has_rng)
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 0:
             raise ConfigurationError(f"steps is {self.steps!r}: must be a whole number of updates, 0 or more")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
@@ -171,7 +113,7 @@ class Script:
         for name in ("clip_norm", "average", "log_every"):
             value = number(getattr(self, name))
             if not isinstance(value, int | float) and (value is not None or name == "log_every"):
-                raise ConfigurationError(f"{name} is {_shown(value)}: must be a number")
+                raise ConfigurationError(f"{name} is {shown(value)}: must be a number")
             object.__setattr__(self, name, value)
         if self.clip_norm is not None and (isinstance(self.clip_norm, bool) or not 0.0 < self.clip_norm < math.inf):
             raise ConfigurationError(f"clip_norm is {self.clip_norm!r}: must be a positive number, or None not to clip")
@@ -365,84 +307,6 @@ def epochs_of(script: Script) -> Samples | None:
     return Samples(batches.size, batches.batch_size) if isinstance(batches, Batches) else None
 
 
-def evaluation_of(
-    evaluate: Callable[..., Mapping[str, float]], params: Any, state: Any = None, *, has_state: bool = False
-) -> dict[str, float]:
-    """The result of `evaluate`, as numbers.
-
-    Args:
-        evaluate: a function of `params`, or with `has_state` of `params` and `state`.
-
-    Raises:
-        ConfigurationError: the result is not a mapping of names to numbers, or `evaluate` called `sys.exit`.
-        Exception: any that `evaluate` raises.
-    """
-    from .._update import check_metric_name
-
-    try:
-        returned = evaluate(params, state) if has_state else evaluate(params)
-    except SystemExit as left:
-        raise ConfigurationError(
-            f"evaluate called sys.exit({_shown(left.code)}): must return {{name: number}}. Only stop_when ends "
-            "training early"
-        ) from None
-    if not isinstance(returned, Mapping):
-        raise ConfigurationError(f"evaluate returned {type(returned).__name__}: must be {{name: number}}")
-    if len(returned) > MOST_METRICS:
-        raise ConfigurationError(f"evaluate returned {len(returned)} metrics: must be at most {MOST_METRICS}")
-    metrics: dict[str, float] = {}
-    for name, value in returned.items():
-        text = str(name)
-        check_metric_name("evaluate returned", text)
-        try:
-            metrics[text] = float(value)
-        except (TypeError, ValueError, OverflowError):
-            raise ConfigurationError(
-                f"evaluate returned {_shown(text)}: {type(value).__name__}: must be a number"
-            ) from None
-    return metrics
-
-
-def _check_calls(script: Script) -> None:
-    """Raise `ConfigurationError` if a function of the script cannot have the arguments with which it is called."""
-    state, key = ("state",) * script.has_state, ("key",) * script.has_rng
-    calls = {
-        "init": ("key",),
-        "loss": ("params", *state, "batch", *key),
-        "batches": ("key",),
-        "evaluate": ("params", *state),
-        "on_update": ("step", "loss", "metrics"),
-        "stop_when": ("metrics",),
-    }
-    for name, arguments in calls.items():
-        function = getattr(script, name)
-        if not _is_plain(function):
-            continue
-        for kind, is_kind in _NOT_ORDINARY.items():
-            if is_kind(function):
-                raise ConfigurationError(f"{name} is {kind}: must be an ordinary function, which returns its result")
-        try:
-            inspect.signature(function, follow_wrapped=False).bind(*arguments)
-        except (TypeError, ValueError) as error:  # the second one is about the arguments of a partial function
-            raise ConfigurationError(
-                f"{name} is called as {name}({', '.join(arguments)}), and cannot be: {error}"
-            ) from None
-
-
-def _is_plain(function: object) -> bool:
-    """Whether the signature of a callable is its own. Another one's may be that of the function that it wraps."""
-    if type(function) is partial:
-        return not hasattr(function, "__signature__") and _is_plain(function.func)
-    if inspect.ismethod(function):
-        return _is_plain(function.__func__)
-    return inspect.isfunction(function) and not hasattr(function, "__signature__")
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-
-
 def evaluated(script: Script, params: Any, state: Any) -> dict[str, float]:
     """The result of the script's `evaluate` after training; empty without one. A failure of it costs only the metrics:
     the log has the exception."""
@@ -488,20 +352,3 @@ def check_alone(script: Script, *, stores: bool) -> ScriptPlan | None:
         return None
     warn_of_plan(plan)
     return plan
-
-
-def warn_of_plan(plan: ScriptPlan) -> None:
-    """Warn if only one parameter server can compute the optimizer, or if the codecs encode nothing."""
-    from .._update import coded_leaves
-
-    try:
-        plan.rule.check(2)
-    except OptimizerError as error:
-        _LOG.warning("this works with one parameter server only: %s", error)
-    if not plan.wire.exact and not coded_leaves(plan.partition.tree, plan.wire):
-        _LOG.warning(
-            "the codecs (gradients %s, parameters %s) encode nothing: no array that is trained is large enough and of "
-            "a dtype that they know",
-            plan.wire.gradients,
-            plan.wire.parameters,
-        )
