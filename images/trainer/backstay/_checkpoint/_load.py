@@ -16,7 +16,7 @@ from ..errors import CheckpointError
 from ._formats import StartFrom, frozen_values
 from ._manifest import FrozenLeaf, FrozenRecord, Manifest, ManifestLeaf
 from ._names import MANIFEST_SUFFIX
-from ._reader import Reader
+from ._reader import OF_MODEL, Reader
 from ._store import CheckpointStore
 from ._structure import rebuild
 
@@ -97,7 +97,7 @@ def load(
     own = None
     with contextlib.suppress(CheckpointError):  # it costs the metrics only
         own = store.evaluation(manifest.key)
-    reader = Reader(store, manifest, cache=len(manifest.files))
+    reader = Reader(store, manifest, cache=len(manifest.files), keep=(*OF_MODEL, STATE + AVERAGE))
     has_state = manifest.state_structure is not None
     if like is not None and has_state and not (type(like) is tuple and len(like) == 2):
         raise CheckpointError(f"the checkpoint {manifest.name} has a model state: `like` must be (params, state)")

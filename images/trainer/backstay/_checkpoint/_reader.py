@@ -8,6 +8,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -38,18 +39,20 @@ class Reader:
         *,
         cache: int = 2,
         keep: tuple[str, ...] = ("",),
+        again: bool = False,
         read_into: Callable[[str, int, memoryview], None] | None = None,
     ) -> None:
         """
         Args:
             keep: the beginnings of the keys that will be read. Other arrays take no memory.
+            again: whether an array is read again when it is needed, instead of being kept since its file was compared.
             read_into: reads a part of a file in the place of the method of `Folder`.
         """
         self.manifest = manifest
-        self._keep, self._read_into = keep, read_into or store.folder.read_into
+        self._keep, self._again, self._read_into = keep, again, read_into or store.folder.read_into
         self._store = store
         self._cache_size = cache
-        self._cache: OrderedDict[int, dict[str, NDArray[np.generic]]] = OrderedDict()
+        self._cache: OrderedDict[int, dict[str, Callable[[], NDArray[np.generic]]]] = OrderedDict()
         self._lock = threading.Lock()
         self._where: dict[str, list[tuple[int, int, int, str]]] = {}
         for number, info in enumerate(manifest.files):
@@ -128,48 +131,54 @@ class Reader:
                 while len(self._cache) > self._cache_size:
                     self._cache.popitem(last=False)
             self._cache.move_to_end(number)
-        try:
-            return content[tensor]
-        except KeyError:
-            raise CheckpointError(f"{self.manifest.files[number].name} holds no tensor {tensor!r}") from None
+        if tensor not in content:
+            raise CheckpointError(f"{self.manifest.files[number].name} holds no tensor {tensor!r}")
+        return content[tensor]()
 
-    def _load(self, number: int) -> dict[str, NDArray[np.generic]]:
+    def _load(self, number: int) -> dict[str, Callable[[], NDArray[np.generic]]]:
         info = self.manifest.files[number]
-        kept = {part.tensor for part in info.ranges if part.key.startswith(self._keep)}
+        sizes = {part.tensor: part.stop - part.start for part in info.ranges if part.key.startswith(self._keep)}
         read = _Hashed(info, self._read_into)
-        content: dict[str, NDArray[np.generic]] = {}
+        content: dict[str, Callable[[], NDArray[np.generic]]] = {}
         for name, dtype, nbytes in _header(info, read):
-            if name in kept:
+            if sizes.get(name, nbytes // dtype.itemsize) * dtype.itemsize != nbytes:
+                raise CheckpointError(f"{info.name}: tensor {name!r} has {nbytes // dtype.itemsize} elements")
+            if name in sizes and not self._again:
                 data = aligned_empty(nbytes)
                 read(data.data)
-                content[name] = data.view(dtype)
-            else:
-                read.skip(nbytes)
+                content[name] = partial(data.view, dtype)
+                continue
+            if name in sizes:
+                content[name] = partial(self._part, info.name, read.at, dtype, nbytes)
+            read.skip(nbytes)
         check_sha256(info, read.digest.hexdigest())
-        for part in info.ranges:
-            if (array := content.get(part.tensor)) is not None and array.size != part.stop - part.start:
-                raise CheckpointError(f"{info.name}: tensor {part.tensor!r} has {array.size} elements")
         return content
+
+    def _part(self, name: str, start: int, dtype: np.dtype[np.generic], nbytes: int) -> NDArray[np.generic]:
+        data = aligned_empty(nbytes)
+        self._read_into(name, start, data.data)
+        return data.view(dtype)
 
 
 class _Hashed:
     """Reads a file from its beginning to its end, and computes its SHA-256.
 
     Attributes:
-        digest: the hash of the bytes so far.
+        at: the number of bytes so far.
+        digest: the hash of these bytes.
     """
 
     def __init__(self, info: FileInfo, read_into: Callable[[str, int, memoryview], None]) -> None:
-        self._info, self._read_into, self._at = info, read_into, 0
+        self._info, self._read_into, self.at = info, read_into, 0
         self.digest = hashlib.sha256()
 
     def __call__(self, buffer: memoryview) -> None:
         """Fill `buffer` with the next bytes."""
         for start in range(0, len(buffer), _CHUNK):
             part = buffer[start : start + _CHUNK]
-            self._read_into(self._info.name, self._at, part)
+            self._read_into(self._info.name, self.at, part)
             self.digest.update(part)
-            self._at += len(part)
+            self.at += len(part)
 
     def skip(self, nbytes: int) -> None:
         """Read the next bytes, and keep none of them."""

@@ -1,11 +1,10 @@
-"""Holds the frozen arrays of a model on the devices of a process, and computes their digests."""
+"""Places the frozen arrays of a model on the devices of a process, one after the other, and computes their digests."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Final
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final, Self
 
 import numpy as np
 
@@ -17,28 +16,51 @@ __all__ = ["Base"]
 _THREADS: Final = 4
 
 
-@dataclass(frozen=True)
 class Base:
-    """The values of the frozen leaves of a `TreeSpec`, in their order.
+    """The values of the frozen leaves of a `TreeSpec`. A context manager, in which they are placed.
 
-    Attributes:
-        arrays: the values, on all devices of the process.
-        digests: see `digest_of`; empty if they were not requested.
+    Memory of the host holds a few of them at a time, unless it is the memory of the devices.
     """
 
-    arrays: Sequence[Any] = ()
-    digests: tuple[str, ...] = ()
-
-    @classmethod
-    def placed(cls, values: Sequence[Any], placement: Placement, *, digests: bool) -> Base:
-        """Place the values, in any memory, on the devices.
-
+    def __init__(self, placement: Placement, *, digests: bool) -> None:
+        """
         Args:
             digests: whether their digests are needed. They take about as long as a copy of the values.
         """
-        if not digests:
-            return cls(placement.frozen(values))
-        with ThreadPoolExecutor(_THREADS, "backstay-digest") as pool:
-            made = [pool.submit(digest_of, np.asarray(value)) for value in values]
-            arrays = placement.frozen(values)
-            return cls(arrays, tuple(each.result() for each in made))
+        self._placement, self._digests = placement, digests
+        self._pool = ThreadPoolExecutor(_THREADS, "backstay-digest")
+        self._pending: deque[Future[str]] = deque()
+        self._arrays: dict[int, Any] = {}
+        self._made: dict[int, Future[str]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown()
+
+    def place(self, number: int, value: Any) -> Any:
+        """Place a value, in any memory, on the devices. Returns the array.
+
+        Args:
+            number: the index of the leaf. A second value replaces the first one.
+        """
+        if self._digests:
+            while len(self._pending) >= _THREADS:
+                self._pending.popleft().exception()  # `digests` raises it
+            self._made[number] = self._pool.submit(digest_of, np.asarray(value))
+            self._pending.append(self._made[number])
+        placed: Any = self._placement.frozen(number, value)
+        placed.block_until_ready()  # it holds the value until then
+        self._arrays[number] = placed
+        return placed
+
+    @property
+    def arrays(self) -> list[Any]:
+        """The values, on the devices, in the order of the leaves."""
+        return [self._arrays[number] for number in sorted(self._arrays)]
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """See `digest_of`; empty if they were not requested."""
+        return tuple(self._made[number].result() for number in sorted(self._made))

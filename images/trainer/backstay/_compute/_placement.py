@@ -122,9 +122,10 @@ class Placement:
             return list(leaves)
         return self._put(leaves, () if self._shardings is None else self._shardings.leaves)
 
-    def frozen(self, values: Sequence[Any]) -> list[Any]:
-        """The values of the frozen leaves, which every call of a compiled function takes, in memory of the devices."""
-        return self._put(values, () if self._shardings is None else self._shardings.frozen)
+    def frozen(self, number: int, value: Any) -> Any:
+        """The value of a frozen leaf, which every call of a compiled function takes, in memory of the devices."""
+        place = self.everywhere if self._shardings is None else self._shardings.frozen[number]
+        return self._placed([value], [place])[0]
 
     def for_script(self, model: Any) -> Any:
         """The model, or the parameters that train, as arrays of JAX for functions of the script.
@@ -254,7 +255,12 @@ def _of_all_processes(value: Any, place: NamedSharding) -> Any:
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return value
     whole = np.asarray(value)
-    return jax.make_array_from_callback(whole.shape, place, lambda index: whole[index])
+
+    def part(index: Any) -> Any:
+        found = whole[index]
+        return found if found.size == whole.size else found.copy()  # JAX may keep it, and with it the whole array
+
+    return jax.make_array_from_callback(whole.shape, place, part)
 
 
 def placement_of(

@@ -111,16 +111,19 @@ class Beginning:
         others = () if tree.frozen is None else None
         return tree.unflatten(self._values(tree.leaves, self._leaves_that_train, others, start_from, needed))
 
-    def frozen(self, start_from: str = "") -> list[Any]:
-        """The values of the frozen leaves, in their order. Raises as `trained` does.
+    def place_frozen(self, place: Callable[[int, Any], Any], start_from: str = "") -> None:
+        """Compute or read the values of the frozen leaves. Raises as `trained` does.
+
+        Args:
+            place: gets the index and the value of each leaf, as soon as it is read.
 
         `init` runs on a processor and operation by operation. So workers with different accelerators have the same
         bits, and ``init(key)`` has them too, which a user gives to `load` as `base`.
         """
         apart = self.tree.frozen
         if apart is None:
-            return []
-        return self._values(apart.leaves, self._frozen_leaves, self.tree.leaves, start_from)
+            return
+        self._values(apart.leaves, self._frozen_leaves, self.tree.leaves, start_from, place=place)
 
     def record(self, digests: Sequence[str], reference: str) -> FrozenRecord:
         """The description of the frozen leaves for checkpoints and other pods.
@@ -190,8 +193,13 @@ class Beginning:
         others: tuple[LeafSpec, ...] | None,
         start_from: str,
         needed: Collection[int] | None = None,
+        place: Callable[[int, Any], Any] = lambda number, value: value,
     ) -> list[Any]:
-        """The values of `leaves`, which `keep` takes out of what `init` returns. `others`: see `read_start`."""
+        """The values of `leaves`, which `keep` takes out of what `init` returns.
+
+        Args:
+            others, needed, place: as in `read_start`.
+        """
         from .._compute import initial
         from .._update import refuse_shared
 
@@ -210,16 +218,17 @@ class Beginning:
 
         start = self._start_from
         if start is None:
-            return own()
+            return [place(number, value) for number, value in enumerate(own())]
         from .._checkpoint import patiently, read_start
 
         fixed = start_from or self.fixed_start()
-        started = patiently(lambda: read_start(start, fixed, leaves, others, needed))
+        started = patiently(lambda: read_start(start, fixed, leaves, others, needed, place))
         values: list[Any] = list(started.values)
         for number, value in self._made_again(leaves, keep, started.of_init).items():
-            values[number] = value
+            values[number] = place(number, value)
         if any(value is None for value in values):
-            values = [one if value is None else value for value, one in zip(values, own(), strict=True)]
+            for number, one in enumerate(own()):
+                values[number] = place(number, one) if values[number] is None else values[number]
         return values
 
     def _made_again(
@@ -313,7 +322,8 @@ class FrozenPart:
         from .._compute import Base, Placement
 
         placement = Placement() if self._placement is None else self._placement()
-        base = Base.placed(self._beginning.frozen(reference), placement, digests=True)
+        with Base(placement, digests=True) as base:
+            self._beginning.place_frozen(base.place, reference)
         self.arrays, self.known = base.arrays, True
         self.agreement = replace(self.agreement, frozen=base.digests, frozen_from=reference)
 

@@ -226,7 +226,8 @@ def _frozen(script: Script, start_from: str, storage: AloneStorage | None) -> Se
     if beginning.tree.frozen is None:
         return ()
     reference = beginning.reference(start_from, None if storage is None else storage.frozen)
-    base = Base.placed(beginning.frozen(reference), script.placement, digests=storage is not None)
+    with Base(script.placement, digests=storage is not None) as base:
+        beginning.place_frozen(base.place, reference)
     if storage is not None:
         storage.agree(beginning.record(base.digests, reference))
     return base.arrays

@@ -136,7 +136,8 @@ def train_local(
     base: list[Any] = []
     if tree.frozen is not None:
         made = initial(init, seed, compiled=False)
-        base = placement.frozen(tree.frozen.values(made[0] if has_state else made))
+        values = tree.frozen.values(made[0] if has_state else made)
+        base = [placement.frozen(number, value) for number, value in enumerate(values)]
         params = tree.frozen.trained(params)
     model = jax.tree_util.tree_map(_copied, (params, model_state) if has_state else params, tree.shapes())
     params, model_state = model if has_state else (model, None)

@@ -169,7 +169,10 @@ def open_arrays(
         store = CheckpointStore(folder or ".")
         manifest = store.open(name, verify=False)  # the reader compares the checksums of what it reads
         read_into = cached(store.folder, cache, "".join(info.sha256 for info in manifest.files))
-        reader = Reader(store, manifest, cache=len(manifest.files), keep=OF_MODEL, read_into=read_into)
+        # The second read of a local file is fast, and arrays need not be in memory together.
+        again = isinstance(store.folder, PosixFolder)
+        count = len(manifest.files)
+        reader = Reader(store, manifest, cache=count, keep=OF_MODEL, again=again, read_into=read_into)
         readers: dict[str, Callable[[], NDArray[np.generic]]] = {}
         readers |= {leaf.path: partial(reader.parameter, index) for index, leaf in enumerate(manifest.leaves)}
         of_state = enumerate(manifest.state_leaves)

@@ -138,12 +138,12 @@ class StartValues:
     """The values of some leaves.
 
     Attributes:
-        values: in the order of the leaves; None for a leaf that begins as `init` returns it. A leaf that is not needed
-            is described only.
+        values: in the order of the leaves, as `place` returned them; None for a leaf that begins as `init` returns it.
+            A leaf that is not needed is described only.
         of_init: some of these leaves, by number, which were frozen beside a checkpoint and have no array.
     """
 
-    values: list[_Array | jax.ShapeDtypeStruct | None]
+    values: list[Any]
     of_init: dict[int, MadeByInit]
 
 
@@ -153,6 +153,7 @@ def read_start(
     leaves: Sequence[LeafSpec],
     others: Sequence[LeafSpec] | None = (),
     needed: Collection[int] | None = None,
+    place: Callable[[int, _Array], Any] = lambda number, value: value,
 ) -> StartValues:
     """The values of `leaves`.
 
@@ -161,6 +162,7 @@ def read_start(
         others: the leaves of the model whose values another process reads: here they are only looked for. None: there
             are others, and that process compares the names.
         needed: which leaves are needed, by index; None: all. Of the others at most one is in memory at a time.
+        place: gets the index and the value of a leaf that is needed. It returns what is kept of the value.
 
     Raises:
         CheckpointError: the arrays cannot be read, or do not fit. The message lists the names that were missing,
@@ -168,7 +170,7 @@ def read_start(
         Exception: any that the mapping raises, except the one for an array that does not exist.
     """
     report, of_init = _StartReport(), dict[int, MadeByInit]()
-    values: list[_Array | jax.ShapeDtypeStruct | None] = []
+    values: list[Any] = []
     everyone = [*leaves, *(others or ())]
     with _opened(start, fixed) as arrays:
         begin = _collection(arrays, everyone) if start.mapping is None else ""
@@ -184,10 +186,13 @@ def read_start(
                 (report.missing if leaf.trained else report.stateless).append(found)
                 values.append(None)
             else:
-                value: _Array | jax.ShapeDtypeStruct | None = _fitted(found, leaf, report, start.shapes)
-                if value is not None and needed is not None and number not in needed:
-                    value = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # type: ignore[no-untyped-call]
-                values.append(value)
+                value = _fitted(found, leaf, report, start.shapes)
+                if value is None:
+                    values.append(None)
+                elif needed is not None and number not in needed:
+                    values.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))  # type: ignore[no-untyped-call]
+                else:
+                    values.append(place(number, value))
                 del found, value
         report.taken = sum(value is not None for value in values) + len(of_init)
         elsewhere = sum(_exists(start, arrays, begin, leaf) for leaf in others or ())
