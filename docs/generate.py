@@ -307,7 +307,7 @@ def decisions() -> str:
         NOTE
         + "# Decisions\n\n"
         + "There is one record for each subject. It states the decisions, their reasons, what was rejected, and what "
-        "was measured. A number without a record is in the column of replaced ones. "
+        "was measured. The number of a replaced record is in the last column. "
         "Names such as T6 and O4 are the [promises](../promises.md) of training and of the operator. "
         "The [glossary](../glossary.md) explains the words of this project.\n\n"
         + table(("number", "decision", "replaces"), iter(rows))

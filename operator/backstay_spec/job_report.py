@@ -4,7 +4,7 @@ reader.
 A row declares the fact's name, type, unit and text. Shard 0's server makes a `JobReport` and sends it as one field of
 its answer to the operator (O8) and on its page `/status`. The operator stores the rows of `ReportedStatus` in the job's
 status, exports those with a metric, and the commands read the same rows. So a new fact has two places: where it is
-measured, and its row here (docs/decisions/0077).
+measured, and its row here (docs/decisions/0047).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `settle` is the only such loop. It reaches a job through a port, `JobObjects`. The operator's adapter is Kubernetes,
 `backstay.testing` has one of processes on this machine, and `backstay_spec.simulated` one of dictionaries with a clock
-that tests move. `docs/decisions/0081-one-supervisor.md` has the reasons.
+that tests move. `docs/decisions/0003-the-planner.md` has the reasons.
 
 The port's methods are coroutines, because requests to an API server wait. `run_without_waiting` runs the
 methods of an adapter that never waits, without an event loop.

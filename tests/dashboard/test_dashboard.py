@@ -1,7 +1,7 @@
 """The dashboards query exported metrics, in PromQL that Prometheus accepts, and are laid out for people.
 
 The tests check what Grafana's dashboard-linter requires of a dashboard, except the variables `job` and `instance`, and
-what was found in a Grafana (docs/decisions/0051).
+what was found in a Grafana (docs/decisions/0046).
 """
 
 from __future__ import annotations

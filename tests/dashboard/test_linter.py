@@ -1,6 +1,6 @@
 """Grafana's dashboard-linter accepts the dashboards, with the exclusions in `helm/dashboards/.lint`.
 
-`go install` cannot build the linter (docs/decisions/0051), so no command of this repository installs it. Without it,
+`go install` cannot build the linter (docs/decisions/0046), so no command of this repository installs it. Without it,
 the test is skipped, also in CI, where `test_dashboard.py` checks what the linter found.
 """
 
@@ -34,7 +34,7 @@ def test_the_linter_accepts_the_dashboard(name: str, exclusions: Path, root: Pat
     places = [str(root / ".tools" / "bin"), os.environ.get("PATH", os.defpath)]
     program = shutil.which("dashboard-linter", path=os.pathsep.join(places))
     if program is None:
-        pytest.skip("not installed: dashboard-linter v0.1.1 (docs/decisions/0051)")
+        pytest.skip("not installed: dashboard-linter v0.1.1 (docs/decisions/0046)")
 
     def lint(file: Path) -> subprocess.CompletedProcess[str]:
         command = [program, "lint", "--strict", "--config", str(exclusions), str(file)]

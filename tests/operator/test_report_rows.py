@@ -1,4 +1,4 @@
-"""One fact has two places: where shard 0's server measures it, and its row in the report (docs/decisions/0077)."""
+"""One fact has two places: where shard 0's server measures it, and its row in the report (docs/decisions/0047)."""
 
 from __future__ import annotations
 

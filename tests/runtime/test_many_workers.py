@@ -1,4 +1,4 @@
-"""T3, T4: more workers than a server holds contributions; real processes, see decision 0055."""
+"""T3, T4: more workers than a server holds contributions; real processes, see decision 0029."""
 
 from __future__ import annotations
 

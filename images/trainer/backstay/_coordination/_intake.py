@@ -122,7 +122,7 @@ class Intake:
         """A shard lost a gradient of the current term, of which no update can have all parts any more.
 
         Shards that hold other parts free their memory, and its worker sends it again. Otherwise a worker that stops in
-        the middle would keep the memory of shard 0 until its heartbeats are missed (decision 0055).
+        the middle would keep the memory of shard 0 until its heartbeats are missed (decision 0029).
         """
         if self.ledger.refusal_of(gradient) != _ACCEPTED or self._history.used_by(gradient) is not None:
             return []

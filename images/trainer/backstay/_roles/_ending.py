@@ -1,6 +1,6 @@
 """How the process of each role ends: the reason, the processes that it waits for, and its termination message.
 
-`backstay_spec.end_of_job` is the table of these waits and their limits (decisions 0062 and 0078). Here is what waits:
+`backstay_spec.end_of_job` is the table of these waits and their limits (decision 0062). Here is what waits:
 
 - `Ending`: why a server ends. Each thread reports to it, and the main thread waits for it.
 - `ServerEnd`: a server after `Done`; `wait_applied`: its shard applies the last update first.

@@ -1,6 +1,6 @@
 """Protocols of the observers that lifecycles report to. `_report` implements them, and `_pod` connects both.
 
-Neither this room nor one below it imports `_report` (docs/decisions/0076).
+Neither this room nor one below it imports `_report` (docs/decisions/0080).
 """
 
 from __future__ import annotations

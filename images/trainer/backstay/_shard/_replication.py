@@ -105,7 +105,7 @@ class Replica:
     def patience(self) -> float:
         """How long a standby may need for one message.
 
-        A standby that is in sync is given up as soon as a longer wait costs more than to fill it again (0073).
+        A standby that is in sync is given up as soon as a longer wait costs more than to fill it again (0069).
         """
         if not self.in_sync:
             return self._times.held

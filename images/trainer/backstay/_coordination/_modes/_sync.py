@@ -93,7 +93,7 @@ class Sync:
 
     def next_offset(self, state: CoordinatorState, world: int, batches: int) -> int:
         # Numbers continue after those of the ranks that made the last update. The numbers of ranks
-        # that leave are drawn again, by the ranks that stay (T9, decision 0060).
+        # that leave are drawn again, by the ranks that stay (T9, decision 0029).
         before = state.worlds[-1]
         contributions = (state.version - 1) * before.world + min(before.world, world)
         return before.offset + contributions * state.batches - state.version * batches * world

@@ -18,7 +18,7 @@ __all__ = ["HELD", "CoordinatorState", "Rules", "World", "after", "apply", "coun
 
 
 HELD: Final = 8
-"""The default of `Rules.held`. With this number, a server computes and transfers at the same time (decision 0055)."""
+"""The default of `Rules.held`. With this number, a server computes and transfers at the same time (decision 0029)."""
 
 
 @dataclass(frozen=True)

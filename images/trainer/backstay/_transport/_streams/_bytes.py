@@ -1,7 +1,7 @@
 """Carries frames as bytes in both directions, on a plain socket or inside TLS.
 
 `Frames` uses the few methods of `ByteStream`. A plain socket has the system calls that take several pieces of memory,
-or wait for all bytes. TLS has neither, and allows one call at a time on its state (docs/decisions/0079).
+or wait for all bytes. TLS has neither, and allows one call at a time on its state (docs/decisions/0068).
 """
 
 from __future__ import annotations
