@@ -11,7 +11,8 @@ namespace of this program (bench/_link.py). This needs root. The workers share t
 Columns: bits per byte on held-out text, after the last update (mean and standard deviation over the seeds); bytes on
 the link for each token, in both directions, with all headers; goodput (docs/goodput.md); the seconds from the first
 update to the last. The file keeps the results: a run that it has is not run again. So the table may be measured in
-pieces of `--runs` runs. `--write` writes the tables of both sizes into docs/local-steps.md, and their picture.
+pieces of `--runs` runs. `--write` writes the table of the small model into docs/local-steps.md, and the
+picture of both.
 """
 
 from __future__ import annotations
@@ -174,21 +175,27 @@ def mean(of: Callable[[LocalStepsResult], float], runs: Iterable[LocalStepsResul
 def table(results: Mapping[str, LocalStepsResult], size: str, rows: Iterable[int]) -> str:
     """The table of all runs that are done, in Markdown."""
     lines = [
-        "| row | workers | updates | seeds | killed | held-out bits per byte | bytes per token | goodput | seconds |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| row | workers | updates | bits per byte | with deaths | bytes per token | goodput | seconds |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for number, killing in itertools.product(rows, (False, True)):
-        runs, row = found(results, size, number, killing), ROWS[number]
-        if not runs:
+    for number in rows:
+        (quiet, killed), row = (found(results, size, number, killing) for killing in (False, True)), ROWS[number]
+        if not quiet:
             continue
-        spread = f" ± {deviation(runs):.3f}" if len(runs) > 1 else ""
         lines.append(
-            f"| {'with deaths' if killing else row.name} | {row.workers} | {row.updates(size):,} | {len(runs)} "
-            f"| {mean(lambda run: run.killed, runs):.2g} | {mean(lambda run: run.bits, runs):.3f}{spread} "
-            f"| {mean(lambda run: run.sent, runs):,.0f} | {mean(lambda run: run.goodput, runs):.0%} "
-            f"| {mean(lambda run: run.seconds, runs):.1f} |"
+            f"| {row.name} | {row.workers} | {row.updates(size):,} | {bits_of(quiet)} | {bits_of(killed)} "
+            f"| {mean(lambda run: run.sent, quiet):,.0f} | {mean(lambda run: run.goodput, quiet):.0%} "
+            f"| {mean(lambda run: run.seconds, quiet):.0f} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def bits_of(runs: list[LocalStepsResult]) -> str:
+    """The mean of the bits per byte, with the standard deviation of several seeds; a dash without a run."""
+    if not runs:
+        return "-"
+    spread = f" ± {deviation(runs):.3f}" if len(runs) > 1 else ""
+    return f"{mean(lambda run: run.bits, runs):.3f}{spread}"
 
 
 def sizes_of(results: Iterable[str]) -> list[str]:
@@ -286,13 +293,11 @@ def bars(points: Points, title: str) -> Iterator[str]:
 
 
 def write(results: Mapping[str, LocalStepsResult]) -> None:
-    """The tables of both sizes in their page, and the picture."""
-    text = PAGE.read_text()
-    for size in sizes_of(results):
-        begin, end = f"<!-- table of the {size} model -->\n", f"<!-- end of the table of the {size} model -->\n"
-        before, _, rest = text.partition(begin)
-        text = f"{before}{begin}\n{table(results, size, range(len(ROWS)))}\n{end}{rest.partition(end)[2]}"
-    PAGE.write_text(text)
+    """The table of the small model in its page, and the picture of both."""
+    begin, end = "<!-- table of the small model -->\n", "<!-- end of the table of the small model -->\n"
+    before, _, rest = PAGE.read_text().partition(begin)
+    rows = table(results, "small", range(len(ROWS)))
+    PAGE.write_text(f"{before}{begin}\n{rows}\n{end}{rest.partition(end)[2]}")
     PICTURE.write_text(draw(results))
 
 

@@ -40,10 +40,11 @@ PAGE: Final = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(
 SECTION: Final = PAGE.partition("\n## Damaged files\n")[2].partition("\n## ")[0]
 DAMAGES: Final = ("damaged", "unreadable", "of another job")
 CELLS: Final = {
-    cells[0]: dict(zip(DAMAGES, cells[1:], strict=True))
+    name: dict(zip(DAMAGES, cells[1:], strict=True))
     for line in SECTION.splitlines()
     if line.startswith("| ") and len(cells := [cell.strip() for cell in line.strip("|").split("|")]) == 4
-    if cells[0] != "file"
+    for name in cells[0].split(", ")
+    if name != "file"
 }
 ANY_OTHER: Final = "any other file"
 
