@@ -11,6 +11,7 @@ import pytest
 import safetensors.numpy
 
 import backstay
+from backstay._checkpoint import fix
 from backstay._checkpoint.__main__ import main
 from backstay._checkpoint._formats._arrays import TensorReader
 from backstay.errors import CheckpointError, ConfigurationError
@@ -124,10 +125,27 @@ def test_without_a_mapping_the_place_of_the_job_is_enough(tmp_path, capsys):
     with pytest.raises(CheckpointError, match=text):
         backstay.load(stored, base=tmp_path / "other.safetensors")
     safetensors.numpy.save_file(first, place)
-    with pytest.raises(CheckpointError, match="has changed"):
+    with pytest.raises(CheckpointError, match=r"base.w, whose array in .*model.safetensors differs"):
         backstay.load(stored, base=True)
     assert main(stored, str(tmp_path / "no.safetensors"), "safetensors", str(tmp_path / "absent")) == 1
     assert "error: " in capsys.readouterr().err
+
+
+def test_other_files_beside_a_base_do_not_change_it(tmp_path):
+    """A README in the folder of a base, or checkpoints below it, ended the job with the next death of a worker."""
+    base = {"base.w": np.eye(4, dtype=np.float32), "base.codes": CODES, "head.0": np.ones(4, np.float32)}
+    folder = tmp_path / "model"
+    folder.mkdir()
+    safetensors.numpy.save_file(base, folder / "a.safetensors")
+    fixed = fix(str(folder))
+    stored = str(folder / "tuned")
+    result, _ = trained(tmp_path, start_from=str(folder), checkpoint=stored)
+    (folder / "README.md").write_text("about the model")
+    assert fix(str(folder)) == fixed
+    assert_equal(backstay.load(stored, base=True).params, result.params)
+    safetensors.numpy.save_file({"other": CODES}, folder / "b.safetensors")
+    assert fix(str(folder)) != fixed, "its tensors are read"
+    assert_equal(backstay.load(stored, base=True).params, result.params)
 
 
 def test_a_base_that_init_made_is_given_as_a_tree(tmp_path):
@@ -142,6 +160,18 @@ def test_a_base_that_init_made_is_given_as_a_tree(tmp_path):
     wide = init(jax.random.key(7)) | {"base": {"w": np.ones((4, 4)), "codes": CODES}}
     with pytest.raises(CheckpointError, match=r"`base` has float64\[4, 4\] at base.w: must be float32\[4, 4\]"):
         backstay.load(stored, base=wide)
+
+
+def test_a_base_that_init_made_beside_a_model_state_is_what_init_returns(tmp_path):
+    def with_state(key):
+        return init(key), {"mean": jnp.zeros(3)}
+
+    def loss_of(params, state, batch):
+        return loss(params, batch), {"mean": state["mean"] + 1}
+
+    result, stored = trained(tmp_path, init=with_state, loss=loss_of, has_state=True)
+    for base in (with_state(jax.random.key(0)), with_state(jax.random.key(0))[0]):
+        assert_equal(backstay.load(stored, base=base).params, result.params)
 
 
 def test_a_checkpoint_without_frozen_parameters_has_no_base(tmp_path):

@@ -191,6 +191,27 @@ def test_a_local_folder_has_no_cache(tmp_path: Path) -> None:
         StartFrom("s3://a", cache="s3://b")
 
 
+@pytest.mark.parametrize("how", ["an error", "a short answer"])
+def test_one_part_is_read_again_if_the_storage_fails(remote: str, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """All arrays were read again, so a storage that fails at each fourth of them never delivered the fifth one."""
+    place, size, failed = put(remote), NAMED["body"].nbytes, list[int]()
+    answer = Counted.cat_file
+
+    def cat_file(self: Any, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
+        data = answer(self, path, start, end, **options)
+        if len(data) == size and not failed:
+            failed.append(size)
+            if how == "an error":
+                raise ConnectionResetError(104, "Connection reset by peer")
+            return data[:-1]
+        return data
+
+    monkeypatch.setattr(Counted, "cat_file", cat_file)
+    assert same(arrays_of(place))
+    counts = [count for _, count in Counted.read]
+    assert (counts.count(size), counts.count(NAMED["head"].nbytes), failed) == (2, 1, [size])
+
+
 @pytest.mark.parametrize("has_size", [True, False])
 def test_a_listing_without_sizes_is_one_of_http(remote: str, monkeypatch: pytest.MonkeyPatch, has_size: bool) -> None:
     place = put(remote)

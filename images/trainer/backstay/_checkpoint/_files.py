@@ -233,6 +233,8 @@ class RemoteFolder:
         if len(data) >= stop > len(buffer):  # a server of HTTP may answer with the whole file
             data = memoryview(data)[start:stop]
         if len(data) < len(buffer):
+            if stop <= (self.size(name) or 0):
+                raise StorageError(f"cannot read {self.uri}/{name}: {len(data)} bytes came instead of {len(buffer)}")
             raise CheckpointError(f"{self.uri}/{name} ends early: it is truncated, or has become shorter")
         buffer[:] = memoryview(data)[: len(buffer)]
 

@@ -26,6 +26,7 @@ from ..._update import MODEL_STATE, aligned_empty
 from ...errors import CheckpointError, StorageError
 from .._dtypes import STORED
 from .._files import Folder, PosixFolder, open_folder
+from .._history import patiently
 from .._manifest import FrozenRecord, Origin
 from .._names import MANIFEST_SUFFIX
 from .._reader import OF_MODEL, Reader
@@ -168,7 +169,7 @@ def open_arrays(
         folder, _, name = fixed.rpartition("/")
         store = CheckpointStore(folder or ".")
         manifest = store.open(name, verify=False)  # the reader compares the checksums of what it reads
-        read_into = cached(store.folder, cache, "".join(info.sha256 for info in manifest.files))
+        read_into = _patient(cached(store.folder, cache, "".join(info.sha256 for info in manifest.files)))
         # The second read of a local file is fast, and arrays need not be in memory together.
         again = isinstance(store.folder, PosixFolder)
         count = len(manifest.files)
@@ -190,7 +191,12 @@ def open_arrays(
         yield Arrays(uri, {name: _constant(array) for name, array in read_orbax(uri).items()})
         return
     files, names, indexes = _listed(uri)
-    yield Arrays(uri, _tensors(uri, files, names, indexes, cached(files, cache, expected)))
+    yield Arrays(uri, _tensors(uri, files, names, indexes, _patient(cached(files, cache, expected))))
+
+
+def _patient(read_into: ReadInto) -> ReadInto:
+    """Repeats the read of one part, so that a storage that fails from time to time delivers a large base too."""
+    return lambda name, start, buffer: patiently(lambda: read_into(name, start, buffer))
 
 
 def _constant(array: NDArray[np.generic]) -> Callable[[], NDArray[np.generic]]:
@@ -355,8 +361,17 @@ def _incomplete(index: str, what: str, missing: Sequence[str], total: int) -> Ch
     )
 
 
+def _is_orbax(uri: str) -> bool:
+    try:
+        return is_orbax(uri)
+    except PermissionError as error:  # it names a file that need not exist
+        raise PermissionError(error.errno, error.strerror, uri) from None
+
+
 def _fingerprint(uri: str) -> str:
-    """The fingerprint of the names, sizes, beginnings and ends of the files at `uri`, in hex.
+    """The fingerprint of the names, sizes, beginnings and ends of the files at `uri` that are read, in hex.
+
+    Other files may appear beside them or below them, such as the checkpoints of the training that begins there.
 
     Raises:
         CheckpointError: `uri` has nothing that can be read as named arrays.
@@ -379,14 +394,17 @@ def _fingerprint(uri: str) -> str:
         if isinstance(files, LocalFileSystem):
             # Reading a pipe would never end. A link to a folder cannot be read, and may be a loop.
             found = {name: info for name, info in found.items() if Path(name).is_file()}
-        known = uri.endswith(_SAFETENSORS) or any(name.endswith(_SAFETENSORS) for name in found) or is_orbax(uri)
-        if not found or not known:
+        inside = {name: name.removeprefix(path).strip("/") for name in found}
+        kinds = (_SAFETENSORS, _INDEX)
+        tensors = [name for name, rest in inside.items() if not rest or ("/" not in rest and rest.endswith(kinds))]
+        known = any(name.endswith(_SAFETENSORS) for name in tensors)
+        if not known and not _is_orbax(uri):
             what = "there are no files" if not found else f"found {len(found)} files, such as {min(found)}"
             raise CheckpointError(
                 f"{uri} is not a checkpoint of Backstay, a safetensors file, a folder of them or an Orbax checkpoint: "
                 f"{what}"
             )
-        for name in sorted(found):
+        for name in sorted(tensors if known else found):
             size = found[name].get("size") or files.size(name)  # a listing by HTTP has no sizes
             if size is None:
                 raise CheckpointError(f"{uri}: the server does not answer with the size of {name}")

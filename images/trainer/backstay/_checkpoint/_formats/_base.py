@@ -61,6 +61,8 @@ def _read(manifest: Manifest, record: FrozenRecord, base: bool | str | os.PathLi
 
 def _taken(manifest: Manifest, record: FrozenRecord, base: Any) -> list[Any]:
     leaves = jax.tree_util.tree_leaves(base)
+    if len(leaves) != len(record.places) and manifest.state_structure is not None and type(base) is tuple:
+        leaves = jax.tree_util.tree_leaves(base[0])  # the result of init has a model state, which is not frozen
     if len(leaves) != len(record.places):
         raise CheckpointError(
             f"`base` has {len(leaves)} arrays, and all parameters of {manifest.name} are {len(record.places)}: must be "

@@ -278,15 +278,17 @@ class _Beside:
 
     def __init__(self, stack: contextlib.ExitStack, base: Any, record: FrozenRecord, cache: str) -> None:
         if base is True:
-            self._start, fixed = StartFrom(record.start_from, cache=cache), record.uri
+            self._start = StartFrom(record.start_from, cache=cache)
         else:
             self._start = base if isinstance(base, StartFrom) else StartFrom(os.fspath(base))
-            fixed = fix(self._start.uri)
+        # Of files, the digests show whether they have the arrays. A folder may have a newer checkpoint.
+        is_manifest = base is True and record.uri.endswith(MANIFEST_SUFFIX)
         try:
+            fixed = record.uri if is_manifest else fix(self._start.uri)
             self._arrays = stack.enter_context(_opened(self._start, fixed))
         except CheckpointError as error:
             place = Path(self._start.uri)
-            if base is not True or "://" in fixed or place.is_absolute() or place.exists():
+            if base is not True or "://" in self._start.uri or place.is_absolute() or place.exists():
                 raise
             raise CheckpointError(
                 f"{error}. The job named this place relative to its folder: give it as `base`"
