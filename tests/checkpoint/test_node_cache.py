@@ -212,14 +212,12 @@ def test_one_part_is_read_again_if_the_storage_fails(remote: str, monkeypatch: p
     assert (counts.count(size), counts.count(NAMED["head"].nbytes), failed) == (2, 1, [size])
 
 
-@pytest.mark.parametrize("has_size", [True, False])
-def test_a_listing_without_sizes_is_one_of_http(remote: str, monkeypatch: pytest.MonkeyPatch, has_size: bool) -> None:
+def test_a_file_is_not_listed(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsspec lists an HTTP address by reading all of it."""
     place = put(remote)
-    monkeypatch.setattr(Counted, "find", lambda self, path, **options: {path: {"name": path}})
-    if has_size:
-        assert same(arrays_of(place))
-        return
-    monkeypatch.setattr(Counted, "size", lambda self, path: None)
+    monkeypatch.setattr(Counted, "find", lambda self, path, **options: pytest.fail("it was listed"))
+    assert same(arrays_of(place))
+    monkeypatch.setattr(Counted, "info", lambda self, path, **options: {"name": path, "size": None, "type": "file"})
     with pytest.raises(CheckpointError, match="the server does not answer with the size of"):
         _arrays.fix(place)
 
