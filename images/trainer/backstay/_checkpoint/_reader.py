@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import threading
@@ -18,12 +17,10 @@ from .._update import AVERAGE, MODEL_STATE, PARAMS, STATE, aligned_empty
 from ..errors import CheckpointError
 from ._dtypes import BY_NAME, STORED
 from ._manifest import FileInfo, Manifest, ManifestLeaf
-from ._store import CheckpointStore, check_sha256
+from ._store import CheckpointStore, HashedFile
 
 OF_MODEL: Final = (PARAMS, MODEL_STATE)
 """The beginnings of the keys of a model's arrays, without the state of the optimizer."""
-
-_CHUNK: Final = 32 << 20
 
 
 class Reader:
@@ -138,7 +135,7 @@ class Reader:
     def _load(self, number: int) -> dict[str, Callable[[], NDArray[np.generic]]]:
         info = self.manifest.files[number]
         sizes = {part.tensor: part.stop - part.start for part in info.ranges if part.key.startswith(self._keep)}
-        read = _Hashed(info, self._read_into)
+        read = HashedFile(info, self._read_into)
         content: dict[str, Callable[[], NDArray[np.generic]]] = {}
         for name, dtype, nbytes in _header(info, read):
             if sizes.get(name, nbytes // dtype.itemsize) * dtype.itemsize != nbytes:
@@ -151,7 +148,7 @@ class Reader:
             if name in sizes:
                 content[name] = partial(self._part, info.name, read.at, dtype, nbytes)
             read.skip(nbytes)
-        check_sha256(info, read.digest.hexdigest())
+        read.compare()
         return content
 
     def _part(self, name: str, start: int, dtype: np.dtype[np.generic], nbytes: int) -> NDArray[np.generic]:
@@ -160,34 +157,7 @@ class Reader:
         return data.view(dtype)
 
 
-class _Hashed:
-    """Reads a file from its beginning to its end, and computes its SHA-256.
-
-    Attributes:
-        at: the number of bytes so far.
-        digest: the hash of these bytes.
-    """
-
-    def __init__(self, info: FileInfo, read_into: Callable[[str, int, memoryview], None]) -> None:
-        self._info, self._read_into, self.at = info, read_into, 0
-        self.digest = hashlib.sha256()
-
-    def __call__(self, buffer: memoryview) -> None:
-        """Fill `buffer` with the next bytes."""
-        for start in range(0, len(buffer), _CHUNK):
-            part = buffer[start : start + _CHUNK]
-            self._read_into(self._info.name, self.at, part)
-            self.digest.update(part)
-            self.at += len(part)
-
-    def skip(self, nbytes: int) -> None:
-        """Read the next bytes, and keep none of them."""
-        buffer = memoryview(bytearray(min(nbytes, _CHUNK)))
-        for start in range(0, nbytes, _CHUNK):
-            self(buffer[: nbytes - start])
-
-
-def _header(info: FileInfo, read: _Hashed) -> list[tuple[str, np.dtype[np.generic], int]]:
+def _header(info: FileInfo, read: HashedFile) -> list[tuple[str, np.dtype[np.generic], int]]:
     """Returns names, dtypes and bytes of the tensors of a safetensors file, by position.
 
     https://huggingface.co/docs/safetensors has the format. The tensors follow each other without gaps.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,7 +41,7 @@ from ._names import (
     parse_shard,
 )
 
-_CHUNK = 8 << 20
+_CHUNK = 32 << 20
 _ABANDONED_SECONDS = 3600.0
 _MAX_ATTEMPTS = 1000
 
@@ -461,12 +461,9 @@ class CheckpointStore:
 
     def verify_file(self, info: FileInfo) -> None:
         """Read a file, and compare its SHA-256 with the manifest's. Raises `CheckpointError` if they differ."""
-        digest, buffer = hashlib.sha256(), memoryview(bytearray(min(info.size, _CHUNK)))
-        for start in range(0, info.size, _CHUNK):
-            part = buffer[: info.size - start]
-            self.folder.read_into(info.name, start, part)
-            digest.update(part)
-        check_sha256(info, digest.hexdigest())
+        file = HashedFile(info, self.folder.read_into)
+        file.skip(info.size)
+        file.compare()
 
     def _readable_claims(self, contents: Contents) -> list[tuple[ClaimName, Claim]]:
         found = []
@@ -527,10 +524,35 @@ def _next(what: str, newest: int, uri: str) -> int:
     return newest + 1
 
 
-def check_sha256(info: FileInfo, found: str) -> None:
-    """Raises `CheckpointError` if a file has another SHA-256 than its manifest says."""
-    if found != info.sha256:
-        raise CheckpointError(f"{info.name} is damaged: its SHA-256 is not the manifest's")
+class HashedFile:
+    """Reads a file from its beginning to its end, and computes its SHA-256.
+
+    Attributes:
+        at: the number of bytes so far.
+    """
+
+    def __init__(self, info: FileInfo, read_into: Callable[[str, int, memoryview], None]) -> None:
+        self._info, self._read_into, self.at = info, read_into, 0
+        self._digest = hashlib.sha256()
+
+    def __call__(self, buffer: memoryview) -> None:
+        """Fill `buffer` with the next bytes."""
+        for start in range(0, len(buffer), _CHUNK):
+            part = buffer[start : start + _CHUNK]
+            self._read_into(self._info.name, self.at, part)
+            self._digest.update(part)
+            self.at += len(part)
+
+    def skip(self, nbytes: int) -> None:
+        """Read the next bytes, and keep none of them."""
+        buffer = memoryview(bytearray(min(nbytes, _CHUNK)))
+        for start in range(0, nbytes, _CHUNK):
+            self(buffer[: nbytes - start])
+
+    def compare(self) -> None:
+        """Raises `CheckpointError` if the file, which was read, has another SHA-256 than its manifest says."""
+        if self._digest.hexdigest() != self._info.sha256:
+            raise CheckpointError(f"{self._info.name} is damaged: its SHA-256 is not the manifest's")
 
 
 def _sha256_of(path: str) -> tuple[int, str]:

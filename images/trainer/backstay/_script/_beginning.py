@@ -314,7 +314,7 @@ class FrozenPart:
         self.known = beginning.tree.frozen is None
 
     def read(self, reference: str) -> None:
-        """Read them, or let `init` make them. Raises as `Beginning.frozen`.
+        """Read them, or let `init` make them. Raises as `Beginning.place_frozen`.
 
         Args:
             reference: the source, as shard 0 answered.

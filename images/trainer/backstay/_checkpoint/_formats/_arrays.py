@@ -422,7 +422,7 @@ def _fingerprint(uri: str) -> str:
             digest.update(f"{name.removeprefix(path)}\0{size}\0".encode())
             for start, end in ((0, min(size, _SAMPLE)), (max(0, size - _SAMPLE), size)):
                 digest.update(patiently(partial(_sample, files, name, start, end)))
-    except (CheckpointError, StorageError):
+    except CheckpointError:
         raise
     except Exception as error:
         raise StorageError(f"cannot read {uri}: {error}") from error
