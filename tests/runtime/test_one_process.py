@@ -19,7 +19,6 @@ from between import LONG, put, until
 import backstay
 from backstay import StoreTo, testing
 from backstay._checkpoint import Best, CheckpointStore, Evaluation
-from backstay._coordination import CoordinatorState, Samples, advance, begin_alone
 from backstay.errors import (
     CheckpointError,
     CheckpointInUse,
@@ -234,22 +233,6 @@ def test_t9_every_sample_counts_when_one_process_continues_several_workers(worke
     after = result.params["w"] - before / workers
     np.testing.assert_allclose(before + after, np.ones(24), atol=1e-6)
     assert "epoch 0 has ended: 24 samples: 24 used, 0 dropped, 0 repeated" in capsys.readouterr().err
-
-
-def test_t9_the_account_of_one_process_is_that_of_a_job() -> None:
-    """Numbers of batches after a job with three ranks and two batches for each contribution."""
-    state = CoordinatorState(term=4, version=5, world=3, samples=Samples(40, 2), batches=2)
-    begin_alone(state, 2)
-    assert (state.world, state.offset) == (3, 0)
-    assert advance(state, applied=True) == ()
-    # Rank 0 took the batches 30 and 31 of the world of three ranks.
-    assert (state.version, state.world, state.offset + 6 * 2 * 1) == (6, 1, 32)
-    assert state.key_steps[0] == 6
-    assert state.samples is not None
-    for _ in range(4):
-        ended = advance(state, applied=False)
-    assert state.non_finite_run == 4
-    assert [(epoch.epoch, epoch.used, epoch.dropped) for epoch in ended] == [(1, 4, 16)]
 
 
 # ---- Signals, by real processes ----

@@ -23,7 +23,7 @@ from ._decisions import (
 from ._ledger import identity
 from ._modes import MODES, Answering, Counting, held_by_shard
 from ._observation import SAME, SAME_UPDATES, AsyncBlame, Blame, Blamed, Liveness, PeerTable, Rate, SameLosses
-from ._one_process import advance, begin_alone
+from ._one_process import Course, Dispatch, Then
 from ._schedule import Intervals
 from ._sequencer import Due, Observer, Sequencer, carry_out
 from ._shard_messages import Coordination, Message, Report, ShardSink
@@ -45,7 +45,9 @@ __all__ = [
     "CoordinatorState",
     "Counted",
     "Counting",
+    "Course",
     "Decision",
+    "Dispatch",
     "Due",
     "EpochEnded",
     "Finished",
@@ -67,11 +69,10 @@ __all__ = [
     "Sequencer",
     "ServerPosition",
     "ShardSink",
+    "Then",
     "Updated",
     "WriteManifest",
-    "advance",
     "after",
-    "begin_alone",
     "carry_out",
     "held_by_shard",
     "identity",

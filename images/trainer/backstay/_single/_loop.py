@@ -22,7 +22,7 @@ import numpy as np
 import optax
 
 from .._compute import AHEAD, Base, LocalProgram, LocalTraining, examples_of
-from .._coordination import CoordinatorState, EpochEnded, advance, begin_alone
+from .._coordination import CoordinatorState, Course, Dispatch, EpochEnded, Then
 from .._data import IMPURE, BatchKey, CheckedBatches, Prefetcher
 from .._result import History, Result
 from .._script import Script, epochs_of, evaluated, on_processor
@@ -131,14 +131,14 @@ def train_alone(
         InterruptedAt: a signal arrived during training.
         JobFailed: ``NonFiniteGradients``.
     """
-    # No device may have room for a model that is divided over all.
-    with on_processor() if script.placement.divided else nullcontext():
-        if storage is None:
-            state = CoordinatorState(term=1, version=0, world=1, samples=epochs_of(script))
-            model = script.beginning.trained()
-        else:
-            state, model = storage.state.copy(), storage.model(script)
-    begin_alone(state, script.batches_of_update)
+    state, model = _beginning(script, storage)
+    course = Course(
+        state,
+        script.steps,
+        batches=script.batches_of_update,
+        shown_every=model_every,
+        due=lambda version: storage is not None and storage.due(version),
+    )
     tree, leaves = script.beginning.tree, jax.tree_util.tree_leaves(model)
     del model  # its memory is free when `leaves` are
     frozen = _frozen(script, state.start_from, storage)
@@ -147,19 +147,19 @@ def train_alone(
     places = _places(script, tree)
     carry = _first(leaves, tree, script, places, rounding, storage)
     step = (_gradients if script.local is None else _local_steps)(script, script.objective(frozen), places, rounding)
-    fetching = _fetching(script)
     judge, lead = _Judge(tree, max_non_finite, state.non_finite_run), Lead()
     waiting: deque[StepReport] = deque()
     history = History()
     newest: StepReport | None = None
 
-    def settle() -> bool:
+    def read() -> None:
         report = waiting.popleft()
         judge.examine(report)
         history.add(report.step, lambda: (report.loss, report.metrics))
-        report.ended = advance(state, applied=report.applied)
+        report.ended = course.read(applied=report.applied)
         lead.settled()
-        return on_update is not None and on_update(report)
+        if on_update is not None and on_update(report) and report.model is not None:
+            course.stop()
 
     def store() -> None:
         if storage is not None and storage.stored != state.version:
@@ -168,34 +168,24 @@ def train_alone(
     def leaving() -> bool:
         return interrupts is not None and interrupts.arrived != 0
 
-    begun, end = state.version, state.last or script.steps
-    with interrupts or nullcontext(), fetching as fetch:
-        for number in range(begun, end):
-            # Several ranks are in force only in the first update after a job's checkpoint, which is waited for below.
-            key = BatchKey(step=number, rank=0, world=state.world, seed=script.seed, offset=state.offset)
-            carry, outcome, examples = step(carry, key, fetch)
-            shown = bool(model_every) and (number + 1) % model_every == 0
-            stored = storage is not None and number + 1 < end and storage.due(number + 1)
-            newest = StepReport(number + 1, examples, outcome, _evaluated(carry, tree, frozen) if shown else None)
-            waiting.append(newest)
-            stops = False
-            while len(waiting) > (0 if shown or stored or leaving() or state.world != 1 else lead.steps):
-                stops = settle()
-            newest.model = None  # the next step consumes it
-            if shown and stops:
-                end = number + 1
-            if number + 1 == end or leaving():
-                break
-            if stored:
-                store()
-        while waiting:
-            settle()
-        if begun < state.version == end:
-            state.last = end
+    with interrupts or nullcontext(), _fetching(script) as fetch:
+        while action := course.next(leaving=leaving(), ahead=lead.steps):
+            match action:
+                case Dispatch(version, shown):
+                    if newest is not None:
+                        newest.model = None  # this step consumes it
+                    key = BatchKey(version - 1, rank=0, world=state.world, seed=script.seed, offset=state.offset)
+                    carry, outcome, examples = step(carry, key, fetch)
+                    newest = StepReport(version, examples, outcome, _evaluated(carry, tree, frozen) if shown else None)
+                    waiting.append(newest)
+                case Then.READ:
+                    read()
+                case Then.STORE:
+                    store()
         if storage is not None:
             if leaving():
                 storage.closing()
-            if begun < state.version:
+            if course.begun < state.version:
                 store()
             storage.finish()  # before `evaluate`, which may end this process
         if interrupts is not None and interrupts.arrived:
@@ -214,6 +204,15 @@ def train_alone(
         average=None if average is None else tree.whole(average, frozen),
         history=history,
     )
+
+
+def _beginning(script: Script, storage: AloneStorage | None) -> tuple[CoordinatorState, Any]:
+    """The history, and the parameters or ``(params, state)``, to begin with."""
+    # No device may have room for a model that is divided over all.
+    with on_processor() if script.placement.divided else nullcontext():
+        if storage is not None:
+            return storage.state.copy(), storage.model(script)
+        return CoordinatorState(term=1, version=0, world=1, samples=epochs_of(script)), script.beginning.trained()
 
 
 def _frozen(script: Script, start_from: str, storage: AloneStorage | None) -> Sequence[Any]:
