@@ -22,6 +22,7 @@ from backstay_operator.metrics import OperatorMetrics
 from backstay_spec import silence, states
 from backstay_spec.crd_schema import openapi_schema
 from backstay_spec.end_of_job import WAITS
+from backstay_spec.planner.after_training import AFTER_TRAINING, HasResult
 from backstay_spec.reasons import CONDITIONS, EVENTS, FAILURES
 
 INT32_MAX = 2**31 - 1
@@ -317,6 +318,7 @@ def decisions() -> str:
 def end_of_job() -> str:
     """The waits at the end of a job."""
     rows = ((wait.who, wait.what, f"{wait.seconds:.0f} s", wait.late) for wait in WAITS)
+    verdicts = ((leader.value, *(row[one].value for one in HasResult)) for leader, row in AFTER_TRAINING.items())
     return f"""{NOTE}# The end of a job
 
 After the last update, the coordinator stores the last version, waits for its evaluation, and sends
@@ -325,7 +327,15 @@ first of these messages sets the condition Trained ([decision
 0062](../decisions/0062-the-end-of-a-job.md)). Then the operator waits only for the script of
 worker 0, for `spec.runPolicy.afterTrainingSeconds`.
 
-{table(("waits", "until", "at most", "afterwards"), iter(rows))}"""
+{table(("waits", "until", "at most", "afterwards"), iter(rows))}
+## The script of worker 0
+
+While shard 0's server has the result, a dead worker 0 is replaced as during training. Afterwards its
+replacement reads the last checkpoint, and without one the job fails. The script must not do its work
+after training twice. If a pod had the result and was lost, the job succeeds, and the condition
+AfterTrainingComplete is False.
+
+{table(("the pod of worker 0", *(one.value for one in HasResult)), verdicts)}"""
 
 
 def silences() -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from enum import Enum
 from typing import Any, Final, TypeAlias
 
 from backstay_spec import end_of_job, runtime, status
@@ -43,8 +44,12 @@ from backstay_spec.planner.record import Record
 from backstay_spec.planner.report import checkpoint_status
 
 __all__ = [
+    "AFTER_TRAINING",
     "LEADER",
+    "Act",
     "Ended",
+    "HasResult",
+    "LeaderPod",
     "TrainingEnded",
     "Verdict",
     "interrupted",
@@ -101,6 +106,56 @@ class Ended:
 
 
 Verdict: TypeAlias = Ended | Decision
+
+
+class LeaderPod(Enum):
+    """The newest pod of worker 0 after training."""
+
+    DUE = "is to be created, or its creation was refused"
+    UNSEEN = "is not in the list of pods"
+    GONE = "does not exist"
+    RUNS = "runs"
+    ENDS = "has ended, and another pod of its rank has the cause"
+    DONE = "has ended with code 0"
+    LOST = "was lost: evicted, deleted, or with its node"
+    FAILED = "has failed: exit code, or memory"
+
+
+class HasResult(Enum):
+    """Whether that pod has received the result of training."""
+
+    PRESENT = "it has the result"
+    UNCERTAIN = "it may have it"
+    ABSENT = "it does not"
+
+
+class Act(Enum):
+    """The verdict about it."""
+
+    WAIT = "wait"
+    LOOK_UP = "read the pod by its name"
+    REPLACE = "replace it"
+    COMPLETE = "the job succeeds"
+    LOSE = "the job succeeds, with a warning"
+    FAIL = "the job fails"
+
+
+def _row(present: Act, uncertain: Act, absent: Act) -> Mapping[HasResult, Act]:
+    return {HasResult.PRESENT: present, HasResult.UNCERTAIN: uncertain, HasResult.ABSENT: absent}
+
+
+# A pod that may have the result may have done the work of the script, which a replacement would do again. If it failed,
+# it ended by itself: with the result in the code after training, and otherwise within `train`, before that code.
+AFTER_TRAINING: Final[Mapping[LeaderPod, Mapping[HasResult, Act]]] = {
+    LeaderPod.DUE: _row(Act.REPLACE, Act.REPLACE, Act.REPLACE),
+    LeaderPod.UNSEEN: _row(Act.LOOK_UP, Act.LOOK_UP, Act.REPLACE),
+    LeaderPod.GONE: _row(Act.LOSE, Act.LOSE, Act.REPLACE),
+    LeaderPod.RUNS: _row(Act.WAIT, Act.WAIT, Act.REPLACE),
+    LeaderPod.ENDS: _row(Act.WAIT, Act.WAIT, Act.WAIT),
+    LeaderPod.DONE: _row(Act.COMPLETE, Act.COMPLETE, Act.REPLACE),
+    LeaderPod.LOST: _row(Act.LOSE, Act.LOSE, Act.REPLACE),
+    LeaderPod.FAILED: _row(Act.FAIL, Act.REPLACE, Act.REPLACE),
+}
 
 
 def trained(facts: Facts, record: Record, said: LastMessages) -> TrainingEnded | None:
@@ -204,31 +259,65 @@ def restored_from(end: TrainingEnded, facts: Facts) -> runtime.Trained | None:
 def _judge_leader(facts: Facts, record: Record, end: TrainingEnded) -> Verdict:
     current = record.current(LEADER)
     pod = facts.pod(LEADER, current)
-    waits = record.waits_until(LEADER.key) is not None
     if end.served_until is not None and not end.returned and not _has_ended_in_order(pod):
         return replacement.judge(facts, record, LEADER)  # as before the end: the servers have the result
     before = facts.pod(LEADER, end.returned) if end.returned else None
-    if before is not None and before.ended and _exit_code(before) == 0 and not before.deleting:
+    if before is not None and _is_done(before):
         return _complete(facts, record, end, before)
     if end.returned and current > end.returned and not (pod is not None and is_restored(pod)):
         return _lost(end, f"incarnation {end.returned} of worker 0 had the result and was lost")
-    if waits:
-        return _replaced(facts, record, end, None)
+    act = AFTER_TRAINING[_leader_pod(facts, record, pod)][_has_result(facts, end, pod)]
+    if act is Act.LOOK_UP:
+        return Decision(record, look_up(facts, LEADER, current))
+    if act is Act.REPLACE:
+        return _replaced(facts, record, end, pod)
     if pod is None:
-        name = facts.pod_name(LEADER, current)
-        if end.returned == 0 or facts.refusal(LEADER, current) is not None:
-            return _replaced(facts, record, end, None)
-        if name not in facts.observed.missing:
-            return Decision(record, look_up(facts, LEADER, current))
-        return _lost(end, f"worker 0 (pod {name}) no longer exists")
+        return _lost(end, f"worker 0 (pod {facts.pod_name(LEADER, current)}) no longer exists")
+    match act:
+        case Act.WAIT:
+            return Decision(record, Effects(wake=None if pod.alive else cause_due(pod)))
+        case Act.LOSE:
+            return _lost(end, f"worker 0 (pod {pod.name}) was lost before its script had ended: {_death(pod)}")
+        case Act.COMPLETE:
+            return _complete(facts, record, end, pod)
+        case Act.FAIL:
+            found = outcome_of(pod.raw)
+            text = f"worker 0 (pod {pod.name}) failed after training: {_death(pod)}"
+            failed = _failed(end, text, found.traceback if found is not None else "")
+            return _once_server_left(facts, record, end, pod, failed)
+
+
+def _leader_pod(facts: Facts, record: Record, pod: PodView | None) -> LeaderPod:
+    if record.waits_until(LEADER.key) is not None:
+        return LeaderPod.DUE
+    if pod is None:
+        current = record.current(LEADER)
+        if facts.refusal(LEADER, current) is not None:
+            return LeaderPod.DUE
+        return LeaderPod.GONE if facts.pod_name(LEADER, current) in facts.observed.missing else LeaderPod.UNSEEN
     if pod.alive:
-        if _lacks_result(facts, end, pod):
-            return _replaced(facts, record, end, pod)
-        return Decision(record)
+        return LeaderPod.RUNS
     cause_by = cause_due(pod)
     if cause_by is not None and facts.now < cause_by:
-        return Decision(record, Effects(wake=cause_by))
-    return _judge_dead(facts, record, end, pod)
+        return LeaderPod.ENDS
+    if _is_done(pod):
+        return LeaderPod.DONE
+    return LeaderPod.FAILED if verdict_of(pod.raw).cause.charged else LeaderPod.LOST
+
+
+def _has_result(facts: Facts, end: TrainingEnded, pod: PodView | None) -> HasResult:
+    if pod is None:
+        return HasResult.ABSENT if end.returned == 0 else HasResult.UNCERTAIN
+    if pod.alive:
+        return HasResult.ABSENT if _lacks_result(facts, end, pod) else HasResult.UNCERTAIN
+    found = outcome_of(pod.raw)
+    returned = found is not None and found.returned_from_train
+    # A message that the script has overwritten is not the trainer's; then shard 0's message counts.
+    if returned or (found is None and end.returned == pod.incarnation and not _failed_in_train(pod)):
+        return HasResult.PRESENT
+    # A worker that was created after training is Ready as soon as it has the result.
+    has = end.returned is None or (is_restored(pod) and has_worked(pod, None))
+    return HasResult.UNCERTAIN if has else HasResult.ABSENT
 
 
 def _has_ended_in_order(pod: PodView | None) -> bool:
@@ -242,6 +331,14 @@ def _has_ended_in_order(pod: PodView | None) -> bool:
 
 def _exit_code(pod: PodView) -> Any:
     return (terminated_state(pod.raw) or {}).get("exitCode")
+
+
+def _is_done(pod: PodView) -> bool:
+    return pod.ended and _exit_code(pod) == 0 and not pod.deleting
+
+
+def _death(pod: PodView) -> str:
+    return verdict_of(pod.raw).text
 
 
 def _decided_by(facts: Facts, end: TrainingEnded) -> datetime | None:
@@ -263,34 +360,15 @@ def _lacks_result(facts: Facts, end: TrainingEnded, pod: PodView) -> bool:
     return end.returned == 0
 
 
-def _judge_dead(facts: Facts, record: Record, end: TrainingEnded, pod: PodView) -> Verdict:
-    verdict = verdict_of(pod.raw)
-    found, state = outcome_of(pod.raw), terminated_state(pod.raw)
-    returned = found is not None and found.returned_from_train
-    # A message that the script has overwritten is not the trainer's; then shard 0's message counts.
-    returned = returned or (found is None and end.returned == pod.incarnation and not _failed_in_train(state))
-    # A worker that was created after training is Ready as soon as it has the result.
-    may_have = returned or end.returned is None or (is_restored(pod) and has_worked(pod, None))
-    if _exit_code(pod) == 0 and not pod.deleting and may_have:
-        return _complete(facts, record, end, pod)
-    if not verdict.cause.charged and may_have:
-        return _lost(end, f"worker 0 (pod {pod.name}) was lost before its script had ended: {verdict.text}")
-    if not returned:
-        return _replaced(facts, record, end, None)
-    text = f"worker 0 (pod {pod.name}) failed after training: {verdict.text}"
-    failed = _failed(end, text, found.traceback if found is not None else "")
-    return _once_server_left(facts, record, end, pod, failed)
-
-
-def _replaced(facts: Facts, record: Record, end: TrainingEnded, alive: PodView | None) -> Verdict:
+def _replaced(facts: Facts, record: Record, end: TrainingEnded, pod: PodView | None) -> Verdict:
     """Worker 0 does not have the result: its replacement reads the last checkpoint.
 
     Args:
-        alive: its pod, which tries to connect to servers that have left.
+        pod: its pod; one that is alive tries to connect to servers that have left.
     """
     if restored_from(end, facts) is None:
         return _failed(end, "worker 0 died before it had the result of the training, and the servers have ended")
-    if alive is None:
+    if pod is None or not pod.alive or record.waits_until(LEADER.key) is not None:
         return replacement.judge(facts, record, LEADER)
     return create(record, LEADER, None) if facts.can_create else Decision(record)
 
@@ -324,9 +402,9 @@ def _failed(end: TrainingEnded, why: str, detail: str = "") -> Ended:
     return Ended(JobFailure(AFTER_TRAINING_FAILED, text, detail, end.fields), complete)
 
 
-def _failed_in_train(state: Mapping[str, Any] | None) -> bool:
+def _failed_in_train(pod: PodView) -> bool:
     """Whether the final message is the trainer's about an exception inside `train`."""
-    return "reason" in (parsed((state or {}).get("message") or "") or {})
+    return "reason" in (parsed((terminated_state(pod.raw) or {}).get("message") or "") or {})
 
 
 def _fields(facts: Facts, found: PodOutcome) -> dict[str, Any]:
