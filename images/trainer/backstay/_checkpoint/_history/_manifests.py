@@ -22,7 +22,7 @@ from .._structure import describe_structure
 from ._continued import Continued, changes_of
 from ._frozen import AgreedFrozen
 from ._lease import FolderLease, Interrupted
-from ._ownership import Identity, Ownership
+from ._ownership import Denied, Identity, NewHistory, Own, ownership
 from ._patience import patiently
 from ._restore import check_fits
 from ._tenure import Begun, Claimed, TakenOver, Tenure, Unclaimed
@@ -89,7 +89,6 @@ class ManifestStorage:
         """
         self._store, self._lease, self._partition = store, lease, partition
         self._identity, self._requested, self._facts = identity, requested, facts
-        self._owner = Ownership(identity, store.uri)
         self._fixed_start = fixed_start
         self.stored_at = 0.0  # Unix time of the newest checkpoint that `newest` or `known` found; 0: none
         self._lock = threading.Lock()
@@ -288,15 +287,14 @@ class ManifestStorage:
                 _LOG.warning("skipped a checkpoint: %s", line)
             # Also above the skipped ones: no term has two beginnings (T6).
             term = contents.next_term(above_term, self._store.uri)
-            manifest = newest.manifest
-            if manifest is not None and self._owner.starts_beside(manifest.origin):
-                manifest = None
-            elif manifest is None:
-                self._owner.refuse_unusable(newest)
+            found = ownership(self._identity, self._store.uri, newest)
+            if isinstance(found, Denied):
+                raise found.error
+            manifest = None if isinstance(found, NewHistory) else found.manifest
             if manifest is None:
                 state = self._first_state(term, contents)
             else:
-                state = self._continue(manifest)
+                state = self._continue(manifest, own=isinstance(found, Own))
                 state.term = term
             start_from = state.start_from if manifest is None else ""
             self._tenure = Begun(term, state.history, _name_of(manifest), start_from)
@@ -384,11 +382,11 @@ class ManifestStorage:
 
     def _check_owner(self, contents: Contents) -> None:
         newest = patiently(lambda: self._store.newest(verify=False, contents=contents))
-        try:
-            self._owner.check(newest, self._store.newest_claim(contents), contents)
-        except CheckpointOfAnotherJob:
-            patiently(self._lease.observe)  # a running writer is the better reason
-            raise
+        found = ownership(self._identity, self._store.uri, newest, self._store.newest_claim(contents), contents)
+        if isinstance(found, Denied):
+            if isinstance(found.error, CheckpointOfAnotherJob):
+                patiently(self._lease.observe)  # a running writer is the better reason
+            raise found.error
 
     def _first_state(self, term: int, contents: Contents) -> CoordinatorState:
         """Returns version 0 of a history without any checkpoint, which this job has begun already or begins now.
@@ -397,13 +395,13 @@ class ManifestStorage:
             CheckpointError: the place that `start_from` names cannot be read.
         """
         claim = self._store.newest_claim(contents)
-        begun = claim if claim is not None and self._owner.is_own(claim.origin) and not claim.base else None
+        begun = claim if claim is not None and self._identity.made(claim.origin) and not claim.base else None
         # A run keeps its first start. The next run may name another place, or find other files there.
         same_run = begun is not None and begun.origin.job == self._identity.job
         start = begun.start_from if begun is not None and same_run else ""
         if self._identity.start_from and not start:
             beside = same_place(self._identity.start_from, self._store.uri)
-            start = self._fixed_start(self._owner.is_own) if beside else self._fixed_start()
+            start = self._fixed_start(self._identity.made) if beside else self._fixed_start()
         return CoordinatorState(
             term=term,
             version=0,
@@ -412,20 +410,22 @@ class ManifestStorage:
             start_from=start if self._identity.start_from else "",
         )
 
-    def _continue(self, manifest: Manifest) -> CoordinatorState:
+    def _continue(self, manifest: Manifest, *, own: bool) -> CoordinatorState:
         """The state in `manifest`, in this job's history.
 
+        Args:
+            own: whether the checkpoint is of this history; otherwise a new one begins.
+
         Raises:
-            CheckpointError: the checkpoint belongs to another job, or does not fit.
+            CheckpointError: the checkpoint does not fit.
         """
-        self._owner.check_manifest(manifest)
         check_fits(manifest, self._partition)
         try:
             state = CoordinatorState.from_json(manifest.state)
         except ValueError as error:
             raise CheckpointError(f"{manifest.name} in {self._store.uri}: {error}") from None
         self.frozen.continues(manifest.frozen, manifest.name)
-        origin, own = manifest.origin, self._owner.is_own(manifest.origin)
+        origin = manifest.origin
         if not (own and self._identity.stops and state.version < (manifest.steps or 0)):
             state.last = 0  # the end by the number of steps, which may be another one now
         state.history = origin.history if own else secrets.token_hex(8)
