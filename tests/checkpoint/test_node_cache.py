@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,11 +21,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import backstay
 from backstay import StartFrom
-from backstay._checkpoint import CheckpointStore, Manifest, open_folder
+from backstay._checkpoint import CheckpointStore, Manifest, _files, open_folder
 from backstay._checkpoint._formats import _arrays, _node_cache
 from backstay._checkpoint._formats._node_cache import cached
 from backstay._checkpoint._reader import Reader
-from backstay.errors import CheckpointError, ConfigurationError
+from backstay.errors import CheckpointError, ConfigurationError, StorageError
 
 Write = Callable[..., Manifest]
 NAMED = {"head": np.arange(6, dtype=np.float32), "body": np.arange(40_000, dtype=np.float32).reshape(200, 200)}
@@ -102,6 +104,91 @@ def test_each_part_is_read_once_on_a_node(remote: str, tmp_path: Path) -> None:
     other = {name: array + 1 for name, array in NAMED.items()}
     put(remote, other)
     assert same(arrays_of(place, tmp_path / "cache"), other), "the base has changed, and the cache is of the other one"
+
+
+@pytest.fixture(params=["marked", "unmarked", "local"])
+def changing(
+    request: pytest.FixtureRequest, remote: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, Callable[[], None]]:
+    """A base of four arrays, and a function that replaces it by one of the same size, beginning and end.
+
+    In an object store that marks each object, in one that does not, and in a local file whose time stays the same.
+    """
+    first = {name: np.full(60_000, at, np.float32) for at, name in enumerate("abcd")}
+    second = first | {"b": first["b"] + 10, "c": first["c"] + 10}
+    if request.param == "local":
+        file = tmp_path / "model.safetensors"
+        put_local(file, first)
+        return str(file), lambda: put_local(file, second)
+    if request.param == "unmarked":
+        known = {"name", "size", "type"}
+        info = MemoryFileSystem.info
+        monkeypatch.setattr(
+            Counted, "info", lambda self, path, **options: {k: v for k, v in info(self, path).items() if k in known}
+        )
+    return put(remote, first), lambda: void(put(remote, second))
+
+
+def put_local(file: Path, named: dict[str, Any]) -> None:
+    beside = file.with_suffix(".new")
+    beside.write_bytes(safetensors.numpy.save(named))
+    os.utime(beside, (1, 1))
+    beside.replace(file)
+
+
+def void(_: object) -> None:
+    return
+
+
+def test_a_base_that_is_replaced_while_it_is_read_is_refused(changing: tuple[str, Callable[[], None]]) -> None:
+    """The arrays would be of two bases."""
+    place, replace = changing
+    fixed = _arrays.fix(place)
+
+    def read() -> None:
+        with _arrays.open_arrays(fixed) as arrays:
+            assert arrays["b"][0] == 1
+            replace()
+            assert arrays["c"][0] == 12
+
+    with pytest.raises(CheckpointError, match=r"was replaced while its arrays were read|has changed \(fingerprint"):
+        read()
+    with pytest.raises(CheckpointError, match=r"has changed \(fingerprint"), _arrays.open_arrays(fixed):
+        pass
+
+
+def test_a_cache_has_no_part_of_a_base_that_was_replaced(
+    changing: tuple[str, Callable[[], None]], tmp_path: Path
+) -> None:
+    """Even if the old base was read in part only, and the new one differs only in the middle of a file."""
+    place, replace = changing
+    cache = str(tmp_path / "cache")
+    with _arrays.open_arrays(_arrays.fix(place), cache=cache) as arrays:
+        assert [arrays[name][0] for name in "ab"] == [0, 1]
+    replace()
+    with _arrays.open_arrays(_arrays.fix(place), cache=cache) as arrays:
+        assert [arrays[name][0] for name in "abcd"] == [0, 11, 12, 3]
+
+
+def test_a_cache_does_not_write_through_a_link(remote: str, tmp_path: Path) -> None:
+    place = put(remote)
+    assert same(arrays_of(place, tmp_path / "cache"))
+    part = max((tmp_path / "cache").rglob("*.*-*"), key=lambda file: file.stat().st_size)
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"mine")
+    part.unlink()
+    part.with_name(f"{part.name}.part").symlink_to(outside)
+    assert same(arrays_of(place, tmp_path / "cache"))
+    assert outside.read_bytes() == b"mine"
+
+
+def test_a_server_that_never_answers_is_a_storage_error_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it, a request waits for five minutes, and its error has no text."""
+    monkeypatch.setattr(_files, "_SILENT_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # it accepts, and reads nothing
+        folder = open_folder(f"http://127.0.0.1:{server.getsockname()[1]}")
+        with pytest.raises(StorageError, match=r"cannot read .*model.safetensors: .*[Tt]ime"):
+            folder.read_into("model.safetensors", 0, memoryview(bytearray(8)))
 
 
 def test_a_checkpoint_of_backstay_comes_from_the_cache_too(

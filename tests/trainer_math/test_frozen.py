@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from between import LONG
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
 from backstay import BatchKey, LocalSteps, train
+from backstay._compute import Base, _base
 from backstay._compute._gradient import GradientFn
+from backstay._compute._placement import Placement
 from backstay._script import Script
 from backstay._update import Objective, digest_of, enable_x64
 from backstay._update._tree import arrays, describe
@@ -202,7 +208,10 @@ def test_a_divided_tree_is_put_together_again(tree, data):
         (lambda name: False, "frozen selects none of the 6 parameters, which are adapter.a, adapter.b, base.0"),
         (lambda name: True, "frozen selects all 6 parameters, so nothing would train"),
         (lambda name: 1, r"frozen\('adapter.a'\) returned int: must return True for a frozen parameter, or False"),
-        ({"base": True}, "frozen has another structure than the parameters that init returns"),
+        (
+            {"bas": True, "head": False},
+            "another structure .* It has bas, head; the parameters are adapter.a, adapter.b",
+        ),
         ({"base": True, "adapter": 3, "head": False}, "frozen has int where a boolean must be"),
         ("base", "frozen has str where a boolean must be"),
         ({}, "frozen has nothing where a boolean must be"),
@@ -302,3 +311,20 @@ def test_a_large_array_is_read_to_its_end():
     other = array.copy()
     other[[0, 2]] = other[[2, 0]]
     assert digest_of(other) != before
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_a_transposed_array_of_a_file_is_in_memory_one_time(dtype, monkeypatch) -> None:
+    """JAX and each digest would copy it, and a digest that waits for its turn would keep the original."""
+    original = np.array([[0, 1, 2], [3, 4, 5]], dtype)
+    expected, gone = np.ascontiguousarray(original.T), weakref.ref(original)
+    turn = threading.Event()
+    monkeypatch.setattr(_base, "digest_of", lambda value: digest_of(value) if turn.wait(LONG) else "")
+    with Base(Placement(), digests=True) as base:
+        placed = base.place(0, original.T)
+        del original
+        kept = gone() is not None
+        turn.set()
+        assert not kept
+        assert np.array_equal(placed, expected)
+        assert base.digests == (digest_of(expected),)

@@ -12,12 +12,19 @@ import os
 import stat
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from .. import _instrument
 from ..errors import CheckpointError, StorageError
+
+_SILENT_SECONDS: Final = 20.0
+# As the file systems of HTTP, S3, Google, Azure and memory name them; the best first.
+_MARKS: Final = (
+    *("ETag", "etag", "generation", "md5Hash", "Content-MD5", "Digest", "checksum", "VersionId"),
+    *("Last-Modified", "LastModified", "last_modified", "modified", "updated", "mtime", "created"),
+)
 
 
 class Folder(Protocol):
@@ -36,6 +43,9 @@ class Folder(Protocol):
 
     def size(self, name: str) -> int | None:
         """The size of a file in bytes; None when there is no such file. Raises `StorageError`."""
+
+    def mark(self, name: str) -> str:
+        """A text that changes when the file is replaced; empty: the storage has none. Raises `StorageError`."""
 
     def write(self, name: str, fill: Callable[[str], None] | bytes) -> None:
         """Create the whole file `name`; `fill` writes to the local path that is its argument.
@@ -120,6 +130,15 @@ class PosixFolder:
             return None
         except OSError as error:
             raise StorageError(f"cannot read {self.path / name}: {error}") from error
+
+    def mark(self, name: str) -> str:
+        try:
+            found = (self.path / name).stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return ""
+        except OSError as error:
+            raise StorageError(f"cannot read {self.path / name}: {error}") from error
+        return f"{found.st_size} {found.st_mtime_ns}"  # a file system in user space may invent another inode
 
     def write(self, name: str, fill: Callable[[str], None] | bytes) -> None:
         temporary = self.path / f".{name}.{uuid.uuid4().hex[:8]}.tmp"
@@ -209,7 +228,7 @@ class RemoteFolder:
         except FileNotFoundError:
             return []
         except Exception as error:
-            raise StorageError(f"cannot list checkpoints in {self.uri}: {error}") from error
+            raise StorageError(f"cannot list checkpoints in {self.uri}: {why(error)}") from error
         return sorted(entry["name"].rsplit("/", 1)[-1] for entry in found if entry["type"] == "file")
 
     def read(self, name: str) -> bytes:
@@ -218,7 +237,7 @@ class RemoteFolder:
         except FileNotFoundError as error:
             raise CheckpointError(f"{self.uri}/{name} is missing") from error
         except Exception as error:
-            raise StorageError(f"cannot read {self.uri}/{name}: {error}") from error
+            raise StorageError(f"cannot read {self.uri}/{name}: {why(error)}") from error
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
         if not buffer:
@@ -229,7 +248,7 @@ class RemoteFolder:
         except FileNotFoundError as error:
             raise CheckpointError(f"{self.uri}/{name} is missing") from error
         except Exception as error:
-            raise StorageError(f"cannot read {self.uri}/{name}: {error}") from error
+            raise StorageError(f"cannot read {self.uri}/{name}: {why(error)}") from error
         if len(data) >= stop > len(buffer):  # a server of HTTP may answer with the whole file
             data = memoryview(data)[start:stop]
         if len(data) < len(buffer):
@@ -239,12 +258,20 @@ class RemoteFolder:
         buffer[:] = memoryview(data)[: len(buffer)]
 
     def size(self, name: str) -> int | None:
+        found = self._info(name)
+        return None if found is None else int(found["size"])
+
+    def mark(self, name: str) -> str:
+        return mark_of(self._info(name) or {})
+
+    def _info(self, name: str) -> dict[str, Any] | None:
         try:
-            return int(self._fs.info(self._at(name))["size"])
+            found: dict[str, Any] = self._fs.info(self._at(name))
+            return found
         except FileNotFoundError:
             return None
         except Exception as error:
-            raise StorageError(f"cannot read {self.uri}/{name}: {error}") from error
+            raise StorageError(f"cannot read {self.uri}/{name}: {why(error)}") from error
 
     def write(self, name: str, fill: Callable[[str], None] | bytes) -> None:
         import tempfile
@@ -294,16 +321,39 @@ def open_folder(uri: str) -> Folder:
         return PosixFolder(Path(uri).expanduser())
     if uri.startswith("file://"):
         return PosixFolder(Path(uri.removeprefix("file://")))
-    import fsspec
-
     try:
-        filesystem, path = fsspec.core.url_to_fs(uri)
+        filesystem, path = filesystem_of(uri)
     except (ImportError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"the checkpoint folder {uri} cannot be opened: {error}. It must be a path, or a URI with a scheme that "
             "fsspec supports, such as s3 or gs. The scheme's package must be installed (in a pod: in its image)"
         ) from error
     return RemoteFolder(uri.rstrip("/"), filesystem, path)
+
+
+def filesystem_of(uri: str) -> tuple[Any, str]:
+    """The file system of fsspec for a URI, and the path in it. Raises as `fsspec.core.url_to_fs`."""
+    import fsspec
+
+    options: dict[str, Any] = {}
+    if uri.startswith(("http://", "https://")):
+        import aiohttp
+
+        # Five minutes for a whole request is the default: too short for a large part, too long for a silent server.
+        waits = aiohttp.ClientTimeout(total=None, sock_connect=_SILENT_SECONDS, sock_read=_SILENT_SECONDS)
+        options["client_kwargs"] = {"timeout": waits}
+    filesystem, path = fsspec.core.url_to_fs(uri, **options)
+    return filesystem, path
+
+
+def mark_of(info: Mapping[str, Any]) -> str:
+    """See `Folder.mark`; `info`: what a file system of fsspec knows about a file."""
+    return next((f"{key} {info[key]}" for key in _MARKS if info.get(key)), "")
+
+
+def why(error: BaseException) -> str:
+    """The text of an error, or of its cause, or else its name."""
+    return str(error) or str(error.__cause__ or "") or type(error).__name__
 
 
 def same_place(one: str, other: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from .._update import digest_of
+from .._update import aligned_empty, digest_of
 from ._placement import Placement
 
 __all__ = ["Base"]
@@ -45,6 +45,11 @@ class Base:
         Args:
             number: the index of the leaf. A second value replaces the first one.
         """
+        if isinstance(value, np.ndarray) and not value.flags.c_contiguous:
+            # JAX and each digest would copy it, and keep the original in memory until then.
+            copy = np.frombuffer(aligned_empty(value.nbytes).data, value.dtype).reshape(value.shape)
+            np.copyto(copy, value)
+            value = copy
         if self._digests:
             while len(self._pending) >= _THREADS:
                 self._pending.popleft().exception()  # `digests` raises it

@@ -76,9 +76,17 @@ def _broadcast(frozen: Any, params: Any) -> list[bool]:
 
     try:
         places: list[bool] = jax.tree_util.tree_leaves(jax.tree_util.tree_map(spread, frozen, params))
-    except ValueError as error:
-        raise TreeError(f"frozen has another structure than the parameters that init returns: {error}") from None
+    except ValueError:
+        raise TreeError(
+            f"frozen has another structure than the parameters that init returns. It has {_names(frozen)}; the "
+            f"parameters are {_names(params)}. Each part of the tree needs a boolean, which counts for all below it"
+        ) from None
     return places
+
+
+def _names(tree: Any) -> str:
+    paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(tree))
+    return some_of([jax.tree_util.keystr(path, simple=True, separator=".") or "one value" for path in paths])
 
 
 def some_of(names: Sequence[str], most: int = _SHOWN) -> str:

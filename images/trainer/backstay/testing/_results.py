@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
-import safetensors.numpy
 from numpy.typing import NDArray
 
 from .._checkpoint import BY_NAME, describe_structure, rebuild
@@ -27,6 +26,7 @@ _TREES = ("params", "state", "average")
 def write_result(file: Path, result: Result) -> None:
     """Write a result; a reader finds it whole or not at all."""
     arrays: dict[str, NDArray[Any]] = {}
+    tensors: dict[str, safetensors.TensorSpec] = {}  # which point into `arrays`: a copy of the model has no room
     others: dict[str, tuple[str, tuple[int, ...]]] = {}  # dtype and shape of the arrays that safetensors cannot hold
     fields = {name: value for name, value in vars(result).items() if name not in _TREES}
     fields["history"] = asdict(result.history)
@@ -41,10 +41,14 @@ def write_result(file: Path, result: Result) -> None:
                 others[key] = array.dtype.name, array.shape
                 array = np.frombuffer(array.tobytes(), np.uint8)
             arrays[key] = array
+            tensors[key] = safetensors.TensorSpec(
+                dtype=array.dtype.name, shape=list(array.shape), data_ptr=array.ctypes.data, data_len=array.nbytes
+            )
     fields["others"] = others
     part = file.with_suffix(".part")
     text = json.dumps(fields, default=dict)
-    part.write_bytes(safetensors.numpy.save(arrays, metadata={"result": text}))
+    safetensors.serialize_file(tensors, part, {"result": text})
+    del arrays
     part.replace(file)
 
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from ..._update import MODEL_STATE, aligned_empty
 from ...errors import CheckpointError, StorageError
 from .._dtypes import STORED
-from .._files import Folder, PosixFolder, open_folder
+from .._files import Folder, PosixFolder, filesystem_of, mark_of, open_folder, why
 from .._history import patiently
 from .._manifest import FrozenRecord, Origin
 from .._names import MANIFEST_SUFFIX
@@ -43,6 +43,10 @@ _CHUNK: Final = 256 << 20  # one answer of an object store, which is in memory a
 _SAMPLE: Final = 64 << 10
 """Bytes at the beginning and at the end of a file. Its fingerprint contains them, and so differs for another file of
 the same size."""
+_SAMPLES: Final = 32
+_SMALL_SAMPLE: Final = 4 << 10
+"""Further samples of a file for which the storage has no mark, such as a local one: a copy on another node has another
+time. A fine-tuned model differs from its base in the middle."""
 
 
 Readers = Mapping[str, Callable[[], NDArray[np.generic]]]
@@ -182,16 +186,34 @@ def open_arrays(
         yield Arrays(fixed, readers | dict(others), of_init)
         return
     uri, _, expected = fixed.rpartition("#")
+    _compare(uri, expected)
+    if is_orbax(uri):
+        whole = read_orbax(uri)
+        _compare(uri, expected)
+        yield Arrays(uri, {name: _constant(array) for name, array in whole.items()})
+        return
+    files, names, indexes = _listed(uri)
+    marks = {name: patiently(partial(files.mark, name)) for name in names}
+    arrays = Arrays(uri, _tensors(uri, files, names, indexes, _patient(cached(files, cache, expected))))
+    yield arrays
+    if not arrays.read_names:
+        return
+    if changed := [name for name in names if patiently(partial(files.mark, name)) != marks[name]]:
+        raise CheckpointError(
+            f"{files.uri}/{changed[0]} was replaced while its arrays were read, which may be of two files. "
+            "It must stay the same while the job runs"
+        )
+    if isinstance(files, PosixFolder) or not all(marks.values()):
+        _compare(uri, expected)
+
+
+def _compare(uri: str, expected: str) -> None:
+    """Raise an error if the content is not that of a fingerprint."""
     if (found := _fingerprint(uri)) != expected:
         raise CheckpointError(
             f"the content of {uri} has changed (fingerprint {found}) since the job began with it ({expected}). It must "
             "stay the same while the job runs, and be the same in every pod"
         )
-    if is_orbax(uri):
-        yield Arrays(uri, {name: _constant(array) for name, array in read_orbax(uri).items()})
-        return
-    files, names, indexes = _listed(uri)
-    yield Arrays(uri, _tensors(uri, files, names, indexes, _patient(cached(files, cache, expected))))
 
 
 def _patient(read_into: ReadInto) -> ReadInto:
@@ -367,7 +389,19 @@ def _sample(files: Any, name: str, start: int, end: int) -> bytes:
     except (NotImplementedError, ValueError):
         raise  # another read does not help
     except Exception as error:
-        raise StorageError(f"cannot read {name}: {error}") from error
+        raise StorageError(f"cannot read {name}: {why(error)}") from error
+
+
+def _samples(size: int, *, marked: bool) -> Iterator[tuple[int, int]]:
+    """The ranges of a file that its fingerprint contains."""
+    if size <= 4 * _SAMPLE:
+        yield 0, size
+        return
+    yield 0, _SAMPLE
+    yield size - _SAMPLE, size
+    for number in range(0 if marked else _SAMPLES):
+        start = _SAMPLE + (size - 3 * _SAMPLE) * number // _SAMPLES
+        yield start, start + _SMALL_SAMPLE
 
 
 def _is_orbax(uri: str) -> bool:
@@ -378,7 +412,9 @@ def _is_orbax(uri: str) -> bool:
 
 
 def _fingerprint(uri: str) -> str:
-    """The fingerprint of the names, sizes, beginnings and ends of the files at `uri` that are read, in hex.
+    """The fingerprint of the names, sizes, marks and samples of the files at `uri` that are read, in hex.
+
+    A part of a local file that was changed in place may be in no sample.
 
     Other files may appear beside them or below them, such as the checkpoints of the training that begins there.
 
@@ -386,11 +422,10 @@ def _fingerprint(uri: str) -> str:
         CheckpointError: `uri` has nothing that can be read as named arrays.
         StorageError: `uri` cannot be read now.
     """
-    import fsspec
     from fsspec.implementations.local import LocalFileSystem
 
     try:
-        files, path = fsspec.core.url_to_fs(uri if "://" in uri else str(Path(uri).expanduser().absolute()))
+        files, path = filesystem_of(uri if "://" in uri else str(Path(uri).expanduser().absolute()))
     except (ImportError, ValueError, TypeError) as error:
         raise CheckpointError(f"{uri} cannot be opened: {error}") from error
     digest = hashlib.sha256()
@@ -419,11 +454,12 @@ def _fingerprint(uri: str) -> str:
             size = found[name].get("size")
             if size is None:
                 raise CheckpointError(f"{uri}: the server does not answer with the size of {name}")
-            digest.update(f"{name.removeprefix(path)}\0{size}\0".encode())
-            for start, end in ((0, min(size, _SAMPLE)), (max(0, size - _SAMPLE), size)):
+            mark = "" if isinstance(files, LocalFileSystem) else mark_of(found[name])
+            digest.update(f"{name.removeprefix(path)}\0{size}\0{mark}\0".encode())
+            for start, end in _samples(size, marked=bool(mark)):
                 digest.update(patiently(partial(_sample, files, name, start, end)))
     except CheckpointError:
         raise
     except Exception as error:
-        raise StorageError(f"cannot read {uri}: {error}") from error
+        raise StorageError(f"cannot read {uri}: {why(error)}") from error
     return digest.hexdigest()[:16]

@@ -62,12 +62,13 @@ class _NodeCache:
                 if _read(part, buffer):
                     return
                 self._place.mkdir(parents=True, exist_ok=True)
-                with _locked(part.with_name(f"{part.name}.part")) as file:
+                beside = part.with_name(f"{part.name}.part")
+                with _locked(beside) as file:
                     if _read(part, buffer):  # another pod has written it
                         return
                     self._folder.read_into(name, start, buffer)
                     filled = True
-                    _write(file, buffer, part)
+                    _write(file, beside, buffer, part)
             except OSError as error:
                 self._works = False
                 _LOG.warning("the cache %s is not used: %s", self._place.parent, error.strerror or error)
@@ -88,17 +89,17 @@ def _read(part: Path, buffer: memoryview) -> bool:
         return False
 
 
-def _write(file: IO[bytes], buffer: memoryview, part: Path) -> None:
+def _write(file: IO[bytes], beside: Path, buffer: memoryview, part: Path) -> None:
     try:
         file.truncate(0)  # of a process that died
         file.write(buffer)
         file.write(_digest(buffer))
         file.flush()
         os.fsync(file.fileno())
-        Path(file.name).replace(part)
+        beside.replace(part)
     except OSError:
         with contextlib.suppress(OSError):
-            Path(file.name).unlink()  # a full disk needs the space
+            beside.unlink()  # a full disk needs the space
         raise
 
 
@@ -115,7 +116,9 @@ def _locked(path: Path) -> Iterator[IO[bytes]]:
     """
     deadline = time.monotonic() + _PATIENCE
     while True:
-        with path.open("ab") as file:
+        # Not through a link, which may name a file outside the cache.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+        with os.fdopen(descriptor, "ab") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
