@@ -1,6 +1,6 @@
 """The bytes example in three sizes, with an update for each batch or with local steps.
 
-bench/localsteps.py runs it in jobs, and bench/outer.py imports its parts.
+bench/localsteps.py runs it in jobs.
 """
 
 import argparse
