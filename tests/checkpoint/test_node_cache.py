@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import fsspec
 import jax
 import numpy as np
@@ -18,6 +22,8 @@ import optax
 import pytest
 import safetensors.numpy
 from fsspec.implementations.memory import MemoryFileSystem
+from hypothesis import given
+from hypothesis import strategies as st
 
 import backstay
 from backstay import StartFrom
@@ -106,68 +112,98 @@ def test_each_part_is_read_once_on_a_node(remote: str, tmp_path: Path) -> None:
     assert same(arrays_of(place, tmp_path / "cache"), other), "the base has changed, and the cache is of the other one"
 
 
-@pytest.fixture(params=["marked", "unmarked", "local"])
+Put = Callable[[int], None]
+
+
+@pytest.fixture(params=["marked", "listed", "unmarked", "local"])
 def changing(
     request: pytest.FixtureRequest, remote: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[str, Callable[[], None]]:
-    """A base of four arrays, and a function that replaces it by one of the same size, beginning and end.
+) -> tuple[str, Put]:
+    """A place, and a function that puts the first (0) or the second (1) of two bases there.
 
-    In an object store that marks each object, in one that does not, and in a local file whose time stays the same.
+    They have the same size, beginning and end. An object store marks each object, or answers from its last listing of a
+    folder, or has no marks. A local file always has the same time.
     """
     first = {name: np.full(60_000, at, np.float32) for at, name in enumerate("abcd")}
-    second = first | {"b": first["b"] + 10, "c": first["c"] + 10}
-    if request.param == "local":
-        file = tmp_path / "model.safetensors"
-        put_local(file, first)
-        return str(file), lambda: put_local(file, second)
-    if request.param == "unmarked":
-        known = {"name", "size", "type"}
-        info = MemoryFileSystem.info
-        monkeypatch.setattr(
-            Counted, "info", lambda self, path, **options: {k: v for k, v in info(self, path).items() if k in known}
-        )
-    return put(remote, first), lambda: void(put(remote, second))
+    bases = [safetensors.numpy.save(named) for named in (first, first | {"b": first["b"] + 10, "c": first["c"] + 10})]
+    file, listed = tmp_path / "model.safetensors", dict[str, Any]()
+    files, path = fsspec.core.url_to_fs(f"{remote}/model.safetensors")
+
+    def put(number: int) -> None:
+        if request.param != "local":
+            files.pipe_file(path, bases[number])
+            return
+        beside = file.with_suffix(".new")
+        beside.write_bytes(bases[number])
+        os.utime(beside, (1, 1))
+        beside.replace(file)
+
+    def info(self: Any, path: str, **options: Any) -> dict[str, Any]:
+        found = {**MemoryFileSystem.info(self, path, **options)}
+        if found["type"] == "file" and request.param == "unmarked":
+            return {key: found[key] for key in ("name", "size", "type")}
+        if found["type"] == "file":
+            found["ETag"] = hashlib.sha256(MemoryFileSystem.cat_file(self, path)).hexdigest()
+        return listed.setdefault(path, found) if request.param == "listed" else found
+
+    def ls(self: Any, path: str, detail: bool = True, **options: Any) -> Any:
+        return [info(self, name) for name in MemoryFileSystem.ls(self, path, detail=False)]
+
+    monkeypatch.setattr(Counted, "info", info)
+    monkeypatch.setattr(Counted, "ls", ls)
+    monkeypatch.setattr(Counted, "find", lambda self, path, **options: {one["name"]: one for one in ls(self, path)})
+    monkeypatch.setattr(Counted, "invalidate_cache", lambda self, path=None: listed.clear())
+    put(0)
+    return {"local": str(file), "listed": remote}.get(request.param, f"{remote}/model.safetensors"), put
 
 
-def put_local(file: Path, named: dict[str, Any]) -> None:
-    beside = file.with_suffix(".new")
-    beside.write_bytes(safetensors.numpy.save(named))
-    os.utime(beside, (1, 1))
-    beside.replace(file)
+def beginnings(fixed: str, names: str, cache: str = "", put: Callable[[], None] | None = None) -> list[float]:
+    """The first number of each array; the base is replaced before the last array is read."""
+    found = []
+    with _arrays.open_arrays(fixed, cache=cache) as arrays:
+        for name in names:
+            if put is not None and name == names[-1]:
+                put()
+            found.append(float(arrays[name][0]))
+    return found
 
 
-def void(_: object) -> None:
-    return
-
-
-def test_a_base_that_is_replaced_while_it_is_read_is_refused(changing: tuple[str, Callable[[], None]]) -> None:
+def test_a_base_that_is_replaced_while_it_is_read_is_refused(changing: tuple[str, Put]) -> None:
     """The arrays would be of two bases."""
-    place, replace = changing
+    place, put = changing
     fixed = _arrays.fix(place)
-
-    def read() -> None:
-        with _arrays.open_arrays(fixed) as arrays:
-            assert arrays["b"][0] == 1
-            replace()
-            assert arrays["c"][0] == 12
-
-    with pytest.raises(CheckpointError, match=r"was replaced while its arrays were read|has changed \(fingerprint"):
-        read()
-    with pytest.raises(CheckpointError, match=r"has changed \(fingerprint"), _arrays.open_arrays(fixed):
-        pass
+    with pytest.raises(CheckpointError, match=r"has changed \(fingerprint .* while its arrays were read"):
+        beginnings(fixed, "bc", put=lambda: put(1))
+    with pytest.raises(CheckpointError, match=r"has changed \(fingerprint .* since the job began with it"):
+        beginnings(fixed, "b")
 
 
-def test_a_cache_has_no_part_of_a_base_that_was_replaced(
-    changing: tuple[str, Callable[[], None]], tmp_path: Path
+def test_a_base_that_is_replaced_before_its_first_array_is_refused(
+    changing: tuple[str, Put], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even if the old base was read in part only, and the new one differs only in the middle of a file."""
-    place, replace = changing
-    cache = str(tmp_path / "cache")
-    with _arrays.open_arrays(_arrays.fix(place), cache=cache) as arrays:
-        assert [arrays[name][0] for name in "ab"] == [0, 1]
-    replace()
-    with _arrays.open_arrays(_arrays.fix(place), cache=cache) as arrays:
-        assert [arrays[name][0] for name in "abcd"] == [0, 11, 12, 3]
+    """After its fingerprint was compared."""
+    place, put = changing
+    fixed, listed = _arrays.fix(place), _arrays._listed
+
+    def replaced(uri: str) -> Any:
+        put(1)
+        return listed(uri)
+
+    monkeypatch.setattr(_arrays, "_listed", replaced)
+    with pytest.raises(CheckpointError, match=r"has changed \(fingerprint .* while its arrays were read"):
+        beginnings(fixed, "abcd")
+
+
+def test_a_cache_has_no_part_of_another_base(changing: tuple[str, Put], tmp_path: Path) -> None:
+    """Even if the first was read in part only, was replaced while it was read, or is there again."""
+    place, put = changing
+    cache, fixed = str(tmp_path / "cache"), _arrays.fix(place)
+    assert beginnings(fixed, "a", cache) == [0]
+    with pytest.raises(CheckpointError, match="while its arrays were read"):
+        beginnings(fixed, "bc", cache, lambda: put(1))
+    assert beginnings(_arrays.fix(place), "abcd", cache) == [0, 11, 12, 3]
+    put(0)
+    assert beginnings(fixed, "abcd", cache) == [0, 1, 2, 3]
 
 
 def test_a_cache_does_not_write_through_a_link(remote: str, tmp_path: Path) -> None:
@@ -182,13 +218,55 @@ def test_a_cache_does_not_write_through_a_link(remote: str, tmp_path: Path) -> N
     assert outside.read_bytes() == b"mine"
 
 
+@pytest.mark.parametrize(
+    ("cause", "missing"),
+    [
+        (None, True),
+        (FileNotFoundError(), True),
+        (SimpleNamespace(status=404), True),
+        (SimpleNamespace(status=503), False),
+        (TimeoutError(), False),
+        (aiohttp.ServerDisconnectedError(), False),
+    ],
+)
+def test_a_file_is_missing_only_if_the_server_answers_that_it_is(cause: Any, missing: bool) -> None:
+    """The file system of HTTP raises FileNotFoundError for any failure."""
+    error = FileNotFoundError("http://a/b")
+    if isinstance(cause, SimpleNamespace):
+        cause = type("Answered", (Exception,), vars(cause))()
+    error.__cause__ = cause
+    assert _files.is_missing(error) == missing
+
+
 def test_a_server_that_never_answers_is_a_storage_error_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it, a request waits for five minutes, and its error has no text."""
     monkeypatch.setattr(_files, "_SILENT_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:  # it accepts, and reads nothing
-        folder = open_folder(f"http://127.0.0.1:{server.getsockname()[1]}")
+        place = f"http://127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(StorageError, match=r"cannot read .*model.safetensors: .*[Tt]ime"):
-            folder.read_into("model.safetensors", 0, memoryview(bytearray(8)))
+            open_folder(place).read_into("model.safetensors", 0, memoryview(bytearray(8)))
+        with pytest.raises(StorageError, match=r"cannot read .*model.safetensors"):
+            open_folder(place).size("model.safetensors")
+        with pytest.raises(StorageError, match=r"cannot read .*model.safetensors"):
+            _arrays.fix(f"{place}/model.safetensors")
+
+
+def test_what_the_user_has_configured_for_http_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(fsspec.config.conf, "https", {"client_kwargs": {"headers": {"Authorization": "token"}}})
+    files, _ = _files.filesystem_of("https://127.0.0.1:1/model.safetensors")
+    assert files.client_kwargs["headers"] == {"Authorization": "token"}
+    assert files.client_kwargs["timeout"].sock_read == _files._SILENT_SECONDS
+
+
+@given(st.integers(0, 10**7), st.booleans())
+def test_samples_are_in_the_file_and_at_its_ends(size: int, marked: bool) -> None:
+    ranges = sorted(_arrays._samples(size, marked=marked))
+    assert all(0 <= start <= end <= size for start, end in ranges)
+    assert ranges[0][0] == 0
+    assert max(end for _, end in ranges) == size
+    gaps = [after[0] - before[1] for before, after in pairwise(ranges)]
+    if not marked:
+        assert max(gaps, default=0) <= max(0, size // (_arrays._SAMPLES - 1) - _arrays._SMALL_SAMPLE + 1)
 
 
 def test_a_checkpoint_of_backstay_comes_from_the_cache_too(
@@ -273,7 +351,8 @@ def test_pods_that_start_together_read_each_part_once(remote: str, tmp_path: Pat
 
 def test_a_local_folder_has_no_cache(tmp_path: Path) -> None:
     folder = open_folder(str(tmp_path))
-    assert cached(folder, str(tmp_path / "cache"), "x") == folder.read_into
+    with cached(folder, str(tmp_path / "cache"), "x") as read_into:
+        assert read_into == folder.read_into
     with pytest.raises(ConfigurationError, match=r"cache is 's3://b': must be the path of a folder on the node"):
         StartFrom("s3://a", cache="s3://b")
 

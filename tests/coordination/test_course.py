@@ -54,12 +54,12 @@ def history(version: int = 0, world: int = 1) -> CoordinatorState:
 NUMBER = st.integers(0, 12)
 
 
-@given(NUMBER, NUMBER, st.sampled_from([0, 1, 3]), st.sampled_from([0, 1, 2, 5]), st.lists(NUMBER, max_size=60))
+@given(NUMBER, st.integers(1, 3), NUMBER, st.sampled_from([0, 1, 3]), st.sampled_from([0, 1, 2, 5]), st.lists(NUMBER))
 def test_every_update_is_dispatched_and_read_one_time_in_order(
-    begun: int, steps: int, shown_every: int, due: int, leads: list[int]
+    begun: int, world: int, steps: int, shown_every: int, due: int, leads: list[int]
 ) -> None:
-    """However far the host is ahead at each moment."""
-    process = Process(history(begun), steps, shown_every=shown_every, due=due)
+    """However far the host is ahead at each moment, and however many ranks were in force."""
+    process = Process(history(begun, world), steps, shown_every=shown_every, due=due)
     leads.reverse()
     ahead = 2
     while process.act(ahead=ahead):
@@ -68,6 +68,7 @@ def test_every_update_is_dispatched_and_read_one_time_in_order(
     assert process.done == [f"dispatch {version}" for version in updates]
     assert not process.waiting
     assert process.course.state.version == max(begun, steps)
+    assert process.course.state.world == (1 if begun < steps else world)
     # The last version is stored at the end of training, not by the course.
     assert process.stored == [v for v in updates if due and v % due == 0 and v != steps]
     assert process.course.state.last == (steps if begun < steps else 0)

@@ -31,6 +31,8 @@ class Pair(NamedTuple):
 def test_a_result_is_read_as_it_was_written(tmp_path: Path, params: Any) -> None:
     result = Result(params, 7, 0.5, {"accuracy": 0.25}, "memory://x", {"error": 1.0}, 2, {"mean": jnp.ones(2)})
     write_result(tmp_path / "result", result)
+    (tmp_path / "other").touch()
+    assert (tmp_path / "result").stat().st_mode == (tmp_path / "other").stat().st_mode, "another user may read it"
     found = read_result(tmp_path / "result")
     assert found is not None
     assert (found.step, found.loss, found.metrics, found.checkpoint) == (7, 0.5, {"accuracy": 0.25}, "memory://x")

@@ -412,6 +412,8 @@ def _reason(signalled: InterruptedAt, storage: AloneStorage) -> KeyboardInterrup
     step = signalled.step
     if storage.stored == step:
         text = f"training ended after step {step}, which is stored in {storage.newest}: the same command continues"
+    elif not storage.error:
+        text = "training ended before its first update"
     else:
         kept = f"the newest checkpoint is of step {storage.stored}" if storage.newest else "there is no checkpoint"
         text = f"training ended after step {step}, which could not be stored: {storage.error}; {kept}"

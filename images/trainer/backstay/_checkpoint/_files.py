@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import operator
 import os
 import stat
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from functools import reduce
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -20,10 +23,10 @@ from .. import _instrument
 from ..errors import CheckpointError, StorageError
 
 _SILENT_SECONDS: Final = 20.0
-# As the file systems of HTTP, S3, Google, Azure and memory name them; the best first.
+# As file systems of fsspec name them. First those of the content, since the etag of Google is also of the metadata.
 _MARKS: Final = (
-    *("ETag", "etag", "generation", "md5Hash", "Content-MD5", "Digest", "checksum", "VersionId"),
-    *("Last-Modified", "LastModified", "last_modified", "modified", "updated", "mtime", "created"),
+    *("generation", "md5Hash", "blob_id", "sha", "ETag", "etag", "Content-MD5", "Digest", "checksum", "VersionId"),
+    *("Last-Modified", "LastModified", "last_modified", "modified", "modificationTime", "updated", "mtime", "created"),
 )
 
 
@@ -43,9 +46,6 @@ class Folder(Protocol):
 
     def size(self, name: str) -> int | None:
         """The size of a file in bytes; None when there is no such file. Raises `StorageError`."""
-
-    def mark(self, name: str) -> str:
-        """A text that changes when the file is replaced; empty: the storage has none. Raises `StorageError`."""
 
     def write(self, name: str, fill: Callable[[str], None] | bytes) -> None:
         """Create the whole file `name`; `fill` writes to the local path that is its argument.
@@ -130,15 +130,6 @@ class PosixFolder:
             return None
         except OSError as error:
             raise StorageError(f"cannot read {self.path / name}: {error}") from error
-
-    def mark(self, name: str) -> str:
-        try:
-            found = (self.path / name).stat()
-        except (FileNotFoundError, NotADirectoryError):
-            return ""
-        except OSError as error:
-            raise StorageError(f"cannot read {self.path / name}: {error}") from error
-        return f"{found.st_size} {found.st_mtime_ns}"  # a file system in user space may invent another inode
 
     def write(self, name: str, fill: Callable[[str], None] | bytes) -> None:
         temporary = self.path / f".{name}.{uuid.uuid4().hex[:8]}.tmp"
@@ -225,18 +216,18 @@ class RemoteFolder:
         try:
             self._fs.invalidate_cache()
             found = self._fs.ls(self._path, detail=True)
-        except FileNotFoundError:
-            return []
         except Exception as error:
+            if is_missing(error):
+                return []
             raise StorageError(f"cannot list checkpoints in {self.uri}: {why(error)}") from error
         return sorted(entry["name"].rsplit("/", 1)[-1] for entry in found if entry["type"] == "file")
 
     def read(self, name: str) -> bytes:
         try:
             return bytes(self._fs.cat_file(self._at(name)))
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{self.uri}/{name} is missing") from error
         except Exception as error:
+            if is_missing(error):
+                raise CheckpointError(f"{self.uri}/{name} is missing") from error
             raise StorageError(f"cannot read {self.uri}/{name}: {why(error)}") from error
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
@@ -245,9 +236,9 @@ class RemoteFolder:
         stop = start + len(buffer)
         try:
             data = self._fs.cat_file(self._at(name), start=start, end=stop)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{self.uri}/{name} is missing") from error
         except Exception as error:
+            if is_missing(error):
+                raise CheckpointError(f"{self.uri}/{name} is missing") from error
             raise StorageError(f"cannot read {self.uri}/{name}: {why(error)}") from error
         if len(data) >= stop > len(buffer):  # a server of HTTP may answer with the whole file
             data = memoryview(data)[start:stop]
@@ -258,19 +249,11 @@ class RemoteFolder:
         buffer[:] = memoryview(data)[: len(buffer)]
 
     def size(self, name: str) -> int | None:
-        found = self._info(name)
-        return None if found is None else int(found["size"])
-
-    def mark(self, name: str) -> str:
-        return mark_of(self._info(name) or {})
-
-    def _info(self, name: str) -> dict[str, Any] | None:
         try:
-            found: dict[str, Any] = self._fs.info(self._at(name))
-            return found
-        except FileNotFoundError:
-            return None
+            return int(self._fs.info(self._at(name))["size"])
         except Exception as error:
+            if is_missing(error):
+                return None
             raise StorageError(f"cannot read {self.uri}/{name}: {why(error)}") from error
 
     def write(self, name: str, fill: Callable[[str], None] | bytes) -> None:
@@ -341,14 +324,26 @@ def filesystem_of(uri: str) -> tuple[Any, str]:
 
         # Five minutes for a whole request is the default: too short for a large part, too long for a silent server.
         waits = aiohttp.ClientTimeout(total=None, sock_connect=_SILENT_SECONDS, sock_read=_SILENT_SECONDS)
-        options["client_kwargs"] = {"timeout": waits}
+        # An argument replaces what the user has configured for all of fsspec, such as a header with a token.
+        configured = (fsspec.config.conf.get(scheme, {}).get("client_kwargs", {}) for scheme in ("http", "https"))
+        options["client_kwargs"] = reduce(operator.or_, configured, {"timeout": waits})
     filesystem, path = fsspec.core.url_to_fs(uri, **options)
     return filesystem, path
 
 
 def mark_of(info: Mapping[str, Any]) -> str:
-    """See `Folder.mark`; `info`: what a file system of fsspec knows about a file."""
+    """A text that changes when a file is replaced, from the information of fsspec about it; empty: there is none."""
     return next((f"{key} {info[key]}" for key in _MARKS if info.get(key)), "")
+
+
+def is_missing(error: BaseException) -> bool:
+    """Whether a file does not exist. The file system of HTTP raises `FileNotFoundError` for any failure of `info`."""
+    cause = error.__cause__
+    if not isinstance(error, FileNotFoundError) or cause is None:
+        return isinstance(error, FileNotFoundError)
+    if (status := getattr(cause, "status", None)) is not None:
+        return status in {HTTPStatus.NOT_FOUND, HTTPStatus.GONE}
+    return not (isinstance(cause, TimeoutError | ConnectionError) or type(cause).__module__.startswith("aiohttp"))
 
 
 def why(error: BaseException) -> str:

@@ -60,14 +60,14 @@ class Course:
             steps: the number of updates, with those of `state`.
             batches: the number of batches of an update.
             shown_every: the number of updates between two that are shown; 0: none is.
-            due: whether a version is to be stored; called once for each.
+            due: whether a version is to be stored; called after its dispatch, and not for the last one.
         """
         change_batches(state, batches, MODES["Sync"])
         self.state, self.begun = state, state.version
         self._dispatched = state.version
         self._end = state.last or steps
         self._shown_every, self._due = shown_every, due
-        self._shows = self._stores = False
+        self._shows = self._stores = self._asks = False
 
     def next(self, *, leaving: bool, ahead: int) -> Next:
         """The next action; None: there is none, because training has ended or this process leaves.
@@ -77,6 +77,8 @@ class Course:
             ahead: how many updates may be dispatched and not read.
         """
         state = self.state
+        if self._asks:
+            self._asks, self._stores = False, self._due(self._dispatched)
         ends = leaving or self._dispatched >= self._end
         # Several ranks are in force in the first update after a job's checkpoint only.
         waits = ends or self._shows or self._stores or state.world != 1
@@ -91,7 +93,7 @@ class Course:
             return Then.STORE
         self._dispatched += 1
         self._shows = bool(self._shown_every) and self._dispatched % self._shown_every == 0
-        self._stores = self._dispatched < self._end and self._due(self._dispatched)
+        self._asks = self._dispatched < self._end
         return Dispatch(self._dispatched, self._shows)
 
     def read(self, *, applied: bool) -> tuple[EpochEnded, ...]:

@@ -160,6 +160,7 @@ def train_alone(
         lead.settled()
         if on_update is not None and on_update(report) and report.model is not None:
             course.stop()
+        report.model = None  # the next step consumes it
 
     def store() -> None:
         if storage is not None and storage.stored != state.version:
@@ -172,8 +173,6 @@ def train_alone(
         while action := course.next(leaving=leaving(), ahead=lead.steps):
             match action:
                 case Dispatch(version, shown):
-                    if newest is not None:
-                        newest.model = None  # this step consumes it
                     key = BatchKey(version - 1, rank=0, world=state.world, seed=script.seed, offset=state.offset)
                     carry, outcome, examples = step(carry, key, fetch)
                     newest = StepReport(version, examples, outcome, _evaluated(carry, tree, frozen) if shown else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -47,7 +48,10 @@ def write_result(file: Path, result: Result) -> None:
     fields["others"] = others
     part = file.with_suffix(".part")
     text = json.dumps(fields, default=dict)
+    part.touch()
+    mode = part.stat().st_mode
     safetensors.serialize_file(tensors, part, {"result": text})
+    part.chmod(stat.S_IMODE(mode))  # the library makes it readable for its owner only
     del arrays
     part.replace(file)
 

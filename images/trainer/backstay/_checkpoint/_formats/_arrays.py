@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from ..._update import MODEL_STATE, aligned_empty
 from ...errors import CheckpointError, StorageError
 from .._dtypes import STORED
-from .._files import Folder, PosixFolder, filesystem_of, mark_of, open_folder, why
+from .._files import Folder, PosixFolder, filesystem_of, is_missing, mark_of, open_folder, why
 from .._history import patiently
 from .._manifest import FrozenRecord, Origin
 from .._names import MANIFEST_SUFFIX
@@ -49,6 +49,9 @@ _SMALL_SAMPLE: Final = 4 << 10
 time. A fine-tuned model differs from its base in the middle."""
 
 
+_WHILE: Final = "while its arrays were read, which may be of two files"
+_STAYS: Final = "It must stay the same while the job runs, and be the same in every pod"
+
 Readers = Mapping[str, Callable[[], NDArray[np.generic]]]
 """Functions that read the arrays, by name."""
 
@@ -63,7 +66,8 @@ class Arrays(Mapping[str, NDArray[np.generic]]):
     Attributes:
         where: the place of the arrays, for messages.
         of_init: names without an array: `init` made the values, which were frozen. The digests of the values.
-        read_names: the names of the arrays that were read.
+        read_names: the names of the arrays that were read, or looked for.
+        was_read: whether an array was read.
     """
 
     def __init__(
@@ -74,11 +78,13 @@ class Arrays(Mapping[str, NDArray[np.generic]]):
     ) -> None:
         self.where, self.of_init = where, of_init
         self.read_names: set[str] = set()
+        self.was_read = False
         self._readers = dict(readers)
 
     def __getitem__(self, name: str) -> NDArray[np.generic]:
         if name not in self._readers:
             raise MissingArray(name)
+        self.was_read = True
         array = self._readers[name]()
         self.read_names.add(name)
         return array
@@ -173,47 +179,53 @@ def open_arrays(
         folder, _, name = fixed.rpartition("/")
         store = CheckpointStore(folder or ".")
         manifest = store.open(name, verify=False)  # the reader compares the checksums of what it reads
-        read_into = _patient(cached(store.folder, cache, "".join(info.sha256 for info in manifest.files)))
         # The second read of a local file is fast, and arrays need not be in memory together.
         again = isinstance(store.folder, PosixFolder)
         count = len(manifest.files)
-        reader = Reader(store, manifest, cache=count, keep=OF_MODEL, again=again, read_into=read_into)
-        readers: dict[str, Callable[[], NDArray[np.generic]]] = {}
-        readers |= {leaf.path: partial(reader.parameter, index) for index, leaf in enumerate(manifest.leaves)}
-        of_state = enumerate(manifest.state_leaves)
-        readers |= {MODEL_STATE + leaf.path: partial(reader.state_leaf, i) for i, leaf in of_state}
-        others, of_init = ({}, {}) if frozen is None or manifest.frozen is None else frozen(manifest.frozen)
-        yield Arrays(fixed, readers | dict(others), of_init)
+        with cached(store.folder, cache, "".join(info.sha256 for info in manifest.files)) as read_into:
+            parts = _patient(read_into)
+            reader = Reader(store, manifest, cache=count, keep=OF_MODEL, again=again, read_into=parts)
+            readers: dict[str, Callable[[], NDArray[np.generic]]] = {}
+            readers |= {leaf.path: partial(reader.parameter, index) for index, leaf in enumerate(manifest.leaves)}
+            of_state = enumerate(manifest.state_leaves)
+            readers |= {MODEL_STATE + leaf.path: partial(reader.state_leaf, i) for i, leaf in of_state}
+            others, of_init = ({}, {}) if frozen is None or manifest.frozen is None else frozen(manifest.frozen)
+            yield Arrays(fixed, readers | dict(others), of_init)
         return
     uri, _, expected = fixed.rpartition("#")
-    _compare(uri, expected)
+    _compare(uri, expected, f"since the job began with it ({expected})")
     if is_orbax(uri):
         whole = read_orbax(uri)
-        _compare(uri, expected)
+        _compare(uri, expected, _WHILE)
         yield Arrays(uri, {name: _constant(array) for name, array in whole.items()})
         return
     files, names, indexes = _listed(uri)
-    marks = {name: patiently(partial(files.mark, name)) for name in names}
-    arrays = Arrays(uri, _tensors(uri, files, names, indexes, _patient(cached(files, cache, expected))))
-    yield arrays
-    if not arrays.read_names:
-        return
-    if changed := [name for name in names if patiently(partial(files.mark, name)) != marks[name]]:
-        raise CheckpointError(
-            f"{files.uri}/{changed[0]} was replaced while its arrays were read, which may be of two files. "
-            "It must stay the same while the job runs"
-        )
-    if isinstance(files, PosixFolder) or not all(marks.values()):
-        _compare(uri, expected)
+    times = _times(files, names)
+    with cached(files, cache, expected) as read_into:
+        arrays = Arrays(uri, _tensors(uri, files, names, indexes, _patient(read_into)))
+        yield arrays
+        if arrays.was_read:
+            patiently(lambda: _compare(uri, expected, _WHILE))
+            if _times(files, names) != times:
+                raise CheckpointError(f"{uri} has changed {_WHILE}. {_STAYS}")
 
 
-def _compare(uri: str, expected: str) -> None:
+def _compare(uri: str, expected: str, when: str) -> None:
     """Raise an error if the content is not that of a fingerprint."""
     if (found := _fingerprint(uri)) != expected:
         raise CheckpointError(
-            f"the content of {uri} has changed (fingerprint {found}) since the job began with it ({expected}). It must "
-            "stay the same while the job runs, and be the same in every pod"
+            f"the content of {uri}, or its mark in the store, has changed (fingerprint {found}) {when}. {_STAYS}"
         )
+
+
+def _times(files: Folder, names: Iterable[str]) -> list[int]:
+    """The times of local files, which their fingerprint does not contain: a copy on another node has other ones."""
+    if not isinstance(files, PosixFolder):
+        return []
+    try:
+        return [(files.path / name).stat().st_mtime_ns for name in names]
+    except OSError as error:
+        raise StorageError(f"cannot read {files.path}: {error}") from error
 
 
 def _patient(read_into: ReadInto) -> ReadInto:
@@ -400,7 +412,7 @@ def _samples(size: int, *, marked: bool) -> Iterator[tuple[int, int]]:
     yield 0, _SAMPLE
     yield size - _SAMPLE, size
     for number in range(0 if marked else _SAMPLES):
-        start = _SAMPLE + (size - 3 * _SAMPLE) * number // _SAMPLES
+        start = _SAMPLE + (size - 2 * _SAMPLE - _SMALL_SAMPLE) * number // (_SAMPLES - 1)
         yield start, start + _SMALL_SAMPLE
 
 
@@ -435,7 +447,9 @@ def _fingerprint(uri: str) -> str:
             # A listing by HTTP would read the whole file, and look for links in it.
             own: dict[str, Any] = files.info(path) if uri.endswith(_SAFETENSORS) else {"type": "directory"}
             found = files.find(path, detail=True) if own["type"] == "directory" else {path: own}
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if not is_missing(error):
+                raise
             found = {}
         if isinstance(files, LocalFileSystem):
             # Reading a pipe would never end. A link to a folder cannot be read, and may be a loop.

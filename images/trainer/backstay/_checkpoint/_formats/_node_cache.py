@@ -30,17 +30,26 @@ _PATIENCE: Final = 120.0
 _POLL: Final = 0.05
 
 
-def cached(folder: Folder, place: str, identity: str) -> ReadInto:
+@contextlib.contextmanager
+def cached(folder: Folder, place: str, identity: str) -> Iterator[ReadInto]:
     """Reads parts of the files in a remote folder. Each is read from there once, and then from the cache.
+
+    If the context ends with an error, the cache has no part that this process wrote: the files may have changed.
 
     Args:
         place: the folder of the cache, which is made; empty: there is no cache, as for a local `folder`.
         identity: text that differs for files of the same names with other contents.
     """
     if not place or isinstance(folder, PosixFolder):
-        return folder.read_into
+        yield folder.read_into
+        return
     name = hashlib.sha256(f"{folder.uri}\0{identity}".encode()).hexdigest()[:32]
-    return _NodeCache(folder, Path(place).expanduser() / name).read_into
+    cache = _NodeCache(folder, Path(place).expanduser() / name)
+    try:
+        yield cache.read_into
+    except BaseException:
+        cache.forget()
+        raise
 
 
 class _NodeCache:
@@ -52,6 +61,7 @@ class _NodeCache:
     def __init__(self, folder: Folder, place: Path) -> None:
         self._folder, self._place = folder, place
         self._works = True
+        self._written: list[Path] = []
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes from `start`. Raises as the method of `Folder`."""
@@ -69,11 +79,18 @@ class _NodeCache:
                     self._folder.read_into(name, start, buffer)
                     filled = True
                     _write(file, beside, buffer, part)
+                    self._written.append(part)
             except OSError as error:
                 self._works = False
                 _LOG.warning("the cache %s is not used: %s", self._place.parent, error.strerror or error)
         if not filled:
             self._folder.read_into(name, start, buffer)
+
+    def forget(self) -> None:
+        """Delete the parts that this process wrote."""
+        for part in self._written:
+            with contextlib.suppress(OSError):
+                part.unlink()
 
 
 def _read(part: Path, buffer: memoryview) -> bool:
