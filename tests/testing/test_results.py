@@ -23,7 +23,7 @@ class Pair(NamedTuple):
     "params",
     [
         {"w": jnp.arange(6.0).reshape(2, 3).T, "b": [jnp.float32(2), (jnp.zeros(0, jnp.int8),)], "none": None},
-        {"half": jnp.ones(3, jnp.bfloat16)},
+        {"half": jnp.ones(3, jnp.bfloat16), "quarter": jnp.ones(3, jnp.float8_e4m3fn)},
         jnp.int32(4),
         {"frozen": [np.arange(3) + 1j, np.zeros((0, 2), np.complex128), jnp.arange(3, dtype=jnp.int4)]},
     ],

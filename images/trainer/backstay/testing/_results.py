@@ -28,7 +28,7 @@ def write_result(file: Path, result: Result) -> None:
     """Write a result; a reader finds it whole or not at all."""
     arrays: dict[str, NDArray[Any]] = {}
     tensors: dict[str, safetensors.TensorSpec] = {}  # which point into `arrays`: a copy of the model has no room
-    others: dict[str, tuple[str, tuple[int, ...]]] = {}  # dtype and shape of the arrays that safetensors cannot hold
+    others: dict[str, tuple[str, tuple[int, ...]]] = {}  # dtype and shape of the arrays that are stored as bytes
     fields = {name: value for name, value in vars(result).items() if name not in _TREES}
     fields["history"] = asdict(result.history)
     for name in _TREES:
@@ -38,9 +38,9 @@ def write_result(file: Path, result: Result) -> None:
         fields[f"{name}_paths"] = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
         for number, (_, leaf) in enumerate(leaves):
             key, array = f"{name}/{number}", np.asarray(leaf, order="C")
-            if array.dtype.name not in BY_NAME:
+            if array.dtype.name not in BY_NAME or array.dtype.isbuiltin != 1:  # the library reads few of NumPy's guests
                 others[key] = array.dtype.name, array.shape
-                array = np.frombuffer(array.tobytes(), np.uint8)
+                array = array.reshape(-1).view(np.uint8)
             arrays[key] = array
             tensors[key] = safetensors.TensorSpec(
                 dtype=array.dtype.name, shape=list(array.shape), data_ptr=array.ctypes.data, data_len=array.nbytes
