@@ -9,7 +9,7 @@ from backstay._checkpoint import Identity, JobIdentity, Manifest
 from backstay._checkpoint._history._ownership import Denied, Foreign, NewHistory, Own, ownership
 from backstay._checkpoint._manifest import Claim, Origin
 from backstay._checkpoint._names import ManifestName
-from backstay._checkpoint._store import Contents, Newest
+from backstay._checkpoint._store import Newest
 from backstay.errors import CheckpointOfAnotherJob
 
 URI = "/folder"
@@ -57,9 +57,8 @@ def test_t7_checkpoints_are_never_dropped_without_a_word(
     """Without a checkpoint to continue from, a run begins, unless it would leave its older ones behind."""
     claim = None if claimed is None else Claim(origin=claimed, lease=2, term=2, incarnation=0)
     names = (ManifestName(1, 1, 10, 0, "f" * 16),) if older else ()
-    contents = Contents.of([str(name) for name in names])
     lines = ("step-10",)
-    found = ownership(identity, URI, Newest(None, lines if skipped else (), lines if unusable else ()), claim, contents)
+    found = ownership(identity, URI, Newest(None, lines if skipped else (), lines if unusable else ()), claim, names)
     other = claimed is not None and not identity.made(claimed)
     behind = other and skipped and older and not (identity.start_from or identity.any_history)
     assert isinstance(found, Denied if unusable or behind else NewHistory)

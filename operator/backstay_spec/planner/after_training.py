@@ -326,7 +326,7 @@ def _has_ended_in_order(pod: PodView | None) -> bool:
     if pod is None or not pod.ended:
         return False
     found = outcome_of(pod.raw)
-    return found.returned_from_train if found is not None else _exit_code(pod) == 0 and not pod.deleting
+    return found.returned_from_train if found is not None else _is_done(pod)
 
 
 def _exit_code(pod: PodView) -> Any:

@@ -147,14 +147,14 @@ def train_alone(
     places = _places(script, tree)
     carry = _first(leaves, tree, script, places, rounding, storage)
     step = (_gradients if script.local is None else _local_steps)(script, script.objective(frozen), places, rounding)
-    judge, lead = _Judge(tree, max_non_finite, state.non_finite_run), Lead()
+    judge, lead = _Judge(tree, max_non_finite), Lead()
     waiting: deque[StepReport] = deque()
     history = History()
     newest: StepReport | None = None
 
     def read() -> None:
         report = waiting.popleft()
-        judge.examine(report)
+        judge.examine(report, state.non_finite_run)
         history.add(report.step, lambda: (report.loss, report.metrics))
         report.ended = course.read(applied=report.applied)
         lead.settled()
@@ -496,16 +496,17 @@ class _Judge:
     """Ends training after too many gradients that are not finite. Warns of leaves that no gradient reaches, and of the
     first loss that is not finite."""
 
-    def __init__(self, tree: TreeSpec, max_non_finite: int, in_a_row: int) -> None:
-        """`in_a_row` counts the newest updates before the first one that had such a gradient."""
+    def __init__(self, tree: TreeSpec, max_non_finite: int) -> None:
         self._tree = tree
         self._most = max_non_finite
-        self._in_a_row = in_a_row
         self._zero, self._untrained = ZeroLeaves(tree), Untrained()
         self._warned = False
 
-    def examine(self, report: StepReport) -> None:
+    def examine(self, report: StepReport, in_a_row: int) -> None:
         """
+        Args:
+            in_a_row: how many of the newest updates before this one had such a gradient.
+
         Raises:
             JobFailed: ``NonFiniteGradients``.
         """
@@ -515,10 +516,9 @@ class _Judge:
         if report.applied and not self._warned and not math.isfinite(report.loss):
             self._warned = True
             _LOG.warning(NON_FINITE_LOSS, report.step, report.loss)
-        self._in_a_row = 0 if report.applied else self._in_a_row + 1
-        if self._in_a_row >= self._most:
+        if not report.applied and in_a_row + 1 >= self._most:
             raise JobFailed(
                 "NonFiniteGradients",
-                f"the contributions of {self._in_a_row} updates in a row were not finite, the last at step "
+                f"the contributions of {in_a_row + 1} updates in a row were not finite, the last at step "
                 f"{report.step - 1} of rank 0 (loss {report.loss:g})",
             )

@@ -382,7 +382,8 @@ class ManifestStorage:
 
     def _check_owner(self, contents: Contents) -> None:
         newest = patiently(lambda: self._store.newest(verify=False, contents=contents))
-        found = ownership(self._identity, self._store.uri, newest, self._store.newest_claim(contents), contents)
+        claim = self._store.newest_claim(contents)
+        found = ownership(self._identity, self._store.uri, newest, claim, contents.manifests)
         if isinstance(found, Denied):
             if isinstance(found.error, CheckpointOfAnotherJob):
                 patiently(self._lease.observe)  # a running writer is the better reason

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from ...errors import CheckpointError, CheckpointOfAnotherJob
 from .._files import same_place
 from .._manifest import Best, Claim, JobIdentity, Manifest, Origin
-from .._store import Contents, Newest
+from .._names import ManifestName
+from .._store import Newest
 
 __all__ = ["Denied", "Foreign", "Identity", "NewHistory", "Own", "Ownership", "ownership"]
 
@@ -74,14 +75,14 @@ Ownership: TypeAlias = Own | Foreign | NewHistory | Denied
 
 
 def ownership(
-    identity: Identity, uri: str, newest: Newest, claim: Claim | None = None, contents: Contents | None = None
+    identity: Identity, uri: str, newest: Newest, claim: Claim | None = None, names: Sequence[ManifestName] = ()
 ) -> Ownership:
     """Compare the contents of a folder with the run that wants to write into it.
 
     Args:
         uri: the folder, for errors.
         claim: the newest claim in the folder; None: it is not compared.
-        contents: the names in the folder, for the comparison with `claim`.
+        names: the manifests in the folder, newest first, for the comparison with `claim`.
     """
     manifest = newest.manifest
     if manifest is not None:
@@ -97,7 +98,7 @@ def ownership(
         return Denied(CheckpointError(text))
     if claim is None or identity.made(claim.origin) or identity.start_from or identity.any_history:
         return NewHistory()
-    mine = [name for name in contents.manifests if name.history != claim.origin.history] if contents else []
+    mine = [name for name in names if name.history != claim.origin.history]
     if not (newest.skipped and mine):
         return NewHistory()
     # These no longer count. To begin with the initial parameters would drop them silently.
