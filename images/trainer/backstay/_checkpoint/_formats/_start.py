@@ -60,8 +60,8 @@ class StartFrom:
             job read them. Otherwise a path, a URI or a `StartFrom`. They must have the digests of that job, and may
             have other names.
         cache: a folder on the node, such as one of a ``hostPath`` volume, for what is read from an object store. It
-            makes the start of a replacement shorter. Several pods of one user id can use it, and nothing is deleted
-            from it. Orbax checkpoints are not cached. Empty: no cache.
+            makes the start of a replacement shorter. Several pods of one user id can use it. Only parts of a read that
+            failed are deleted from it. Orbax checkpoints are not cached. Empty: no cache.
     """
 
     uri: str
