@@ -307,7 +307,7 @@ EVENTS: Final[tuple[EventDoc, ...]] = (
         "UnchangedParameters",
         "Warning",
         "More than half of the bytes that each update sends did not change in the first updates.",
-        "Freeze the named parameters with `train(frozen=...)`. See the page about fine-tuning.",
+        "Freeze them with `train(frozen=...)` or `train(frozen_state=...)`. See the page about fine-tuning.",
     ),
     EventDoc(
         "NonFiniteLoss",

@@ -88,6 +88,69 @@ def test_a_base_in_several_files_under_other_names(base, tmp_path):
         assert found.get_tensor("base.w").tobytes() == arrays["w"].tobytes()
 
 
+@pytest.mark.parametrize("frozen", [None, lambda name: name.startswith("base.")])
+@pytest.mark.parametrize("still", [True, lambda name: name == "a"])
+@pytest.mark.parametrize("begin", [False, True])
+def test_frozen_model_state_is_not_in_a_checkpoint(tmp_path, frozen, still, begin):
+    """With the base, the model is whole again: read, exported, and as the beginning of another job."""
+
+    def pair(key):
+        return {"base": {"w": init(key)["base"]["w"]}, "head": (jnp.ones(4),)}, {"a": jnp.ones(3), "b": jnp.zeros(2)}
+
+    def with_state(params, state, batch):
+        error = jnp.mean((batch @ params["base"]["w"] @ params["head"][0]) ** 2) * state["a"][0]
+        return error, {"a": state["a"] + 1, "b": state["b"] + 1}
+
+    place = tmp_path / "model.safetensors"
+    arrays = {"base.w": np.eye(4, dtype=np.float32), "head.0": np.ones(4, np.float32)}
+    safetensors.numpy.save_file(
+        arrays | {"state/a": np.full(3, 0.5, np.float32), "state/b": np.zeros(2, np.float32)}, place
+    )
+    of_both = {"init": pair, "loss": with_state, "has_state": True}
+    arguments = of_both | {"frozen": frozen, "frozen_state": still}
+    if begin:
+        arguments["start_from"] = str(place)
+    result, stored = trained(tmp_path, **arguments)
+    first = result.params, result.state
+    assert result.state["a"][0] == (0.5 if begin else 1)
+    assert result.state["b"][0] == (0 if still is True else 2)
+    alone = backstay.load(stored)
+    assert alone.state["a"] is None
+    assert (alone.state["b"] is None) == (still is True)
+    assert (alone.params["base"]["w"] is None) == (frozen is not None)
+    base = True if begin else pair(jax.random.key(0))
+    whole = backstay.load(stored, base=base)
+    assert_equal((whole.params, whole.state), first)
+    assert_equal(whole.average, result.average)
+    found = backstay.load(stored, like=first, base=base)
+    assert_equal((found.params, found.state), first)
+    backstay.export(stored, str(tmp_path / "whole.safetensors"), base=base)
+    assert {"state/a", "state/b"} < set(safetensors.numpy.load_file(tmp_path / "whole.safetensors"))
+    backstay.export(stored, str(tmp_path / "orbax"), "orbax", base=base)
+    for start in (str(tmp_path / "whole.safetensors"), str(tmp_path / "orbax"), stored):
+        again = of_both | {"start_from": start, "checkpoint": None, "steps": 0, "frozen": False}
+        if not begin and start == stored:
+            again["start_from"] = backstay.StartFrom(stored, base=str(tmp_path / "whole.safetensors"))
+        made, _ = trained(tmp_path, **again)
+        assert_equal((made.params, made.state), first)
+    safetensors.numpy.save_file(arrays, tmp_path / "without.safetensors")
+    without = arguments | {"start_from": str(tmp_path / "without.safetensors"), "checkpoint": None}
+    with pytest.raises(CheckpointError, match=r"missing \(\d\): state/a"):
+        trained(tmp_path, **without)
+    with pytest.raises(CheckpointError, match=r"state/a was frozen beside it, and is trained now"):
+        trained(tmp_path, **of_both | {"frozen": frozen, "steps": 3})
+    more = arguments | {"init": lambda key: (pair(key)[0], {"a": jnp.full(3, 7.0), "b": jnp.zeros(2)})}
+    if begin:
+        more["start_from"] = str(tmp_path / "other.safetensors")
+        other = {"state/a": np.full(3, 7, np.float32), "state/b": np.zeros(2, np.float32)}
+        safetensors.numpy.save_file(arrays | other, more["start_from"])
+    with pytest.raises(CheckpointError, match=r"state/a \(1 of \d leaves differ"):
+        trained(tmp_path, **more | {"steps": 3})
+    continued, _ = trained(tmp_path, **arguments | {"steps": 3})
+    assert continued.step == 3
+    assert continued.state["a"][0] == first[1]["a"][0]
+
+
 def test_arrays_that_a_mapping_changes_need_it(tmp_path):
     """Others are found by their digests, under any names and in another dtype."""
     kernel = np.arange(16, dtype=np.float32).reshape(4, 4)
@@ -155,7 +218,7 @@ def test_a_base_that_init_made_is_given_as_a_tree(tmp_path):
         backstay.load(stored, base=True)
     with pytest.raises(CheckpointError, match=r"base.w .1 of 2 arrays differ"):
         backstay.load(stored, base=init(jax.random.key(8)))
-    with pytest.raises(CheckpointError, match=r"`base` has 1 arrays, and all parameters of .* are 3"):
+    with pytest.raises(CheckpointError, match=r"`base` has 1 arrays, and the whole model of .* has 3 parameters"):
         backstay.load(stored, base={"w": 1})
     wide = init(jax.random.key(7)) | {"base": {"w": np.ones((4, 4)), "codes": CODES}}
     with pytest.raises(CheckpointError, match=r"`base` has float64\[4, 4\] at base.w: must be float32\[4, 4\]"):
@@ -178,7 +241,7 @@ def test_a_checkpoint_without_frozen_parameters_has_no_base(tmp_path):
     _, stored = trained(
         tmp_path, frozen=None, init=lambda key: {"w": jnp.ones((4, 1))}, loss=lambda p, b: (b @ p["w"]).sum()
     )
-    with pytest.raises(CheckpointError, match="has no frozen parameters: leave `base` out"):
+    with pytest.raises(CheckpointError, match="has no frozen arrays: leave `base` out"):
         backstay.load(stored, base=True)
 
 
@@ -223,7 +286,7 @@ def test_a_run_that_starts_from_it_makes_the_base_of_init_again(tmp_path):
     middle, _ = trained(tmp_path, seed=7, start_from=stored, checkpoint=again)
     assert_equal(unfrozen(tmp_path, again, seed=7), middle.params)
     assert_equal(unfrozen(tmp_path, backstay.StartFrom(again, base=stored), seed=7), middle.params)
-    with pytest.raises(CheckpointError, match=r"the frozen parameters of .* are the result of init: give them as"):
+    with pytest.raises(CheckpointError, match=r"the frozen arrays of .* are the result of init: give it as"):
         backstay.load(again, base=True)
     with pytest.raises(
         CheckpointError, match=r"init now makes others: base.w \(1 in all\). Use the same init and seed"

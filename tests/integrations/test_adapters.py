@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -84,9 +85,7 @@ def one_step(adapter, at=(0, 0)):
     model = adapter.init(jax.random.key(0))
     tree = describe(model, has_state=adapter.has_state, frozen=adapter.frozen)
     assert jax.tree.structure(jax.eval_shape(adapter.init, jax.random.key(0))) == jax.tree.structure(model)
-    frozen, leaves = [], jax.tree.leaves(model)
-    if tree.frozen is not None:
-        frozen, leaves = tree.frozen.values(model), jax.tree.leaves(tree.frozen.trained(model))
+    frozen, leaves = tree.frozen_values(model), jax.tree.leaves(tree.rest(model))
     objective = Objective(adapter.loss, tree, has_rng=adapter.has_rng, frozen=frozen)
     made = jax.jit(lambda leaves, at, frozen: vars(objective(leaves, BATCH, at, frozen)))(
         leaves, np.asarray(at, np.uint32), frozen
@@ -283,6 +282,52 @@ def test_linen_and_equinox_freeze_by_names():
     part = ours_equinox.adapt(lambda key: eqx.nn.MLP(4, 8, 8, 1, key=key), square, frozen=lambda name: "bias" in name)
     tree = describe(part.init(jax.random.key(0)), frozen=part["frozen"])
     assert [leaf.name for leaf in tree.frozen.leaves] == ["layers.0.bias", "layers.1.bias"]
+
+
+class Running(eqx.Module):
+    layer: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+
+    def __init__(self, key):
+        self.layer = eqx.nn.Linear(4, 8, key=key)
+        self.norm = eqx.nn.BatchNorm(8, "batch", mode="ema")
+
+    def __call__(self, x, state):
+        return self.norm(self.layer(x), state)
+
+
+def running(net, state, batch):
+    x, y = batch
+    out, new = jax.vmap(net, in_axes=(0, None), out_axes=(0, None), axis_name="batch")(x, state)
+    return jnp.mean((out - y) ** 2), new
+
+
+def in_training(net, batch):
+    x, y = batch
+    return jnp.mean((net(x, train=True) - y) ** 2)
+
+
+@pytest.mark.parametrize("library", ["nnx", "linen", "equinox"])
+def test_statistics_that_are_frozen_stay(library):
+    """All of them, and the means only."""
+    if library == "nnx":
+        make = partial(ours_nnx.adapt, Adapted, square)
+    elif library == "linen":
+        make = partial(ours_linen.adapt, Norm(), in_training, example=(BATCH[0],), options={"train": False})
+    else:
+        make = partial(ours_equinox.adapt, eqx.nn.make_with_state(Running), running)
+    settings = {"batches": lambda key: BATCH, "optimizer": optax.sgd(0.1), "steps": 2}
+    moves = backstay.train(**make(), **settings).state
+    adapter = make(frozen_state=True)
+    first = adapter.init(jax.random.key(0))[1]
+    stays = backstay.train(**adapter, **settings).state
+    assert jax.tree.structure(stays) == jax.tree.structure(first) == jax.tree.structure(moves)
+    assert all(map(np.array_equal, jax.tree.leaves(stays), jax.tree.leaves(first)))
+    assert not any(map(np.array_equal, jax.tree.leaves(moves), jax.tree.leaves(first)))
+    names = [leaf.path for leaf in describe(adapter.init(jax.random.key(0)), has_state=True).state.leaves]
+    part = backstay.train(**make(frozen_state=lambda name: name == names[0]), **settings).state
+    same = list(map(np.array_equal, jax.tree.leaves(part), jax.tree.leaves(first)))
+    assert same == [True] + [False] * (len(names) - 1)
 
 
 @pytest.mark.parametrize(

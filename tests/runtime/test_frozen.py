@@ -14,22 +14,26 @@ from backstay import load
 FROZEN = {"FROZEN": "dense"}
 
 
-def base(place: Path, factor: float = 1.0) -> str:
+def base(place: Path, factor: float = 1.0, **more: np.ndarray) -> str:
     kernel = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
     out = np.random.default_rng(1).normal(size=(16, 3)).astype(np.float32)
-    arrays = {"dense.kernel": factor * kernel, "dense.bias": np.ones(16, np.float32), "out.0": out}
+    arrays = {"dense.kernel": factor * kernel, "dense.bias": np.ones(16, np.float32), "out.0": out, **more}
     safetensors.numpy.save_file(arrays, place)
     return str(place)
 
 
-@pytest.mark.parametrize("start", [False, True])
-def test_t4_a_worker_and_a_server_die_and_nothing_changes(job, tmp_path: Path, start) -> None:
+@pytest.mark.parametrize(("start", "state"), [(False, False), (True, False), (False, True), (True, True)])
+def test_t4_a_worker_and_a_server_die_and_nothing_changes(job, tmp_path: Path, start, state) -> None:
     """The result is that of the loop in one process; the evaluator and each worker have the whole model."""
     folder, last = tmp_path / "folder", 0 if start else 1
     tiny = job(2, last + 1, checkpoint={"uri": str(folder), "every_steps": 2}, evaluator=True)
     tiny.environment = {**FROZEN, "STEPS": "8", "HOLD_AT": "5"}
+    mean = np.full(16, 0.25 if start else 0, np.float32)
+    if state:
+        tiny.environment |= {"STATE": "1", "FROZEN_STATE": "mean"}
     if start:
-        tiny.environment["START_FROM"] = base(tmp_path / "base.safetensors")
+        extra = {"state/mean": mean, "state/batches": np.array(3, np.int32)} if state else {}
+        tiny.environment["START_FROM"] = base(tmp_path / "base.safetensors", **extra)
     servers, workers = [tiny.server(0), tiny.server(1)], [tiny.worker(rank) for rank in range(last + 1)]
     evaluator = tiny.start("evaluator", 0)
     tiny.wait_for(servers[0], "step 5/8")
@@ -42,14 +46,22 @@ def test_t4_a_worker_and_a_server_die_and_nothing_changes(job, tmp_path: Path, s
     expected = tiny.reference()
     for worker in workers:
         found = tiny.params(worker)
-        for leaf in ("0", "1", "2"):
+        for leaf in filter(str.isdigit, expected):
             np.testing.assert_allclose(found[leaf], expected[leaf], rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(found["squares"], expected["squares"], rtol=1e-5)
     message = servers[0].final_message()
-    assert (message["trainedParameters"], message["frozenParameters"]) == (16 * 3, 8 * 16 + 16)
+    assert (message["trainedParameters"], message["frozenParameters"]) == (16 * 3, 8 * 16 + 16 + 16 * state)
     stored = load(str(folder))
+    if state:
+        assert stored.state == {"mean": None, "batches": 3 * start + 8}
+        assert expected["3"] == 3 * start + 8
+        assert np.array_equal(expected["4"], mean)
+        if start:
+            whole = load(str(folder), base=True)
+            assert np.array_equal(whole.state["mean"], mean)
+            assert np.array_equal(whole.params["dense"]["kernel"], expected["1"])
     assert stored.params["dense"] == {"kernel": None, "bias": None}
-    assert [leaf.path for leaf in stored.frozen.leaves] == ["dense.bias", "dense.kernel"]
+    assert [leaf.path for leaf in stored.frozen.leaves] == ["dense.bias", "dense.kernel", *["state/mean"] * state]
     assert sum(path.stat().st_size for path in folder.glob("*.safetensors")) < 8 * 3 * 4 * 16 * 3 * 4
 
 

@@ -173,6 +173,8 @@ def main() -> None:
         arguments["start_from"] = os.environ["START_FROM"]
     if "FROZEN" in os.environ:
         arguments["frozen"] = lambda name: name.startswith(os.environ["FROZEN"])
+    if "FROZEN_STATE" in os.environ:
+        arguments["frozen_state"] = lambda name: name == os.environ["FROZEN_STATE"]
     if "WIRE" in os.environ:
         gradients, parameters, *feedback = os.environ["WIRE"].split(",")
         arguments["wire"] = backstay.Wire(gradients, parameters, error_feedback=bool(feedback) or None)

@@ -23,7 +23,7 @@ from backstay._compute._placement import Placement
 from backstay._script import Script
 from backstay._update import Objective, digest_of, enable_x64
 from backstay._update._tree import arrays, describe
-from backstay.errors import TreeError
+from backstay.errors import ConfigurationError, TreeError
 from backstay.testing import train_local
 
 STEPS, WORLD = 6, 2
@@ -152,6 +152,79 @@ def test_a_model_with_state_keeps_its_pair():
     assert found.metrics == {"count": STEPS}
 
 
+def means(params, state, batch):
+    """Reads the means of the state, and returns others."""
+    error, _ = loss(params, (batch[0] - state["norm"]["mean"], batch[1]))
+    return error, {"norm": {"mean": state["norm"]["mean"] + 1}, "count": state["count"] + 1}
+
+
+def pair(key):
+    return init(key), {"norm": {"mean": jnp.full(6, 0.5)}, "count": jnp.int32(0)}
+
+
+@pytest.mark.parametrize("frozen", [None, is_base])
+@pytest.mark.parametrize(
+    ("still", "count"), [(lambda name: name == "norm.mean", STEPS), ({"norm": True, "count": False}, STEPS), (True, 0)]
+)
+def test_frozen_model_state_keeps_its_values(frozen, still, count):
+    """Float64. The new values that `loss` returns are not used."""
+    arguments = {"init": pair, "loss": means, "has_state": True, "frozen_state": still, "frozen": frozen}
+    arguments |= {"batches": batches, "steps": STEPS, "optimizer": optax.adam(1e-2)}
+    if frozen is None:
+        arguments["init"] = lambda key: (pair(key)[0] | {"base": jnp.ones((6, 6))}, pair(key)[1])
+        arguments["loss"] = lambda params, *rest: means(params | {"base": [params["base"], 1, jnp.ones(6)]}, *rest)
+
+    own_init, own_loss = arguments["init"], arguments["loss"]
+
+    def constant(params, batch):
+        return own_loss(params, pair(jax.random.key(0))[1], batch)[0]
+
+    expected = {"init": lambda key: own_init(key)[0], "loss": constant, "has_state": False, "frozen_state": None}
+    seen = []
+    with enable_x64():
+        found = train(**arguments, evaluate=lambda params, state: seen.append(state) or {})
+        local = LocalSteps(2, optax.adam(1e-2))
+        kept = train(**arguments | {"local": local, "optimizer": optax.sgd(1.0), "steps": 2})
+        also = train_local(**arguments, world=WORLD)
+        arguments |= expected
+        assert_same(found.params, train(**arguments).params)
+        assert_same(also.params, train_local(**arguments, world=WORLD).params)
+        assert_same(kept.params, train(**arguments | {"local": local, "optimizer": optax.sgd(1.0), "steps": 2}).params)
+    for state, number in ((found.state, count), (seen[0], count), (also.state, count), (kept.state, count and 4)):
+        assert_same(state, {"norm": {"mean": np.full(6, 0.5)}, "count": np.int32(number)})
+
+
+@pytest.mark.parametrize(
+    ("still", "text"),
+    [
+        (
+            lambda name: False,
+            "frozen_state selects none of the 2 arrays of the model state, which are count, norm.mean",
+        ),
+        (lambda name: "yes", r"frozen_state\('count'\) returned str: must return True for a frozen array, or False"),
+        ({"mean": True}, "frozen_state has another structure than the arrays of the model state .* It has mean; the"),
+        (3, "frozen_state has int where a boolean must be: must be a function of an array's name, or a pytree"),
+    ],
+)
+def test_an_invalid_selection_of_state_is_refused(still, text):
+    arguments = {"batches": batches, "optimizer": optax.sgd(0.1), "steps": 1, "has_state": True, "frozen": is_base}
+    with pytest.raises(TreeError, match=text):
+        train(init=pair, loss=means, frozen_state=still, **arguments)
+    with pytest.raises(TreeError, match="frozen_state is given, and init returns no arrays of the model state"):
+        train(init=lambda key: (init(key), {}), loss=means, frozen_state=still, **arguments)
+    with pytest.raises(ConfigurationError, match="frozen_state is given without has_state"):
+        train(init=init, loss=loss, frozen_state=still, **arguments | {"has_state": False})
+
+
+def test_loss_must_still_return_a_state_of_the_same_kind():
+    def short(params, state, batch):
+        return means(params, state, batch)[0], {"count": state["count"]}
+
+    arguments = {"batches": batches, "optimizer": optax.sgd(0.1), "steps": 1, "has_state": True}
+    with pytest.raises(ConfigurationError, match=r"another structure than init's: the leaf norm.mean is only in one"):
+        train(init=pair, loss=short, frozen=is_base, frozen_state=True, **arguments)
+
+
 def test_no_gradient_is_computed_for_it():
     """XLA reports the memory of the results and between them, which is less than one array of the frozen size."""
     params = {"base": jnp.ones((1024, 1024)), "bias": jnp.zeros(1024)}
@@ -180,6 +253,34 @@ TREES = st.recursive(
 )
 
 
+@given(TREES, TREES, st.data())
+def test_a_divided_pair_is_put_together_again(params, state, data):
+    """All of a state may be frozen, and not all parameters."""
+
+    def flags(tree):
+        count = len(jax.tree.leaves(tree))
+        return data.draw(st.none() | st.lists(st.booleans(), min_size=count, max_size=count).filter(any))
+
+    chosen = [flags(params), flags(state)]
+    if chosen[0] is not None and all(chosen[0]):
+        chosen[0] = None
+    trees = [
+        None if each is None else jax.tree.unflatten(jax.tree.structure(tree), each)
+        for tree, each in zip((params, state), chosen, strict=True)
+    ]
+    spec = describe((params, state), has_state=True, frozen=trees[0], frozen_state=trees[1])
+    every = describe((params, state), has_state=True)
+    model = jax.tree.unflatten(every.treedef, [leaf.name for leaf in every.leaves])
+    rest = spec.rest(model)
+    assert jax.tree.structure(rest) == spec.treedef
+    assert jax.tree.leaves(rest) == [leaf.name for leaf in spec.leaves]
+    values = spec.frozen_values(model)
+    assert values == [leaf.name for leaf in spec.frozen_leaves]
+    assert len(values) == sum(sum(each or []) for each in chosen)
+    assert (spec.whole(rest[0], values), spec.whole_state(rest[1], values)) == model
+    assert jax.tree.leaves(spec.all_of_state.unflatten(spec.all_of_state.leaves)) == list(every.state.leaves)
+
+
 @given(TREES, st.data())
 def test_a_divided_tree_is_put_together_again(tree, data):
     names = [leaf.path for leaf in describe(tree).leaves]
@@ -194,10 +295,10 @@ def test_a_divided_tree_is_put_together_again(tree, data):
     assert [leaf.path for leaf in spec.leaves] == [name for name in names if not chosen[name]]
     assert [leaf.path for leaf in apart.leaves] == [name for name in names if chosen[name]]
     numbered = jax.tree.unflatten(jax.tree.structure(tree), list(range(len(names))))
-    trained = apart.trained(numbered)
+    trained = apart.rest(numbered)
     assert jax.tree.structure(trained) == spec.treedef
     assert spec.whole(trained, apart.values(numbered)) == numbered
-    assert len(arrays(apart.trained(tree), spec)) == len(spec.leaves)
+    assert len(arrays(apart.rest(tree), spec)) == len(spec.leaves)
     same = describe(tree, frozen=jax.tree.unflatten(jax.tree.structure(tree), flags))
     assert (same.leaves, same.frozen) == (spec.leaves, spec.frozen)
 

@@ -100,6 +100,7 @@ def train(
     local: LocalSteps | None = None,
     average: float | None = None,
     frozen: Any = None,
+    frozen_state: Any = None,
     mesh: MeshAxes | None = None,
     sharding: ModelSharding | None = None,
 ) -> Result:
@@ -163,6 +164,9 @@ def train(
             `clip_norm` get only what trains, and have None in the places of frozen parameters. Without this argument,
             the parameters that `optimizer` provably never changes are frozen, such as those of `optax.set_to_zero`;
             the optimizer still gets their places, and `clip_norm` does not count them. ``False``: none are frozen.
+        frozen_state: the arrays of the model state that keep their values, such as statistics of a base: a function or
+            a pytree, as for `frozen`. ``True``: all of the state. They do not travel, and new values that `loss`
+            returns for them are not used.
         mesh: the axes of the mesh of all devices of a worker, by name, such as ``{"batch": 2, "model": 4}``; one of the
             sizes may be -1, which is the rest. Or a function that gets the devices and returns a `jax.sharding.Mesh`
             of them. Batches are divided along the first axis. Without this argument, the one axis is ``batch``.
@@ -224,6 +228,7 @@ def train(
             outer=described,
             average=average,
             frozen=frozen,
+            frozen_state=frozen_state,
             mesh=mesh,
             sharding=sharding,
         )

@@ -24,8 +24,8 @@ _UNTRAINED: Final = (
 )
 _UNCHANGED: Final = (
     "more than half of the bytes that each update sends did not change in the first updates: {names}. Freeze "
-    "parameters that do not train, and they do not travel: train(frozen=...). Keep constants of the model state in "
-    "`loss`, or make them frozen parameters."
+    "what does not train, and it does not travel: train(frozen=...) for parameters, and train(frozen_state=...) for "
+    "model state."
 )
 _SAME_BATCHES: Final = (
     "the losses of all workers were equal bit for bit in many updates in a row. All workers compute the same batch, so "

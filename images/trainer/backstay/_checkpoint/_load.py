@@ -7,18 +7,20 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
 from .._update import AVERAGE, STATE, merged
 from ..errors import CheckpointError
 from ._formats import StartFrom, frozen_values
-from ._manifest import FrozenLeaf, FrozenRecord, Manifest, ManifestLeaf
+from ._manifest import FrozenLeaf, FrozenRecord, ManifestLeaf
 from ._names import MANIFEST_SUFFIX
 from ._reader import OF_MODEL, Reader
 from ._store import CheckpointStore
 from ._structure import rebuild
+
+_Leaf: TypeAlias = ManifestLeaf | FrozenLeaf
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ class Checkpoint:
         metrics_step: the step of `metrics`, which is `step` if this checkpoint was evaluated; None: there are no
             metrics, or an earlier version of Backstay stored them.
         average: the moving average of the parameters, like `params`; None if the job had no ``train(average=...)``.
-        frozen: the frozen parameters beside which `params` were trained: their names, digests and source. `params` has
-            None in their places. None: the job had no ``train(frozen=...)``.
+        frozen: the frozen arrays beside which `params` were trained: their names, digests and source. `params` and
+            `state` have None in their places, unless `base` was given. None: the job had none.
         skipped: newer checkpoints that are damaged or incomplete, each with the reason.
     """
 
@@ -66,9 +68,10 @@ def load(
         like: a tree with the structure that `init` returned; for a model with state, the pair ``(params, state)``. Its
             leaves are arrays or ``jax.ShapeDtypeStruct``. Needed if the parameters contain other containers than
             dicts, lists and tuples.
-        base: with ``train(frozen=...)``, a checkpoint has only the parameters that train. False: `params` and `average`
-            have None in the places of the others. True: the others are read from the place where the job read them. A
-            path, a URI or a `StartFrom` is another place. Or a tree of all parameters, such as what `init` returned.
+        base: with ``train(frozen=...)``, a checkpoint has only the parameters that train. False: `params`, `average`
+            and `state` have None in the places of frozen arrays. True: these are read from the place where the job read
+            them. A path, a URI or a `StartFrom` is another place. Or all of what `init` returned; the parameters are
+            enough if no model state was frozen.
         best: whether to read the best checkpoint of a job with ``spec.checkpoint.keepBest``, instead of the newest one.
 
     Returns:
@@ -102,10 +105,15 @@ def load(
     if like is not None and has_state and not (type(like) is tuple and len(like) == 2):
         raise CheckpointError(f"the checkpoint {manifest.name} has a model state: `like` must be (params, state)")
     like_params, like_state = like if like is not None and has_state else (like, None)
-    frozen = None if base is False else list(frozen_values(manifest, base).values())
+    record = None if base is False else manifest.frozen
+    frozen = [] if base is False else list(frozen_values(manifest, base).values())
 
     def parameters(read: Callable[[int], Any]) -> Any:
-        leaves, specs, structure = _whole([read(i) for i in range(len(manifest.leaves))], manifest, frozen)
+        leaves = [read(i) for i in range(len(manifest.leaves))]
+        specs, structure = list[_Leaf](manifest.leaves), manifest.structure
+        if record is not None:
+            leaves, specs = merged(record.places, leaves, frozen), merged(record.places, specs, record.leaves)
+            structure = record.structure
         return _tree(leaves, specs, structure, like_params, manifest.name)
 
     params, average = parameters(reader.parameter), None
@@ -113,14 +121,13 @@ def load(
         average = parameters(reader.average)
     state = None
     if manifest.state_structure is not None:
-        state = _tree(
-            [reader.state_leaf(index) for index in range(len(manifest.state_leaves))],
-            manifest.state_leaves,
-            manifest.state_structure,
-            like_state,
-            manifest.name,
-            given=like is not None,
-        )
+        leaves = [reader.state_leaf(index) for index in range(len(manifest.state_leaves))]
+        specs, structure = list[_Leaf](manifest.state_leaves), manifest.state_structure
+        if record is not None and record.state_structure is not None:
+            first = record.of_parameters
+            leaves = merged(record.state_places, leaves, frozen[first:])
+            specs, structure = merged(record.state_places, specs, record.leaves[first:]), record.state_structure
+        state = _tree(leaves, specs, structure, like_state, manifest.name, given=like is not None)
     return Checkpoint(
         params=params,
         step=manifest.version,
@@ -134,20 +141,9 @@ def load(
     )
 
 
-def _whole(
-    trained: list[Any], manifest: Manifest, frozen: list[Any] | None
-) -> tuple[list[Any], Sequence[ManifestLeaf | FrozenLeaf], dict[str, Any]]:
-    """The arrays of the parameters, with their descriptions and structure. `frozen`: None: without the frozen ones."""
-    record = manifest.frozen
-    if frozen is None or record is None:
-        return trained, manifest.leaves, manifest.structure
-    specs: list[ManifestLeaf | FrozenLeaf] = merged(record.places, manifest.leaves, record.leaves)
-    return merged(record.places, trained, frozen), specs, record.structure
-
-
 def _tree(
     leaves: list[Any],
-    specs: Sequence[ManifestLeaf | FrozenLeaf],
+    specs: Sequence[_Leaf],
     structure: dict[str, Any],
     like: Any,
     name: str,

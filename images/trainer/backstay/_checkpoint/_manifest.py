@@ -138,7 +138,7 @@ class ManifestLeaf(_StoredModel):
 
 
 class FrozenLeaf(_StoredModel):
-    """One frozen leaf of the parameters. `digest` is the result of `digest_of` for its values."""
+    """One frozen leaf. `path` is `LeafSpec.name`, and `digest` the result of `digest_of` for its values."""
 
     path: str
     shape: _List[int]
@@ -150,13 +150,14 @@ class FrozenLeaf(_StoredModel):
 
 
 class FrozenRecord(_StoredModel):
-    """The frozen parameters beside which a checkpoint's parameters were trained. It has no values.
+    """The frozen leaves beside which a checkpoint's parameters were trained. It has no values.
 
     Attributes:
         start_from: the place that the script names for them; empty: `init` returns them.
         uri: a reference to the content of that place (`fix`).
-        leaves: the frozen leaves, in the order of the tree.
+        leaves: the frozen leaves, in the order of the tree, those of the parameters first.
         structure, places: the structure of all parameters, and for each of its leaves whether it is frozen.
+        state_structure, state_places: the same, of the model state. None and no places: nothing in it is frozen.
     """
 
     start_from: str = ""
@@ -164,6 +165,20 @@ class FrozenRecord(_StoredModel):
     leaves: _List[FrozenLeaf]
     structure: dict[str, Any]
     places: _List[bool]
+    state_structure: dict[str, Any] | None = None
+    state_places: _List[bool] = ()
+
+    @property
+    def of_parameters(self) -> int:
+        """How many of `leaves` are parameters. The others are of the model state."""
+        return sum(self.places)
+
+    def check_rest(self, parameters: int, of_state: int) -> None:
+        """Raise `ValueError` if a checkpoint with this number of parameters and arrays of the state does not fit."""
+        if self.places.count(False) != parameters:
+            raise ValueError("the parameters that train are not those of the whole structure")
+        if self.state_structure is not None and self.state_places.count(False) != of_state:
+            raise ValueError("the model state is not that of the whole structure")
 
     @property
     def digest(self) -> str:
@@ -188,7 +203,11 @@ class FrozenRecord(_StoredModel):
     @model_validator(mode="after")
     def _agrees(self) -> FrozenRecord:
         check_structure(self.structure, len(self.places))
-        if sum(self.places) != len(self.leaves) or len({leaf.path for leaf in self.leaves}) != len(self.leaves):
+        if self.state_structure is not None:
+            check_structure(self.state_structure, len(self.state_places))
+        of_state = [leaf.path.startswith(MODEL_STATE) for leaf in self.leaves]
+        wanted = [False] * self.of_parameters + [True] * sum(self.state_places)
+        if of_state != wanted or len({leaf.path for leaf in self.leaves}) != len(wanted):
             raise ValueError("the frozen leaves are not those of the structure")
         return self
 
@@ -241,7 +260,7 @@ class Manifest(_StoredModel):
         state_leaves, state_structure: the model state's leaves and structure; the structure is None for a model without
             state.
         state: the coordinator's state (JSON).
-        frozen: the frozen parameters; `leaves` are those that train. None: all train.
+        frozen: the frozen leaves; `leaves` and `state_leaves` are the others. None: there are none.
     """
 
     format: Literal[2] = 2
@@ -281,8 +300,8 @@ class Manifest(_StoredModel):
             check_structure(self.state_structure, len(self.state_leaves))
         elif self.state_leaves:
             raise ValueError("the model state has leaves and no structure")
-        if self.frozen is not None and len(self.frozen.places) - len(self.frozen.leaves) != len(self.leaves):
-            raise ValueError("the parameters that train are not those of the whole structure")
+        if self.frozen is not None:
+            self.frozen.check_rest(len(self.leaves), len(self.state_leaves))
         _check_state(self)
         _check_files(self)
         return self

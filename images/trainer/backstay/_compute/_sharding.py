@@ -156,7 +156,7 @@ def shardings_of(sharding: ModelSharding | None, mesh: Mesh, tree: TreeSpec) -> 
         ConfigurationError: `sharding` is invalid, or returns something else than it should.
     """
     params = tree.parameters
-    whole = tree.whole(params.unflatten(params.leaves), () if tree.frozen is None else tree.frozen.leaves)
+    whole = tree.whole(params.unflatten(params.leaves), tree.frozen_leaves)
     leaves: list[LeafSpec] = jax.tree_util.tree_leaves(whole)
     name = sharding if isinstance(sharding, str) else None
     if sharding is None or name == "replicate":
@@ -177,9 +177,11 @@ def shardings_of(sharding: ModelSharding | None, mesh: Mesh, tree: TreeSpec) -> 
     places = jax.tree_util.tree_unflatten(
         jax.tree_util.tree_structure(whole), [NamedSharding(mesh, spec) for spec in specs]
     )
-    frozen = () if tree.frozen is None else tree.frozen.values(places)
-    trained = jax.tree_util.tree_leaves(places if tree.frozen is None else tree.frozen.trained(places))
-    states = [NamedSharding(mesh, partition_spec())] * (len(tree.leaves) - len(trained))
+    frozen = [] if tree.frozen is None else tree.frozen.values(places)
+    trained = jax.tree_util.tree_leaves(places if tree.frozen is None else tree.frozen.rest(places))
+    everywhere = NamedSharding(mesh, partition_spec())  # where the model state lies
+    states = [everywhere] * (len(tree.leaves) - len(trained))
+    frozen += [everywhere] * (len(tree.frozen_leaves) - len(frozen))
     axes = mesh.axis_names if name == "fsdp" else mesh.axis_names[:1]
     return Shardings(mesh, (*trained, *states), tuple(frozen), tuple(map(str, axes)))
 

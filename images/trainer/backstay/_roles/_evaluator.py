@@ -130,7 +130,8 @@ class Evaluator:
                 found = load(uri, like=self._plan.partition.tree.shapes())
                 trained = found.params if found.average is None else found.average
                 params = self._frozen.whole(self._placement.divide(trained))
-                metrics = self._script.evaluation(params, found.state, self._placement)
+                state = self._frozen.whole_state(found.state)
+                metrics = self._script.evaluation(params, state, self._placement)
         except EvaluationGivenUp as given_up:
             _LOG.error("step %d is not evaluated: %s", step, given_up)
             error = str(given_up)

@@ -47,9 +47,10 @@ def restored(
     checkpoint = patiently(lambda: load(uri, like=tree.shapes()))
     params, state = script.placement.for_script((checkpoint.params, checkpoint.state))
     average = script.placement.for_script(checkpoint.average)
-    if tree.frozen is not None:
+    if tree.frozen_leaves:
         frozen = _frozen(script, plan, checkpoint)
         params, average = frozen.whole(params), None if average is None else frozen.whole(average)
+        state = frozen.whole_state(state)
     loaded(checkpoint.step)
     evaluation = trained.metrics
     if not evaluation and script.evaluate is not None:

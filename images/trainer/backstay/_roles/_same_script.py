@@ -68,11 +68,10 @@ def _of_rank(script: Script, plan: ScriptPlan) -> dict[str, str]:
         for leaf, sharding in zip(tree.leaves, shardings, strict=True)
         if not sharding.is_fully_replicated
     ]
-    frozen = () if tree.frozen is None else tree.frozen.leaves
     settings = {
         "mesh": str(dict(shardings[0].mesh.shape)),
         "sharding": "; ".join(divided),
-        "frozen": "; ".join(leaf.name for leaf in frozen),
+        "frozen": "; ".join(leaf.name for leaf in tree.frozen_leaves),
         "average": str(script.average),
         "evaluate": "a function" if script.evaluate is not None else "None",
     }

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .._checkpoint import FrozenRecord, MadeByInit, Origin, StartFrom
     from .._compute import Placement
     from .._transport import Agreement
-    from .._update import LeafSpec, TreeSpec
+    from .._update import FrozenSpec, LeafSpec, TreeSpec
 
 __all__ = ["Beginning", "FrozenPart", "on_processor"]
 
@@ -33,27 +33,27 @@ class Beginning:
         init: Callable[[Any], Any],
         seed: int,
         start_from: StartFrom | None,
-        *,
-        has_state: bool,
-        frozen: Any,
+        describe: Callable[..., TreeSpec],
         unchanged: Callable[[], Sequence[bool]] | None,
     ) -> None:
-        """The arguments are those of `train`, except one.
-
+        """
         Args:
+            init, seed, start_from: see `train`.
+            describe: describes a result of `init`, with the frozen leaves of the script, or with other frozen
+                parameters, which are its second argument.
             unchanged: returns which parameters of `described` training does not change. They are frozen too.
         """
         self._init, self._seed, self._start_from = init, seed, start_from
-        self._has_state, self._frozen, self._unchanged = has_state, frozen, unchanged
+        self._describe, self._unchanged = describe, unchanged
 
     @cached_property
     def described(self) -> TreeSpec:
         """The model's tree, without what `unchanged` finds. Only shapes are computed.
 
         Raises:
-            TreeError: `init` returns something that cannot be trained, or `frozen` is invalid.
+            TreeError: `init` returns something that cannot be trained, or `frozen` or `frozen_state` is invalid.
         """
-        return self._describe(self._frozen)
+        return self._describe(self._shapes)
 
     @cached_property
     def tree(self) -> TreeSpec:
@@ -63,7 +63,7 @@ class Beginning:
             return tree
         from .._update import some_of
 
-        tree = self._describe(tree.parameters.treedef.unflatten(places))
+        tree = self._describe(self._shapes, tree.parameters.treedef.unflatten(places))
         assert tree.frozen is not None
         names = [leaf.path for leaf in tree.frozen.leaves]
         _LOG.info(
@@ -76,11 +76,6 @@ class Beginning:
             some_of(names),
         )
         return tree
-
-    def _describe(self, frozen: Any) -> TreeSpec:
-        from .._update import describe
-
-        return describe(self._shapes, has_state=self._has_state, frozen=frozen)
 
     @cached_property
     def _shapes(self) -> Any:
@@ -108,8 +103,8 @@ class Beginning:
             TreeError: `init` returns an array twice.
         """
         tree = self.tree
-        others = () if tree.frozen is None else None
-        return tree.unflatten(self._values(tree.leaves, self._leaves_that_train, others, start_from, needed))
+        others = None if tree.frozen_leaves else ()
+        return tree.unflatten(self._values(tree.leaves, self._leaves_that_travel, others, start_from, needed))
 
     def place_frozen(self, place: Callable[[int, Any], Any], start_from: str = "") -> None:
         """Compute or read the values of the frozen leaves. Raises as `trained` does.
@@ -120,10 +115,9 @@ class Beginning:
         `init` runs on a processor and operation by operation. So workers with different accelerators have the same
         bits, and ``init(key)`` has them too, which a user gives to `load` as `base`.
         """
-        apart = self.tree.frozen
-        if apart is None:
-            return
-        self._values(apart.leaves, self._frozen_leaves, self.tree.leaves, start_from, place=place)
+        tree = self.tree
+        if tree.frozen_leaves:
+            self._values(tree.frozen_leaves, tree.frozen_values, tree.leaves, start_from, place=place)
 
     def record(self, digests: Sequence[str], reference: str) -> FrozenRecord:
         """The description of the frozen leaves for checkpoints and other pods.
@@ -134,19 +128,24 @@ class Beginning:
         """
         from .._checkpoint import FrozenLeaf, FrozenRecord, describe_structure
 
-        apart, start = self.tree.frozen, self._start_from
-        assert apart is not None
+        tree, start = self.tree, self._start_from
         leaves = tuple(
-            FrozenLeaf(path=leaf.path, shape=leaf.shape, dtype=leaf.dtype.name, digest=digest)
-            for leaf, digest in zip(apart.leaves, digests, strict=True)
+            FrozenLeaf(path=leaf.name, shape=leaf.shape, dtype=leaf.dtype.name, digest=digest)
+            for leaf, digest in zip(tree.frozen_leaves, digests, strict=True)
         )
-        structure = describe_structure(apart.treedef.unflatten([0] * len(apart.places)))
+
+        def structure(part: TreeSpec | FrozenSpec) -> dict[str, Any]:
+            return describe_structure(part.treedef.unflatten([0] * part.treedef.num_leaves))
+
+        params, state = tree.frozen, tree.frozen_state
         return FrozenRecord(
             start_from="" if start is None else start.uri,
             uri=reference,
             leaves=leaves,
-            structure=structure,
-            places=apart.places,
+            structure=structure(params or tree.parameters),
+            places=params.places if params else (False,) * len(tree.parameters.leaves),
+            state_structure=structure(state) if state else None,
+            state_places=state.places if state else (),
         )
 
     def reference(self, start_from: str, record: FrozenRecord | None) -> str:
@@ -162,7 +161,7 @@ class Beginning:
         from .._checkpoint import MANIFEST_SUFFIX
 
         start = self._start_from
-        if start is None or self.tree.frozen is None:
+        if start is None or not self.tree.frozen_leaves:
             return ""
         if record is None and start_from:
             return start_from
@@ -207,7 +206,7 @@ class Beginning:
 
         def own() -> list[Any]:
             made: list[Any]
-            if self.tree.frozen is None:
+            if not self.tree.frozen_leaves:
                 made = keep(initial(self._init, self._seed, needed=needed))
             else:
                 with nullcontext() if trains else on_processor():
@@ -267,19 +266,10 @@ class Beginning:
             )
         return found
 
-    def _leaves_that_train(self, model: Any) -> list[Any]:
+    def _leaves_that_travel(self, model: Any) -> list[Any]:
         import jax
 
-        apart = self.tree.frozen
-        if apart is None:
-            return jax.tree.leaves(model)
-        params, *state = model if self._has_state else (model,)
-        return jax.tree.leaves((apart.trained(params), *state))
-
-    def _frozen_leaves(self, model: Any) -> list[Any]:
-        apart = self.tree.frozen
-        assert apart is not None
-        return apart.values(model[0] if self._has_state else model)
+        return jax.tree.leaves(self.tree.rest(model))
 
 
 def on_processor() -> Any:
@@ -293,7 +283,7 @@ def on_processor() -> Any:
 
 
 class FrozenPart:
-    """The frozen parameters in a worker or an evaluator.
+    """The frozen leaves of a model in a worker or an evaluator.
 
     Attributes:
         known: whether they are read, or there are none.
@@ -311,7 +301,7 @@ class FrozenPart:
         self._beginning, self._placement = beginning, placement
         self.agreement = agreement
         self.arrays: Sequence[Any] = ()
-        self.known = beginning.tree.frozen is None
+        self.known = not beginning.tree.frozen_leaves
 
     def read(self, reference: str) -> None:
         """Read them, or let `init` make them. Raises as `Beginning.place_frozen`.
@@ -330,3 +320,7 @@ class FrozenPart:
     def whole(self, params: Any) -> Any:
         """All parameters, out of those that train."""
         return self._beginning.tree.whole(params, self.arrays)
+
+    def whole_state(self, state: Any) -> Any:
+        """The model state, out of the part that travels; None for a model without state."""
+        return self._beginning.tree.whole_state(state, self.arrays)

@@ -61,8 +61,7 @@ class ScriptPlan:
             **self.arguments,
             **self.wire.settings(),
         }
-        frozen = () if parts.tree.frozen is None else parts.tree.frozen.leaves
-        named = (*parts.tree.leaves, *frozen)
+        named = (*parts.tree.leaves, *parts.tree.frozen_leaves)
         leaves = (Leaf(path=leaf.name, shape=leaf.shape, dtype=leaf.dtype.name) for leaf in named)
         return Agreement(tuple(leaves), settings)
 

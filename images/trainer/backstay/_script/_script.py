@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from .._checkpoint import StartFrom
     from .._compute import Computation, ComputedContribution, Layout, MeshAxes, ModelSharding, Placement
-    from .._update import Objective, Trace, Wire
+    from .._update import Objective, Trace, TreeSpec, Wire
     from ._functions import OnUpdate, StopWhen
 
 __all__ = ["Script", "check_alone", "epochs_of", "evaluated"]
@@ -72,6 +72,7 @@ class Script:
     spans: bool = False
     average: float | None = None
     frozen: Any = None
+    frozen_state: Any = None
     mesh: MeshAxes | None = None
     sharding: ModelSharding | None = None
 
@@ -88,7 +89,7 @@ class Script:
         if self.evaluate_every is not None and self.evaluate is None:
             raise ConfigurationError("evaluate_every is given without evaluate: give both, or leave it out")
         set_whole(self, "steps", "seed", "evaluate_every")
-        for name in ("has_state", "has_rng", "frozen", "deterministic"):
+        for name in ("has_state", "has_rng", "frozen", "frozen_state", "deterministic"):
             kind = type(getattr(self, name))
             if kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"):  # which may not be imported yet
                 object.__setattr__(self, name, bool(getattr(self, name)))
@@ -105,6 +106,8 @@ class Script:
         for name in ("has_state", "has_rng", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigurationError(f"{name} is {getattr(self, name)!r}: must be True or False")
+        if self.frozen_state is not None and not self.has_state:
+            raise ConfigurationError("frozen_state is given without has_state: a model without state has nothing in it")
         check_calls(vars(self), has_state=self.has_state, has_rng=self.has_rng)
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 0:
             raise ConfigurationError(f"steps is {self.steps!r}: must be a whole number of updates, 0 or more")
@@ -267,12 +270,16 @@ class Script:
     @cached_property
     def beginning(self) -> Beginning:
         """The values that training begins with."""
-        frozen = None if self.frozen is False else self.frozen
+        frozen, frozen_state = (None if one is False else one for one in (self.frozen, self.frozen_state))
         # Local steps have two optimizers. Neither of them proves that a parameter keeps its value.
         unchanged = self._unchanged if self.frozen is None and self.local is None else None
-        return Beginning(
-            self.init, self.seed, self.start_from, has_state=self.has_state, frozen=frozen, unchanged=unchanged
-        )
+
+        def described(model: Any, frozen: Any = frozen) -> TreeSpec:
+            from .._update import describe
+
+            return describe(model, has_state=self.has_state, frozen=frozen, frozen_state=frozen_state)
+
+        return Beginning(self.init, self.seed, self.start_from, described, unchanged)
 
     def _unchanged(self) -> Sequence[bool]:
         """Whether the optimizer never changes each parameter."""

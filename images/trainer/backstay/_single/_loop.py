@@ -221,7 +221,7 @@ def _frozen(script: Script, start_from: str, storage: AloneStorage | None) -> Se
         CheckpointError: the arrays cannot be read, or are not those of the checkpoint that training continues from.
     """
     beginning = script.beginning
-    if beginning.tree.frozen is None:
+    if not beginning.tree.frozen_leaves:
         return ()
     reference = beginning.reference(start_from, None if storage is None else storage.frozen)
     with Base(script.placement, digests=storage is not None) as base:
@@ -263,7 +263,7 @@ def _model(carry: Mapping[str, Any], tree: TreeSpec, frozen: Sequence[Any]) -> t
     """All parameters, and the state."""
     model = tree.unflatten([*carry["params"], *carry["state"]])
     params, state = model if tree.has_state else (model, None)
-    return tree.whole(params, frozen), state
+    return tree.whole(params, frozen), tree.whole_state(state, frozen)
 
 
 def _evaluated(carry: Mapping[str, Any], tree: TreeSpec, frozen: Sequence[Any]) -> tuple[Any, Any]:

@@ -98,6 +98,7 @@ def train_local(
     wire: Wire | None = None,
     local: LocalSteps | None = None,
     frozen: Any = None,
+    frozen_state: Any = None,
     mesh: MeshAxes | None = None,
     sharding: ModelSharding | None = None,
 ) -> Result:
@@ -121,7 +122,7 @@ def train_local(
         wire: parameters and gradients are rounded as they would be between workers and servers; None: they are not.
             The parameters that are updated, and the result, keep full precision.
         local: each rank makes local steps.
-        frozen, mesh, sharding: see `train`.
+        frozen, frozen_state, mesh, sharding: see `train`.
 
     Raises:
         ConfigurationError: an argument, or a function's result, is invalid.
@@ -130,16 +131,13 @@ def train_local(
     steps, world = whole(steps), whole(world)
     check_arguments(steps=steps, clip_norm=clip_norm, world=world)
     model = initial(init, seed)
-    tree = describe(model, has_state=has_state, frozen=frozen)
-    params, model_state = model if has_state else (model, None)
+    tree = describe(model, has_state=has_state, frozen=frozen, frozen_state=frozen_state)
     placement = placement_of(tree, mesh, sharding, devices, deterministic=deterministic)
     base: list[Any] = []
-    if tree.frozen is not None:
-        made = initial(init, seed, compiled=False)
-        values = tree.frozen.values(made[0] if has_state else made)
+    if tree.frozen_leaves:
+        values = tree.frozen_values(initial(init, seed, compiled=False))
         base = [placement.frozen(number, value) for number, value in enumerate(values)]
-        params = tree.frozen.trained(params)
-    model = jax.tree_util.tree_map(_copied, (params, model_state) if has_state else params, tree.shapes())
+    model = jax.tree_util.tree_map(_copied, tree.rest(model), tree.shapes())
     params, model_state = model if has_state else (model, None)
     # Copied, because a state may be the same array as the parameters, and both are donated.
     state = jax.tree_util.tree_map(
@@ -206,12 +204,12 @@ def train_local(
                 model_state = tree.state.unflatten(new_state)
         if on_update is not None:
             examples = sum(gradient.examples for gradient in gradients)
-            now = tree.whole(params, base)
-            update_report = ReferenceUpdate(step + 1, newest.loss, newest.metrics, examples, not bad, now, model_state)
+            now = tree.whole(params, base), tree.whole_state(model_state, base)
+            update_report = ReferenceUpdate(step + 1, newest.loss, newest.metrics, examples, not bad, *now)
             if on_update(update_report) is True:
                 steps = step + 1
                 break
-    params = tree.whole(params, base)
+    params, model_state = tree.whole(params, base), tree.whole_state(model_state, base)
     metrics: Mapping[str, float] = {}
     if evaluate is not None:
         metrics = evaluation_of(evaluate, params, model_state, has_state=has_state)

@@ -1,6 +1,6 @@
-"""Selects the frozen parameters of a model, which do not travel, and computes digests of them.
+"""Selects the frozen leaves of a model, which do not travel, and computes digests of them.
 
-Frozen parameters are leaves of the result of `init`, and of the argument of `loss`. The leaves of a `TreeSpec` are only
+Frozen leaves are leaves of the result of `init`, and of the argument of `loss`. The leaves of a `TreeSpec` are only
 those that train, so the optimizer, the shards, the wire and the checkpoints do not know the others. docs/decisions/0098
 has the reasons.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ..errors import TreeError
 
-__all__ = ["digest_of", "merged", "selected", "some_of"]
+__all__ = ["Selecting", "digest_of", "merged", "selected", "some_of"]
 
 _SHOWN: Final = 8
 _T = TypeVar("_T")
@@ -26,60 +26,72 @@ _WORDS: Final = 8192
 """A chunk of so many 64-bit words stays in the cache of a processor."""
 
 
-def selected(frozen: Any, params: Any, names: Sequence[str]) -> tuple[bool, ...]:
-    """Whether each leaf of `params` is frozen.
+Selecting: TypeAlias = Literal["frozen", "frozen_state"]
+"""The argument of `train` that selects leaves: of the parameters, or of the model state."""
+
+_PARTS: Final[dict[Selecting, tuple[str, str, str]]] = {
+    "frozen": ("parameters", "a frozen parameter", "a function of a parameter's name"),
+    "frozen_state": ("arrays of the model state", "a frozen array", "a function of an array's name"),
+}
+
+
+def selected(frozen: Any, tree: Any, names: Sequence[str], argument: Selecting = "frozen") -> tuple[bool, ...]:
+    """Whether each leaf of `tree` is frozen.
 
     Args:
-        frozen: a function of a leaf's name; or a pytree of booleans, with the structure of `params` or of its upper
-            part.
-        params: the parameters, any pytree.
+        frozen: a function of a leaf's name; or a pytree of booleans, with the structure of `tree` or of its upper part.
+        tree: the parameters, or the model state, any pytree.
         names: the name of each leaf.
+        argument: the name of the argument of `train` that has the value `frozen`.
 
     Raises:
-        TreeError: `frozen` is neither, or selects no leaf or all of them.
+        TreeError: `frozen` is neither, or selects no leaf, or all parameters.
     """
-    if callable(frozen) and jax.tree_util.all_leaves([frozen]):
-        places = tuple(_answers(frozen, names))
-    else:
-        places = tuple(_broadcast(frozen, params))
+    part = _PARTS[argument][0]
     if not names:
-        raise TreeError("frozen is given, and init returns no parameters: leave frozen out")
+        raise TreeError(f"{argument} is given, and init returns no {part}: leave {argument} out")
+    if callable(frozen) and jax.tree_util.all_leaves([frozen]):
+        places = tuple(_answers(frozen, names, argument))
+    else:
+        places = tuple(_broadcast(frozen, tree, argument))
     if not any(places):
-        raise TreeError(f"frozen selects none of the {len(names)} parameters, which are {some_of(names)}")
-    if all(places):
+        raise TreeError(f"{argument} selects none of the {len(names)} {part}, which are {some_of(names)}")
+    if all(places) and argument == "frozen":
         raise TreeError(f"frozen selects all {len(names)} parameters, so nothing would train: {some_of(names)}")
     return places
 
 
-def _answers(frozen: Callable[[str], Any], names: Sequence[str]) -> Iterator[bool]:
+def _answers(frozen: Callable[[str], Any], names: Sequence[str], argument: Selecting) -> Iterator[bool]:
     for name in names:
         answer = frozen(name)
         if not isinstance(answer, bool | np.bool_):
             raise TreeError(
-                f"frozen({name!r}) returned {type(answer).__name__}: must return True for a frozen parameter, or False"
+                f"{argument}({name!r}) returned {type(answer).__name__}: must return True for {_PARTS[argument][1]}, "
+                "or False"
             )
         yield bool(answer)
 
 
-def _broadcast(frozen: Any, params: Any) -> list[bool]:
+def _broadcast(frozen: Any, tree: Any, argument: Selecting) -> list[bool]:
+    part, _, function = _PARTS[argument]
     flags = jax.tree_util.tree_leaves(frozen)
     other = next((flag for flag in flags if not isinstance(flag, bool | np.bool_)), None)
     if other is not None or not flags:
         found = "nothing" if other is None else type(other).__name__
         raise TreeError(
-            f"frozen has {found} where a boolean must be: must be a function of a parameter's name, or a pytree of "
-            "booleans like the parameters"
+            f"{argument} has {found} where a boolean must be: must be {function}, or a pytree of booleans like the "
+            f"{part}"
         )
 
     def spread(flag: Any, part: Any) -> Any:
         return jax.tree_util.tree_map(lambda _: bool(flag), part)
 
     try:
-        places: list[bool] = jax.tree_util.tree_leaves(jax.tree_util.tree_map(spread, frozen, params))
+        places: list[bool] = jax.tree_util.tree_leaves(jax.tree_util.tree_map(spread, frozen, tree))
     except ValueError:
         raise TreeError(
-            f"frozen has another structure than the parameters that init returns. It has {_names(frozen)}; the "
-            f"parameters are {_names(params)}. Each part of the tree needs a boolean, which counts for all below it"
+            f"{argument} has another structure than the {part} that init returns. It has {_names(frozen)}; the "
+            f"{part} are {_names(tree)}. Each part of the tree needs a boolean, which counts for all below it"
         ) from None
     return places
 

@@ -143,13 +143,14 @@ class Objective:
     def _called(self, leaves: Sequence[Any], frozen: Sequence[Any], batch: Any, key: Any) -> Any:
         model = self.tree.unflatten(leaves)
         params, *state = model if self.tree.has_state else (model,)
+        state = [self.tree.whole_state(part, frozen) for part in state]
         return self._loss(self.tree.whole(params, frozen), *state, batch, *([key] if self._has_rng else []))
 
     def _own_gradients(self, gradients: Any) -> list[Any]:
         """The gradients of the parameters that train. The function may return any others, or None, for frozen ones."""
         apart = self.tree.frozen
         if apart is not None and jax.tree_util.tree_structure(gradients) == apart.treedef:
-            gradients = apart.trained(gradients)
+            gradients = apart.rest(gradients)
         return _matching(self.tree.parameters, gradients, GRADIENTS)
 
     def _pair(self, made: Any) -> tuple[Any, Any]:
@@ -171,8 +172,15 @@ class Objective:
             if not isinstance(name, str) or not (_is_scalar(value, jnp.number) or _is_scalar(value, jnp.bool_)):
                 raise ConfigurationError(f"{self._what} the metric {name!r}: {_kind(value)}: must be a real scalar")
             check_metric_name(self._what, name)
-        new = [] if self.tree.state is None else _matching(self.tree.state, state)
-        return scalar, ({name: jnp.asarray(value) for name, value in metrics.items()}, new)
+        return scalar, ({name: jnp.asarray(value) for name, value in metrics.items()}, self._new_state(state))
+
+    def _new_state(self, state: Any) -> list[Any]:
+        """The new values of the leaves of the model state that are not frozen."""
+        whole, part = self.tree.all_of_state, self.tree.frozen_state
+        if whole is None:
+            return []
+        new = _matching(whole, state)
+        return new if part is None else [leaf for leaf, frozen in zip(new, part.places, strict=True) if not frozen]
 
     def _parts(self, result: Any) -> tuple[Any, Any, Mapping[Any, Any]]:
         """Scalar, new state and metrics."""

@@ -72,11 +72,11 @@ class LeafSpec:
 
 @dataclass(frozen=True)
 class FrozenSpec:
-    """The frozen leaves of a model, and their places in its parameters.
+    """The frozen leaves of the parameters or of the model state, and their places there.
 
     Attributes:
         leaves: in the order of the tree.
-        treedef: the `jax.tree_util.PyTreeDef` of all parameters, trained and frozen.
+        treedef: the `jax.tree_util.PyTreeDef` of the whole tree, with its frozen leaves and the others.
         places: for each leaf of `treedef`, whether it is frozen.
     """
 
@@ -88,26 +88,24 @@ class FrozenSpec:
     def nbytes(self) -> int:
         return sum(leaf.nbytes for leaf in self.leaves)
 
-    def combine(self, params: Any, frozen: Sequence[Any]) -> Any:
-        """All parameters.
+    def combine(self, rest: Any, frozen: Sequence[Any]) -> Any:
+        """The whole tree.
 
         Args:
-            params: the tree of what trains, which has None in the places of frozen leaves.
+            rest: the tree without frozen leaves, which has None in their places.
             frozen: a value for each of `leaves`.
         """
-        return jax.tree_util.tree_unflatten(
-            self.treedef, merged(self.places, jax.tree_util.tree_leaves(params), frozen)
-        )
+        return jax.tree_util.tree_unflatten(self.treedef, merged(self.places, jax.tree_util.tree_leaves(rest), frozen))
 
-    def trained(self, params: Any) -> Any:
-        """The tree of what trains, out of all parameters. Raises `ValueError` if `params` has another structure."""
-        leaves = self.treedef.flatten_up_to(params)
+    def rest(self, whole: Any) -> Any:
+        """The tree without frozen leaves. Raises `ValueError` if `whole` has another structure."""
+        leaves = self.treedef.flatten_up_to(whole)
         kept = [None if place else leaf for place, leaf in zip(self.places, leaves, strict=True)]
         return jax.tree_util.tree_unflatten(self.treedef, kept)
 
-    def values(self, params: Any) -> list[Any]:
-        """The frozen leaves, out of all parameters. Raises `ValueError` as `trained` does."""
-        leaves = self.treedef.flatten_up_to(params)
+    def values(self, whole: Any) -> list[Any]:
+        """The frozen leaves of the whole tree. Raises `ValueError` as `rest` does."""
+        leaves = self.treedef.flatten_up_to(whole)
         return [leaf for place, leaf in zip(self.places, leaves, strict=True) if place]
 
 
@@ -122,16 +120,23 @@ class TreeSpec:
         has_state: whether it is of the pair.
         frozen: the parameters that do not train: they are not in `leaves`, and `treedef` has None in their places.
             None: all train.
+        frozen_state: the same, of the model state. None: contributions may change all of it.
     """
 
     leaves: tuple[LeafSpec, ...]
     treedef: Any
     has_state: bool = False
     frozen: FrozenSpec | None = None
+    frozen_state: FrozenSpec | None = None
 
     @property
     def nbytes(self) -> int:
         return sum(leaf.nbytes for leaf in self.leaves)
+
+    @cached_property
+    def frozen_leaves(self) -> tuple[LeafSpec, ...]:
+        """All frozen leaves, those of the parameters first."""
+        return tuple(leaf for part in (self.frozen, self.frozen_state) if part is not None for leaf in part.leaves)
 
     @cached_property
     def parameters(self) -> TreeSpec:
@@ -142,10 +147,18 @@ class TreeSpec:
 
     @cached_property
     def state(self) -> TreeSpec | None:
-        """The model state alone, whose leaves are not trained; None for a model without state."""
+        """The model state alone, without its frozen leaves; None for a model without state."""
         if not self.has_state:
             return None
         return TreeSpec(tuple(leaf for leaf in self.leaves if not leaf.trained), self.treedef.children()[1])
+
+    @cached_property
+    def all_of_state(self) -> TreeSpec | None:
+        """The model state alone, with its frozen leaves; None for a model without state."""
+        part = self.frozen_state
+        if self.state is None or part is None:
+            return self.state
+        return TreeSpec(tuple(merged(part.places, self.state.leaves, part.leaves)), part.treedef)
 
     def unflatten(self, leaves: Iterable[Any]) -> Any:
         """Put `leaves` (one for each of `self.leaves`, any objects) into the tree that `init` returns, parameters or
@@ -153,8 +166,26 @@ class TreeSpec:
         return jax.tree_util.tree_unflatten(self.treedef, list(leaves))
 
     def whole(self, params: Any, frozen: Sequence[Any]) -> Any:
-        """All parameters, out of those that train and the values of the frozen leaves."""
+        """All parameters, out of those that train and the values of `frozen_leaves`."""
         return params if self.frozen is None else self.frozen.combine(params, frozen)
+
+    def whole_state(self, state: Any, frozen: Sequence[Any]) -> Any:
+        """The model state, out of the part that travels and the values of `frozen_leaves`."""
+        part = self.frozen_state
+        return state if part is None else part.combine(state, frozen[len(self.frozen_leaves) - len(part.leaves) :])
+
+    def rest(self, model: Any) -> Any:
+        """The result of `init` without its frozen leaves."""
+        params, *state = model if self.has_state else (model,)
+        params = params if self.frozen is None else self.frozen.rest(params)
+        if not state:
+            return params
+        return params, state[0] if self.frozen_state is None else self.frozen_state.rest(state[0])
+
+    def frozen_values(self, model: Any) -> list[Any]:
+        """The values of `frozen_leaves`, out of the result of `init`."""
+        parts = zip((self.frozen, self.frozen_state), model if self.has_state else (model,), strict=False)
+        return [value for part, whole in parts if part is not None for value in part.values(whole)]
 
     def shapes(self) -> Any:
         """The tree with a `jax.ShapeDtypeStruct` at every leaf."""
@@ -180,7 +211,7 @@ class TreeSpec:
         return None
 
 
-def describe(tree: Any, *, has_state: bool = False, frozen: Any = None) -> TreeSpec:
+def describe(tree: Any, *, has_state: bool = False, frozen: Any = None, frozen_state: Any = None) -> TreeSpec:
     """Name the leaves of a model and check that it can be trained.
 
     Args:
@@ -188,11 +219,12 @@ def describe(tree: Any, *, has_state: bool = False, frozen: Any = None) -> TreeS
             `jax.ShapeDtypeStruct`); with `has_state` the pair ``(params, state)``, where `state` is a pytree of arrays
             of numbers or booleans. ``None`` is an empty subtree, as everywhere in JAX.
         frozen: which parameters are frozen, as in `train`. They may be arrays of any numbers.
+        frozen_state: which leaves of `state` are frozen, as in `train`.
 
     Raises:
         TreeError: `tree` is not such a pair; a leaf is not an array; a parameter has a dtype without gradients
             (integers, booleans, keys); a parameter is the same array as another one; a leaf of the state is a typed
-            key; `frozen` is invalid.
+            key; `frozen` or `frozen_state` is invalid.
     """
     params, state = tree, None
     if has_state:
@@ -201,11 +233,12 @@ def describe(tree: Any, *, has_state: bool = False, frozen: Any = None) -> TreeS
             raise TreeError(f"init returned {what}: with has_state=True it must return the pair (params, state)")
         params, state = tree
     leaves, apart = _parameters(params, frozen)
-    kept = params if apart is None else apart.trained(params)
+    kept = params if apart is None else apart.rest(params)
     if not has_state:
         return TreeSpec(leaves, jax.tree_util.tree_structure(kept), frozen=apart)
-    structure = jax.tree_util.tree_structure((kept, state))
-    return TreeSpec((*leaves, *_states(state)), structure, has_state=True, frozen=apart)
+    states, still = _states(state, frozen_state)
+    structure = jax.tree_util.tree_structure((kept, state if still is None else still.rest(state)))
+    return TreeSpec((*leaves, *states), structure, has_state=True, frozen=apart, frozen_state=still)
 
 
 def _parameters(params: Any, frozen: Any) -> tuple[tuple[LeafSpec, ...], FrozenSpec | None]:
@@ -218,11 +251,18 @@ def _parameters(params: Any, frozen: Any) -> tuple[tuple[LeafSpec, ...], FrozenS
         for name, (_, value), apart in zip(names, flat, places, strict=True)
     ]
     refuse_shared(names, [value for _, value in flat], places)
-    if frozen is None:
+    return _separated(leaves, treedef, None if frozen is None else places)
+
+
+def _separated(
+    leaves: Sequence[LeafSpec], treedef: Any, places: tuple[bool, ...] | None
+) -> tuple[tuple[LeafSpec, ...], FrozenSpec | None]:
+    """The leaves that are not frozen, and those that are. `places`: whether each is; None: none is."""
+    if places is None:
         return tuple(leaves), None
-    trained = tuple(leaf for leaf, apart in zip(leaves, places, strict=True) if not apart)
+    rest = tuple(leaf for leaf, apart in zip(leaves, places, strict=True) if not apart)
     kept = tuple(leaf for leaf, apart in zip(leaves, places, strict=True) if apart)
-    return trained, FrozenSpec(kept, treedef, places)
+    return rest, FrozenSpec(kept, treedef, places)
 
 
 def refuse_shared(names: Sequence[str], values: Sequence[Any], frozen: Sequence[bool]) -> None:
@@ -248,10 +288,12 @@ def refuse_shared(names: Sequence[str], values: Sequence[Any], frozen: Sequence[
             )
 
 
-def _states(state: Any) -> tuple[LeafSpec, ...]:
-    flat, _ = jax.tree_util.tree_flatten_with_path(state)
+def _states(state: Any, frozen: Any) -> tuple[tuple[LeafSpec, ...], FrozenSpec | None]:
+    """The leaves that travel, and those that are frozen."""
+    flat, treedef = jax.tree_util.tree_flatten_with_path(state)
     names = leaf_names(path for path, _ in flat)
-    return tuple(_leaf(name, value, "state") for name, (_, value) in zip(names, flat, strict=True))
+    leaves = [_leaf(name, value, "state") for name, (_, value) in zip(names, flat, strict=True)]
+    return _separated(leaves, treedef, None if frozen is None else selected(frozen, state, names, "frozen_state"))
 
 
 def leaf_names(paths: Iterable[tuple[Any, ...]]) -> list[str]:

@@ -149,8 +149,8 @@ def unchanged_warning(names: Sequence[str], nbytes: int, whole: int) -> str:
     """
     return (
         f"{nbytes} of {whole} bytes that each update sends did not change in the first updates: "
-        f"{some_of(names)}. Freeze parameters that do not train, and they do not travel: train(frozen=...). "
-        "Keep constants of the model state in `loss`, or make them frozen parameters"
+        f"{some_of(names)}. Freeze what does not train, and it does not travel: train(frozen=...) for parameters, and "
+        "train(frozen_state=...) for model state"
     )
 
 

@@ -26,6 +26,7 @@ class Adapter(Mapping[str, Any]):
         has_state: whether the model has a state.
         has_rng: whether `loss` gets a random key.
         frozen: the argument `frozen` of `train`; None: all parameters train.
+        frozen_state: the argument `frozen_state` of `train`.
         model: ``model(params, state=None)`` makes the model again, for evaluation, such as from a `Result` or from
             what `backstay.load` returns.
     """
@@ -37,10 +38,12 @@ class Adapter(Mapping[str, Any]):
     has_rng: bool
     model: Callable[..., Any]
     frozen: Any = None
+    frozen_state: Any = None
 
     def _arguments(self) -> dict[str, Any]:
-        names = ("init", "loss", "evaluate", "has_state", "has_rng", *(["frozen"] if self.frozen is not None else []))
-        return {name: getattr(self, name) for name in names}
+        always = ("init", "loss", "evaluate", "has_state", "has_rng")
+        given = (name for name in ("frozen", "frozen_state") if getattr(self, name) is not None)
+        return {name: getattr(self, name) for name in (*always, *given)}
 
     def __getitem__(self, name: str) -> Any:
         return self._arguments()[name]

@@ -23,6 +23,7 @@ def adapt(
     trained: Any = eqx.is_inexact_array,
     compute_dtype: Any = None,
     frozen: Any = None,
+    frozen_state: Any = None,
 ) -> Adapter:
     """Make the arguments of `train` from an Equinox model.
 
@@ -44,6 +45,7 @@ def adapt(
             batch. Gradients and updates keep the parameters' dtype. Arrays that `trained` does not select keep their
             dtype too. None: as they are.
         frozen: as in `train`, of the arrays that `trained` selects; names are such as ``layers.0.weight``.
+        frozen_state: as in `train`, of the arrays of the ``eqx.nn.State``.
 
     Raises:
         ConfigurationError: an argument is something else, or the model has no parameters.
@@ -88,6 +90,7 @@ def adapt(
         has_rng=has_rng,
         model=rebuild,
         frozen=frozen_beside(model.fixed, frozen),
+        frozen_state=frozen_state,
     )
 
 

@@ -56,6 +56,7 @@ def adapt(
     options: Mapping[str, Any] | None = None,
     rngs: Sequence[str] = ("dropout",),
     frozen: Any = None,
+    frozen_state: Any = None,
 ) -> Adapter:
     """Make the arguments of `train` from a Linen module.
 
@@ -72,6 +73,7 @@ def adapt(
         rngs: names of the streams of random numbers that the module reads, besides ``params``. Their keys are of the
             key of the step.
         frozen: as in `train`; names are such as ``dense.kernel``, without ``params``.
+        frozen_state: as in `train`; names are such as ``batch_stats.bn.mean``.
 
     Raises:
         ConfigurationError: an argument is something else, or the module has no parameters.
@@ -125,4 +127,5 @@ def adapt(
         has_rng=bool(names),
         model=rebuild,
         frozen=frozen,
+        frozen_state=frozen_state,
     )

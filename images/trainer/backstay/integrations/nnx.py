@@ -23,6 +23,7 @@ def adapt(
     trained: Any = nnx.Param,
     has_rngs: bool = False,
     frozen: Any = None,
+    frozen_state: Any = None,
 ) -> Adapter:
     """Make the arguments of `train` from an NNX model.
 
@@ -40,6 +41,7 @@ def adapt(
         has_rngs: whether `loss` gets an ``nnx.Rngs`` of the step as its last argument, for models that take it when
             they are called.
         frozen: as in `train`, of the variables that `trained` selects; names are such as ``body.kernel``.
+        frozen_state: as in `train`; names are such as ``bn.mean``.
 
     Raises:
         ConfigurationError: `make`, `loss` or `evaluate` is something else.
@@ -77,6 +79,7 @@ def adapt(
         has_rng=model.has_rng or has_rngs,
         model=rebuild,
         frozen=frozen_beside(model.fixed, frozen),
+        frozen_state=frozen_state,
     )
 
 

@@ -24,18 +24,18 @@ class BaseNeeded(CheckpointError):  # noqa: N818
 
 
 def frozen_values(manifest: Manifest, base: Any) -> dict[str, NDArray[np.generic]]:
-    """The values of the frozen leaves by their paths, in their order.
+    """The values of the frozen leaves by their names, in their order.
 
     Args:
-        base: True: the place that the manifest names. A path, a URI or a `StartFrom`: another place. Or the parameters
-            themselves, a tree like those of ``init``.
+        base: True: the place that the manifest names. A path, a URI or a `StartFrom`: another place. Or the result of
+            ``init``, or a tree like it; its parameters are enough if no model state was frozen.
 
     Raises:
-        CheckpointError: the checkpoint has no frozen parameters, or they cannot be read, or they are others.
+        CheckpointError: the checkpoint has no frozen arrays, or they cannot be read, or they are others.
     """
     record = manifest.frozen
     if record is None:
-        raise CheckpointError(f"the checkpoint {manifest.name} has no frozen parameters: leave `base` out")
+        raise CheckpointError(f"the checkpoint {manifest.name} has no frozen arrays: leave `base` out")
     if base is True or isinstance(base, str | os.PathLike | StartFrom):
         values = _read(manifest, record, base)
     else:
@@ -47,8 +47,8 @@ def _read(manifest: Manifest, record: FrozenRecord, base: bool | str | os.PathLi
     with frozen_beside(record, base) as arrays:
         if arrays.of_init:
             raise BaseNeeded(
-                f"the frozen parameters of {manifest.name} are the result of init: give them as `base`, such as "
-                f"base=init(jax.random.key({manifest.origin.seed})). With has_state=True they are init(...)[0]"
+                f"the frozen arrays of {manifest.name} are the result of init: give it as `base`, such as "
+                f"base=init(jax.random.key({manifest.origin.seed}))"
             )
         try:
             return [arrays[leaf.path] for leaf in record.leaves]
@@ -60,15 +60,17 @@ def _read(manifest: Manifest, record: FrozenRecord, base: bool | str | os.PathLi
 
 
 def _taken(manifest: Manifest, record: FrozenRecord, base: Any) -> list[Any]:
-    leaves = jax.tree_util.tree_leaves(base)
-    if len(leaves) != len(record.places) and manifest.state_structure is not None and type(base) is tuple:
-        leaves = jax.tree_util.tree_leaves(base[0])  # the result of init has a model state, which is not frozen
-    if len(leaves) != len(record.places):
-        raise CheckpointError(
-            f"`base` has {len(leaves)} arrays, and all parameters of {manifest.name} are {len(record.places)}: must be "
-            "a tree like those that init returns, True, or the place of a checkpoint"
-        )
-    kept = [np.asarray(leaf) for leaf, place in zip(leaves, record.places, strict=True) if place]
+    leaves = jax.tree_util.tree_leaves(base)  # of a pair those of the parameters come first
+    places, of_state = record.places, record.state_places or (False,) * len(manifest.state_leaves)
+    if record.state_places or len(leaves) != len(places):
+        wanted = f"{len(places)} parameters" + f" and {len(of_state)} arrays of the state" * bool(of_state)
+        places += of_state
+        if len(leaves) != len(places):
+            raise CheckpointError(
+                f"`base` has {len(leaves)} arrays, and the whole model of {manifest.name} has {wanted}: must be what "
+                "init returns, True, or the place of a checkpoint"
+            )
+    kept = [np.asarray(leaf) for leaf, place in zip(leaves, places, strict=True) if place]
     for leaf, value in zip(record.leaves, kept, strict=True):
         if (value.shape, value.dtype.name) != (tuple(leaf.shape), leaf.dtype):
             found = f"{value.dtype.name}{list(value.shape)}"
@@ -76,7 +78,7 @@ def _taken(manifest: Manifest, record: FrozenRecord, base: Any) -> list[Any]:
     other = [leaf.path for leaf, value in zip(record.leaves, kept, strict=True) if digest_of(value) != leaf.digest]
     if other:
         raise CheckpointError(
-            f"these frozen parameters are not those beside which {manifest.name} was trained: "
+            f"these frozen arrays are not those beside which {manifest.name} was trained: "
             f"{some_of(other, _SHOWN)} ({len(other)} of {len(record.leaves)} arrays differ)"
         )
     return kept

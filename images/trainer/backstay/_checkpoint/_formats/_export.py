@@ -76,8 +76,8 @@ def export(
             the model state begin with ``state/``. ``orbax``: the tree of parameters, or
             ``{"params": ..., "state": ...}`` for a model with state. Nodes other than dicts, lists and tuples become
             dicts.
-        base: as in `load`. With it, the output also has the parameters that were frozen. Without it, the output has
-            only those that were trained, such as adapters.
+        base: as in `load`. With it, the output also has the arrays that were frozen. Without it, the output has only
+            the others, such as adapters.
         translate: ``translate(name, array)`` returns the name and the array to write instead, such as
             `TorchNames.exported`. None leaves the array out, such as one of two tied weights. For ``safetensors`` only.
 
@@ -153,17 +153,21 @@ def _tree(manifest: Manifest, named: Mapping[str, NDArray[np.generic]], *, whole
     """The tree of a checkpoint, or nested dicts where it has nodes that only its script could make.
 
     Args:
-        whole: whether `named` has the frozen parameters too.
+        whole: whether `named` has the frozen arrays too.
     """
-    record, paths = manifest.frozen, [leaf.path for leaf in manifest.leaves]
-    structure = manifest.structure
-    if record is not None and whole:
-        paths, structure = merged(record.places, paths, [leaf.path for leaf in record.leaves]), record.structure
-    params = _rebuilt(structure, {path: named[path] for path in paths})
+    record = manifest.frozen if whole else None
+    frozen = [] if record is None else [leaf.path for leaf in record.leaves]
+    names, structure = [leaf.path for leaf in manifest.leaves], manifest.structure
+    if record is not None:
+        names, structure = merged(record.places, names, frozen), record.structure
+    params = _rebuilt(structure, {name: named[name] for name in names})
     if manifest.state_structure is None:
         return params
-    state = {leaf.path: named[MODEL_STATE + leaf.path] for leaf in manifest.state_leaves}
-    return {"params": params, "state": _rebuilt(manifest.state_structure, state)}
+    names, structure = [MODEL_STATE + leaf.path for leaf in manifest.state_leaves], manifest.state_structure
+    if record is not None and record.state_structure is not None:
+        names, structure = merged(record.state_places, names, frozen[record.of_parameters :]), record.state_structure
+    state = {name.removeprefix(MODEL_STATE): named[name] for name in names}
+    return {"params": params, "state": _rebuilt(structure, state)}
 
 
 def _rebuilt(structure: dict[str, Any], named: Mapping[str, NDArray[np.generic]]) -> Any:

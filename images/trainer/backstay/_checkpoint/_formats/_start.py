@@ -183,7 +183,8 @@ def read_start(
                 values.append(None)
                 continue
             if isinstance(found, str):
-                (report.missing if leaf.trained else report.stateless).append(found)
+                # State that training changes may begin as `init` returns it. Frozen state is a part of the base.
+                (report.missing if leaf.trained or others else report.stateless).append(found)
                 values.append(None)
             else:
                 value = _fitted(found, leaf, report, start.shapes)
@@ -295,7 +296,13 @@ class _Beside:
             ) from error
         self._digests = {leaf.path: leaf.digest for leaf in record.leaves}
         self._specs = {
-            leaf.path: LeafSpec(leaf.path, tuple(leaf.shape), np.dtype(jnp.dtype(leaf.dtype))) for leaf in record.leaves
+            leaf.path: LeafSpec(
+                leaf.path.removeprefix(MODEL_STATE),
+                tuple(leaf.shape),
+                np.dtype(jnp.dtype(leaf.dtype)),
+                not leaf.path.startswith(MODEL_STATE),
+            )
+            for leaf in record.leaves
         }
         self._kinds: dict[tuple[int, ...], dict[Any, LeafSpec]] = {}  # by shape and dtype
         for spec in self._specs.values():
@@ -381,7 +388,7 @@ def _exists(start: StartFrom, arrays: Arrays, begin: str, leaf: LeafSpec) -> boo
             return not isinstance(_mapped(start.mapping, arrays, leaf), str)
         except MadeByInit:
             return True
-    if leaf.trained and leaf.path in arrays.of_init:
+    if leaf.name in arrays.of_init:
         return True
     name = _name_of(arrays, begin, leaf)
     if name is not None:
@@ -391,8 +398,8 @@ def _exists(start: StartFrom, arrays: Arrays, begin: str, leaf: LeafSpec) -> boo
 
 def _find(arrays: Arrays, begin: str, leaf: LeafSpec) -> _Array | str:
     """The array with a parameter's name; the name itself when there is no such array."""
-    if leaf.trained and leaf.path in arrays.of_init:
-        raise MadeByInit(leaf.path, arrays.of_init[leaf.path])
+    if leaf.name in arrays.of_init:
+        raise MadeByInit(leaf.name, arrays.of_init[leaf.name])
     name = _name_of(arrays, begin, leaf)
     return leaf.name if name is None else arrays[name]
 

@@ -32,8 +32,7 @@ def check_fits(manifest: Manifest, partition: Partition) -> None:
             f"the checkpoint {manifest.name} does not fit init: it has {has}, and train was called with "
             f"has_state={partition.tree.has_state}; use another checkpoint.uri, or the model of the checkpoint"
         )
-    apart = partition.tree.frozen
-    frozen: set[str] = set() if apart is None else {leaf.path for leaf in apart.leaves}
+    frozen = {leaf.name for leaf in partition.tree.frozen_leaves}
     was_frozen: set[str] = set() if manifest.frozen is None else {leaf.path for leaf in manifest.frozen.leaves}
     for path in [*own, *stored]:
         if path in was_frozen:

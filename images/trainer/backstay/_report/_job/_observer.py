@@ -67,10 +67,9 @@ class JobObserver:
         self._workers = WorkerReports()
         self._waits: UpdateWaits | None = None
         self._metrics, self._steps, self._batches = metrics, steps, batches
-        apart = None if tree is None else tree.frozen
         self._sizes = JobReport(
             trained_parameters=None if tree is None else _values(tree.parameters.leaves),
-            frozen_parameters=None if apart is None else _values(apart.leaves),
+            frozen_parameters=_values(tree.frozen_leaves) if tree is not None and tree.frozen_leaves else None,
         )
         self._reporter, self._epochs = Reporter(log_every, steps, batches), EpochLines(log_every)
         self._step = 0

@@ -161,9 +161,8 @@ class Shard0(CoordinatorAccess):
             reply.began = self.threaded.start_of_term.version
 
     def other_frozen(self, digests: Sequence[str], source: str, peer: str) -> str:
-        frozen = self._beginning.tree.frozen
-        if frozen is None or len(digests) != len(frozen.leaves):
-            return f"{peer} has {len(digests)} frozen parameters, and this server has another number"
+        if len(digests) != len(self._beginning.tree.frozen_leaves):
+            return f"{peer} has {len(digests)} frozen arrays, and this server has another number"
         return self._storage.frozen.join(self._beginning.record(digests, source), peer)
 
     def left(self, peer: Peer) -> None:

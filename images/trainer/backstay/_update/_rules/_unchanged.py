@@ -57,6 +57,6 @@ def only_trained(optimizer: optax.GradientTransformation, frozen: FrozenSpec) ->
 
     def update(gradients: Any, state: Any, params: Any = None) -> Any:
         updates, state = optimizer.update(whole(gradients), state, None if params is None else whole(params))
-        return frozen.trained(updates), state
+        return frozen.rest(updates), state
 
     return optax.GradientTransformation(init, update)
