@@ -109,11 +109,11 @@ def test_the_rest_is_updated_as_beside_what_stays(labels, inner, seed):
         {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()} for _ in range(3)
     )
     rest = only_trained(optimizer, apart)
-    whole, part, kept = params, apart.trained(params), apart.values(params)
+    whole, part, kept = params, apart.rest(params), apart.values(params)
     states = optimizer.init(whole), rest.init(part)
     for gradient in gradients:
         updates, state = optimizer.update(gradient, states[0], whole)
-        updates_of_part, state_of_part = rest.update(apart.trained(gradient), states[1], part)
+        updates_of_part, state_of_part = rest.update(apart.rest(gradient), states[1], part)
         whole, part, states = (
             optax.apply_updates(whole, updates),
             optax.apply_updates(part, updates_of_part),
