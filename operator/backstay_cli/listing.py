@@ -96,18 +96,9 @@ def as_rows(found: Sequence[JobView], now: float | None = None) -> list[dict[str
         {
             "name": view.name,
             "namespace": view.namespace,
-            "phase": view.phase,
-            "step": view.report.step,
-            "goalSteps": view.report.goal_steps,
-            "progress": explain.progress_of(view),
-            "secondsLeft": view.seconds_left,
-            "examplesPerSecond": view.report.examples_per_second,
-            "loss": view.report.loss,
-            "goodput": view.goodput,
+            **explain.measured(view),
             "workersReady": view.roles["Worker"].ready if "Worker" in view.roles else 0,
             "workersDesired": view.roles["Worker"].desired if "Worker" in view.roles else 0,
-            "restarts": view.restarts,
-            "disruptions": view.disruptions,
             "checkpointStep": view.checkpoint_step,
             "checkpointAgeSeconds": None
             if view.checkpoint_time is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,17 +13,18 @@ from rich.text import Text
 
 from backstay_client.show.curve import Losses, bar
 from backstay_client.view import explain
-from backstay_client.view.follow import JobView, carried, ready_of, spent
+from backstay_client.view.facts import Fact, facts
+from backstay_client.view.follow import JobView
 from backstay_client.view.pods import PodRow, rows, summary
 from backstay_client.view.waiting import no_update, waiting_for
-from backstay_client.words import clock, count, duration, evaluation, loss, not_finite, number, on_one_line, shown
+from backstay_client.words import clock, count, duration, number
 from backstay_spec import contract
 
 __all__ = ["Picture", "page"]
 
 _PHASES = {"Succeeded": "bold green", "Failed": "bold red", "Running": "bold cyan", "Suspended": "yellow"}
 _STATES = {"Ready": "green", "Failed": "red", "Pending": "yellow", "Starting": "yellow", "Terminating": "yellow"}
-_ROLES = {"ParameterServer": "parameter servers", "Worker": "workers", "Evaluator": "evaluator"}
+_TONES = {"": "dim", "warn": "yellow", "bad": "red"}
 _CURVE_HEIGHT = 3
 _FEWEST_PODS = 3
 _NEWS = 4
@@ -57,7 +59,8 @@ class Picture:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, height = options.max_width, console.size.height
         head = [*self._head(width)]
-        tail = [*self._tail()]
+        # Where the head is long, fewer events leave space for the pods and the hint.
+        tail = [*self._tail(_MOST_NEWS if self._whole else max(1, min(_NEWS, height - len(head) - 9)))]
         found = rows(self._view)
         taken = len(head) + len(tail) + 4
         room = len(found) if self._whole else max(_FEWEST_PODS, height - taken)
@@ -76,50 +79,27 @@ class Picture:
             no_wrap=True,
             overflow="ellipsis",
         )
-        fraction = explain.progress_of(view)
-        if fraction is not None and view.report.step is not None and view.report.goal_steps:
-            yield self._progress(fraction, width)
-        elif view.report.step is not None:
-            yield Text.assemble(("step ", "dim"), number(view.report.step))
+        yield from self._progress(width)
         yield from self._numbers(width)
-        if view.report.evaluation_error:
-            yield _line(("the evaluation failed: ", "red"), on_one_line(view.report.evaluation_failed))
-        for label, values in (
-            ("metrics of loss", view.report.train_metrics),
-            (evaluation(view.report), view.report.metrics),
-        ):
-            if values:
-                yield _line((f"{label}  ", "dim"), shown(values))
-        if names := not_finite(view.report):
-            yield _line((f"metrics that were {names}", "yellow"))
+        for fact in facts(view, "metrics", "results", "costs"):
+            yield _line(_words(fact))
         if waits := no_update(view):
             yield _line((waits, "yellow"))
         yield Text()
 
-    def _progress(self, fraction: float, width: int) -> Text:
-        view = self._view
-        assert view.report.step is not None
-        text = f" {100 * fraction:3.0f} %  step {view.report.step:,} of {view.report.goal_steps:,}"
-        if view.report.local_steps:
-            text += f"  local step {view.report.step * view.report.local_steps:,}"
-        if view.report.updates_per_second and not view.ended:
-            text += f"  {number(view.report.updates_per_second, 3)} updates/s"
-        if (left := view.seconds_left) is not None and fraction < 1:
-            text += f"  {clock(left)} left"
-        style = "red" if view.phase == "Failed" else "green" if fraction >= 1 else "cyan"
-        return Text.assemble((bar(fraction, max(8, min(60, width - len(text) - 1))), style), text, no_wrap=True)
+    def _progress(self, width: int) -> Iterator[RenderableType]:
+        text = "  ".join(fact.words for fact in facts(self._view, "progress"))
+        fraction = explain.progress_of(self._view) if self._view.report.goal_steps else None
+        if text and fraction is not None:
+            text = f" {100 * fraction:3.0f} %  {text}"
+            style = "red" if self._view.phase == "Failed" else "green" if fraction >= 1 else "cyan"
+            yield Text.assemble((bar(fraction, max(8, min(60, width - len(text) - 1))), style), text, no_wrap=True)
+        elif text:
+            yield _line(text)
 
     def _numbers(self, width: int) -> Iterator[RenderableType]:
-        view = self._view
-        newest = loss(view.report)
-        if not newest and not view.report.examples_per_second:
-            return
-        text = Text.assemble(("loss ", "dim"), newest or number(None), no_wrap=True, overflow="ellipsis")
-        if view.report.examples_per_second and not view.ended:
-            text.append_text(Text.assemble(("   examples/s ", "dim"), number(view.report.examples_per_second, 3)))
-        if view.goodput is not None:
-            text.append_text(Text.assemble(("   goodput ", "dim"), f"{100 * view.goodput:.0f} %"))
-        yield text
+        if newest := facts(self._view, "numbers"):
+            yield _line("   ").join(map(_words, newest))
         lines = [] if self._losses is None else self._losses.lines(min(60, width - 12), _CURVE_HEIGHT)
         if lines and self._losses is not None:
             highest, lowest = (number(value, 3) for value in self._losses.ends)
@@ -130,12 +110,11 @@ class Picture:
     # ---- The pods ----
 
     def _pods(self, found: Sequence[PodRow], room: int) -> Iterator[RenderableType]:
-        view = self._view
-        counts = [*_counts(view)]
+        counts = facts(self._view, "pods", "deaths")
         if found:
             yield from self._rows(found, room)
         if found or counts:
-            yield Text.assemble(*counts, no_wrap=True, overflow="ellipsis")
+            yield _line("; ").join(map(_words, counts))
             yield Text()
 
     def _rows(self, found: Sequence[PodRow], room: int) -> Iterator[RenderableType]:
@@ -159,10 +138,9 @@ class Picture:
 
     # ---- Below the pods ----
 
-    def _tail(self) -> Iterator[RenderableType]:
+    def _tail(self, news: int) -> Iterator[RenderableType]:
         view = self._view
-        found = explain.job_events(view)
-        for one in found[-_MOST_NEWS if self._whole else -_NEWS :]:
+        for one in explain.job_events(view)[-news:]:
             when = "" if one.at is None else f"{clock(self._now - one.at)} ago"
             style = "yellow" if one.bad else "dim"
             yield _line((f"{when:>9}  ", "dim"), (f"{one.what}: ", style), (one.text, "" if one.bad else "dim"))
@@ -176,23 +154,15 @@ class Picture:
             yield Text(self._hint, "dim", overflow="fold")  # a path that is cut cannot be used
 
 
-def _line(*parts: str | tuple[str, str]) -> Text:
+def _line(*parts: str | Text | tuple[str, str]) -> Text:
     return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 
 
-def _counts(view: JobView) -> Iterator[str | tuple[str, str]]:
-    """The pods in words, such as ``2/2 parameter servers, 3/4 workers ready; replaced: 1 crash, 2 disruptions``."""
-    parts = []
-    for role, values in view.roles.items():
-        if values.desired:
-            parts.append(f"{ready_of(view, values)} {_ROLES.get(role, role)}")
-    if parts:
-        yield (", ".join(parts) + ("" if view.ended else " ready"), "dim")
-    if view.restarts or view.disruptions:
-        yield ("; replaced after " if parts else "replaced after ", "dim")
-        yield (f"{view.restarts} {'crash' if view.restarts == 1 else 'crashes'}", "red" if view.restarts else "dim")
-        yield (" and ", "dim")
-        yield (count(view.disruptions, "disruption"), "yellow" if view.disruptions else "dim")
+def _words(fact: Fact) -> Text:
+    """A fact where its name is less bright than its value, except if a person may have to act."""
+    words, tone = Text(fact.words), _TONES[fact.tone]
+    words.highlight_regex(re.escape(fact.label), tone)
+    return words
 
 
 _WINDOW = 300.0  # seconds that the job's status adds up
@@ -219,11 +189,10 @@ def page(view: JobView, now: float, cluster: str) -> Group:
     if view.message and view.phase != "Running":
         parts += [Text(line) for line in view.message.splitlines()[:12]]
     steps = list(explain.next_steps(view, now))
-    goodput = [_line((text, "dim")) for text in (spent(view), carried(view)) if text]
     is_async = ((view.job.get("spec") or {}).get("update") or {}).get("mode") == "Async"
     label = "slower than others  " if is_async else "waited for  "
     blame = [_line((label, "dim"), blame_words(view, entry)) for entry in view.blame[:3]]
-    parts += [Picture(view, elapsed, now=lambda: now, whole=True), *goodput, *blame]
+    parts += [Picture(view, elapsed, now=lambda: now, whole=True), *blame]
     parts += [Text.assemble(("next  ", "bold"), step) for step in steps]
     if not view.live and not view.ended and view.report.step is not None:
         parts.append(Text("the numbers are from the job's status, which the operator writes every 10 s", "dim"))

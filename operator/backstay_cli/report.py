@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backstay_client.view.follow import JobView, carried, spent
-from backstay_client.words import (
-    count,
-    evaluation,
-    loss,
-    not_finite,
-    number,
-    on_one_line,
-    plain,
-    printable,
-    shortened,
-    shown,
-)
+from backstay_client.view import explain
+from backstay_client.view.facts import facts
+from backstay_client.view.follow import JobView
+from backstay_client.words import count, number, plain, printable, shortened
 
 _TAIL_LINES = 15
 _MISSING_PACKAGE = "ModuleNotFoundError: No module named"
@@ -43,29 +33,12 @@ def summary(
         logs: the folder with the logs of all pods.
         reason, message: why this is the end; by default those of the job's last condition.
     """
-    if reason is None:
-        reason, _, message = view.message.partition(": ")
     failed = [{"pod": end.pod, "end": end.how, "log": str(end.log)} for end in ends(view, logs)]
     return {
         "job": view.name,
-        "phase": view.phase,
-        "reason": reason or None,
-        "message": message or None,
-        "step": view.report.step,
+        **explain.measured(view),
+        **({} if reason is None else {"reason": reason or None, "message": message or None}),
         "seconds": round(seconds, 3),
-        "examplesPerSecond": _finite(view.report.examples_per_second),
-        "loss": _finite(view.report.loss),
-        "nonFiniteLoss": view.report.non_finite_loss,
-        "nonFiniteMetrics": list(view.report.non_finite_metrics),
-        "metrics": {name: _finite(value) for name, value in view.report.metrics.items()},
-        "evaluatedStep": view.report.evaluated_step,
-        "failedEvaluation": view.report.failed_evaluation,
-        "trainMetrics": {name: _finite(value) for name, value in view.report.train_metrics.items()},
-        "goodput": _finite(view.goodput),
-        "workerSeconds": dict(view.worker_seconds),
-        "traffic": dict(view.report.traffic),
-        "restarts": view.restarts,
-        "disruptions": view.disruptions,
         "checkpoint": view.checkpoint,
         "logs": str(logs),
         "failedPods": failed if view.phase == "Failed" else [],
@@ -75,11 +48,6 @@ def summary(
 def as_json(found: Mapping[str, Any]) -> str:
     """`summary` on one line."""
     return json.dumps(found, allow_nan=False)
-
-
-def _finite(value: float | None) -> float | None:
-    """JSON has no NaN."""
-    return None if value is None or not math.isfinite(value) else value
 
 
 def lines(view: JobView, seconds: float, logs: Path) -> Iterator[str]:
@@ -103,25 +71,10 @@ def lines(view: JobView, seconds: float, logs: Path) -> Iterator[str]:
             yield f"  {line}"
         if view.phase == "Failed" and _MISSING_PACKAGE in view.message:
             yield f"  the pods run the Python of this command, {sys.executable}: install the package there"
-    if (loss_now := loss(view.report)) or view.report.examples_per_second is not None:
-        rate = (
-            "" if not view.report.examples_per_second else f", {number(view.report.examples_per_second, 3)} examples/s"
-        )
-        yield f"  loss {loss_now or number(None)}{rate}"
-    if view.report.non_finite_loss is not None and "NaN" not in loss_now:
-        yield f"  the loss of step {number(view.report.non_finite_loss)} was NaN or infinite: see `backstay history`"
-    if goodput := spent(view):
-        yield f"  {goodput}"
-    if traffic := carried(view):
-        yield f"  {traffic}"
-    if view.report.evaluation_error:
-        yield f"  the evaluation failed: {on_one_line(view.report.evaluation_failed)}"
-    if view.report.metrics:
-        yield f"  {evaluation(view.report)}: {shown(view.report.metrics)}"
-    if names := not_finite(view.report):
-        yield f"  metrics that were {names} (see `backstay history`)"
-    if view.restarts or view.disruptions:
-        yield f"  pods replaced: {view.restarts} after crashes, {view.disruptions} after disruptions"
+    if numbers := facts(view, "numbers"):
+        yield f"  {', '.join(fact.words for fact in numbers)}"
+    for fact in facts(view, "metrics", "results", "costs", "deaths"):
+        yield f"  {fact.words}"
     if view.checkpoint:
         place = shortened(view.checkpoint)
         yield f"  checkpoint {place}"

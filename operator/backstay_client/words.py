@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from backstay_spec.job_report import JobReport, ReportedStatus
+    from backstay_spec.job_report import ReportedStatus
 
 # The part of a traceback before the line with the exception; the rest is in the pod's log.
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t].*(?:\n|$))*")
@@ -113,15 +113,9 @@ def loss(report: ReportedStatus) -> str:
     return "" if report.non_finite_loss is None else f"NaN or infinite, first at step {number(report.non_finite_loss)}"
 
 
-def evaluation(report: JobReport) -> str:
-    """The words before the newest metrics of `evaluate`."""
-    return "evaluation" if report.evaluated_step is None else f"evaluation of step {number(report.evaluated_step)}"
-
-
-def not_finite(report: ReportedStatus) -> str:
-    """The metrics that were NaN or infinite, in words; empty: there were none."""
-    names = ", ".join(printable(name) for name in report.non_finite_metrics)
-    return names and f"NaN or infinite: {names}"
+def step_of_goal(report: ReportedStatus) -> str:
+    """The updates that are applied, such as ``5 of 10``."""
+    return number(report.step) + (f" of {number(report.goal_steps)}" if report.goal_steps else "")
 
 
 def size(nbytes: float) -> str:

@@ -3,8 +3,8 @@ reader.
 
 A row declares the fact's name, type, unit and text. Shard 0's server makes a `JobReport` and sends it as one field of
 its answer to the operator (O8) and on its page `/status`. The operator stores the rows of `ReportedStatus` in the job's
-status, exports those with a metric, and the commands read the same rows. So a new fact has two places: where it is
-measured, and its row here (docs/decisions/0047).
+status, and exports those with a metric. The commands read the same rows, and show those with words in all formats. So
+a new fact has two places: where it is measured, and its row here (docs/decisions/0047).
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ __all__ = [
     "WaitedForStatus",
     "exported_rows",
     "readable",
+    "shown_rows",
 ]
 
 MOST_BYTES: Final = 512 << 10
@@ -56,6 +57,8 @@ class ReportRow:
         with_event: whether the planner stores the value, together with an event that it sends once.
         metric: the text of the operator's metric `backstay_job_<name>`; empty: there is none.
         counts: whether that metric is a counter.
+        shown: the words beside the value where people see the job: the unit of a number, or the name of numbers by
+            name; empty: `backstay_client.view.facts` has other words for it, or none.
     """
 
     unit: str = ""
@@ -65,6 +68,7 @@ class ReportRow:
     with_event: bool = False
     metric: str = ""
     counts: bool = False
+    shown: str = ""
 
 
 def _counted(value: int) -> int:
@@ -171,6 +175,7 @@ class ReportedStatus(StatusModel):
             is_rate=True,
             interrupted=0.0,
             metric="Examples in applied contributions a second; 0 while the job does not train.",
+            shown="examples/s",
         ),
     ] = None
     """Examples trained on per second, over all workers, recently."""
@@ -182,6 +187,7 @@ class ReportedStatus(StatusModel):
             digits=4,
             is_rate=True,
             metric="Updates applied a second, the mean of the last 30 seconds; 0 while the job does not train.",
+            shown="updates/s",
         ),
     ] = None
     """Updates applied per second, recently."""
@@ -213,7 +219,7 @@ class ReportedStatus(StatusModel):
     non_finite_metrics: Annotated[list[str], FailFast(), ReportRow(with_event=True)] = Field(default_factory=list)
     """Metrics of `evaluate` and `loss` that were NaN or infinite at some step; at most 20."""
 
-    train_metrics: Annotated[Numbers, ReportRow(digits=6)] = Field(default_factory=dict)
+    train_metrics: Annotated[Numbers, ReportRow(digits=6, shown="metrics of loss")] = Field(default_factory=dict)
     """The metrics that `loss` returned, mean of the newest update; finite values only."""
 
     traffic: Annotated[Numbers, ReportRow(unit="bytes", digits=3)] = Field(default_factory=dict)
@@ -393,6 +399,11 @@ INTERRUPTED: Final[Mapping[str, float | None]] = {
 def exported_rows() -> Mapping[str, ReportRow]:
     """The rows that the operator exports as a metric, by name."""
     return {name: row for name, row in _rows(JobReport).items() if row.metric}
+
+
+def shown_rows() -> Mapping[str, ReportRow]:
+    """The rows that are shown in one form, beside their words, by name."""
+    return {name: row for name, row in _rows(JobReport).items() if row.shown}
 
 
 def readable(value: float, digits: int | None) -> float | None:

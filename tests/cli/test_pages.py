@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,14 +11,18 @@ from digits import NOW, PAGE, PODS, job, pod, text_of, view
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backstay_cli import listing
+from backstay_cli import listing, report
 from backstay_cli.picture import Picture, page
 from backstay_client.show.curve import Losses, bar, curve, thin
+from backstay_client.show.html import job_card
+from backstay_client.show.lines import LineDisplay
 from backstay_client.view import explain
+from backstay_client.view.facts import facts
 from backstay_client.view.follow import JobView, PodActivity, view_of, with_page
 from backstay_client.view.pods import doing_words, rows
+from backstay_client.view.status import status_of
 from backstay_client.words import clock, duration
-from backstay_spec.job_report import JobReport
+from backstay_spec.job_report import JobReport, shown_rows
 
 
 def test_a_pod_of_a_rank_that_waits_for_another_one_says_for_which() -> None:
@@ -74,6 +79,22 @@ def test_a_terminal_of_40_columns_shows_the_names() -> None:
         assert any(line.startswith(name) for line in lines), lines
     listed = text_of(listing.table(listing.views([job("digits"), job("mnist")]), everywhere=False, now=NOW), 40)
     assert [line.split()[0] for line in listed[1:]] == ["digits", "mnist"]
+
+
+def test_a_fact_is_in_all_formats_that_have_its_section() -> None:
+    values = {"trainMetrics": {"accuracy": 0.5}, "metrics": {"mse": 0.125}, "traffic": {"carried": 1000.0}}
+    shown = view(**values, goodput=0.8, localSteps=24, nonFiniteLoss=9, nonFiniteMetrics=["accuracy"])
+    assert {fact.label for fact in facts(shown)} >= {row.shown for row in shown_rows().values()}
+    lines: list[str] = []
+    LineDisplay(lines.append, interval=0.0).show(shown)
+    formats: list[tuple[list[str], list[Any]]] = [
+        (text_of(page(shown, NOW, "a cluster"), 300), []),
+        ([job_card(status_of(shown))], []),
+        ([*report.lines(shown, 1.0, Path("/logs"))], ["numbers", "metrics", "results", "costs", "deaths"]),
+        (lines, ["progress", "numbers", "metrics", "deaths"]),
+    ]
+    for said, sections in formats:
+        assert [fact for fact in facts(shown, *sections) if fact.text not in "\n".join(said)] == []
 
 
 def test_the_object_for_scripts_has_finite_numbers_only() -> None:

@@ -41,7 +41,7 @@ def test_texts_of_scripts_are_escaped_in_html() -> None:
 
 def test_a_card_has_progress_numbers_and_the_curve() -> None:
     card = job_card(status_of(view(roles={"Worker": RoleView(4, 3)})), [(step, 1 / step) for step in range(1, 2000)])
-    for text in ("digits", "width:50.0%", "5 of 10", "accuracy 0.75", "3 of 4", "<polyline"):
+    for text in ("digits", "width:50.0%", "5 of 10", "accuracy 0.75", "3/4 workers", "<polyline"):
         assert text in card
     assert card.count(",") < 1000, "the curve is thinned"
 
@@ -67,7 +67,7 @@ def test_a_terminal_gets_a_bar_that_is_redrawn_in_place(monkeypatch: pytest.Monk
     display.show(view(), "the API server does not answer")
     display.close()
     first, second = stream.getvalue().rstrip("\n").split("\r")[1:]
-    assert first.startswith("digits  ██████████░░░░░░░░░░  50 %  5/10  loss 0.5")
+    assert first.startswith("digits  ██████████░░░░░░░░░░  50 %  step 5 of 10  loss 0.5")
     assert "the API server does not" in second, "a line is never longer than the terminal"
     assert len(first) == len(second) == 79
 

@@ -16,8 +16,9 @@ from backstay_client.jobfiles.jobfile import BadInput
 from backstay_client.kube import ApiRequestError
 from backstay_client.reading.records import all_of, places_of, read_file
 from backstay_client.view.explain import deaths, job_events, who
-from backstay_client.view.follow import JobView, ShownEntry, spent, view_of
-from backstay_client.words import count, duration, number, printable
+from backstay_client.view.facts import facts
+from backstay_client.view.follow import JobView, ShownEntry, view_of
+from backstay_client.words import count, duration, printable
 from backstay_spec import contract
 from backstay_spec.records import merged
 
@@ -188,13 +189,10 @@ def lines(history: JobHistory, now: float) -> Iterator[str]:
     view = history.view
     ended = view.completed if view.completed is not None else None if view.ended else now
     lasted = "" if view.started is None or ended is None else f", {duration(max(0.0, ended - view.started))}"
-    steps = "" if view.report.step is None else f", step {number(view.report.step)}"
-    steps += (
-        "" if view.report.goal_steps is None or view.report.step is None else f" of {number(view.report.goal_steps)}"
-    )
+    steps = "".join(f", {fact.words}" for fact in facts(view, "progress"))
     yield f"{view.name} in namespace {view.namespace}: {view.phase}{lasted}{steps}"
-    if good := spent(view):
-        yield f"  {good}"
+    for fact in facts(view, "costs"):
+        yield f"  {fact.words}"
     if view.message and view.ended:
         yield f"  {printable(view.message.splitlines()[0])}"
     # The events below are in order of time, and so the causes of a hundred deaths are counted here.

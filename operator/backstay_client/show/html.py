@@ -9,8 +9,10 @@ from html import escape
 
 from backstay_client.show.curve import thin
 from backstay_client.view.explain import progress_of
+from backstay_client.view.facts import facts
+from backstay_client.view.follow import JobView
 from backstay_client.view.status import JobStatus
-from backstay_client.words import clock, duration, loss, number, plain, shown
+from backstay_client.words import duration, number, plain, shown, step_of_goal
 
 __all__ = ["job_card", "job_rows", "line_chart", "table"]
 
@@ -26,19 +28,8 @@ def job_card(status: JobStatus, curve: Sequence[tuple[float, float]] = ()) -> st
         status: the job.
         curve: (step, loss) in order of steps.
     """
-    rows = [("phase", _phase(status)), ("step", escape(_step(status)))]
-    if text := loss(status.report):
-        rows.append(("loss", escape(text)))
-    for name, metrics in (("metrics", status.report.train_metrics), ("evaluation", status.metrics)):
-        if metrics:
-            rows.append((name, escape(shown(metrics))))
-    if status.report.examples_per_second and not status.ended:
-        rows.append(("examples/s", escape(number(status.report.examples_per_second, 3))))
-    if status.seconds_left is not None:
-        rows.append(("time left", escape(clock(status.seconds_left))))
-    rows.append(("workers", f"{status.workers}" if status.ended else f"{status.workers_ready} of {status.workers}"))
-    if status.restarts or status.disruptions:
-        rows.append(("replaced pods", f"{status.restarts + status.disruptions}"))
+    view = status.view or JobView(status.name, status.namespace, status.phase)
+    rows = [("phase", _phase(status)), *((escape(fact.label), escape(fact.text)) for fact in facts(view))]
     if status.started is not None:
         ended = status.completed if status.completed is not None else time.time()
         rows.append(("time", escape(duration(max(0.0, ended - status.started)))))
@@ -66,7 +57,7 @@ def job_rows(jobs: Iterable[JobStatus]) -> str:
         (
             escape(one.name),
             _phase(one),
-            escape(_step(one)),
+            escape(step_of_goal(one.report)),
             escape(number(one.loss)),
             escape(shown(one.metrics)),
             f"{one.workers_ready} of {one.workers}",
@@ -85,12 +76,6 @@ def table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _phase(status: JobStatus) -> str:
     return f'<span style="color:{_COLOURS.get(status.phase, "#5f6368")}">{escape(status.phase)}</span>'
-
-
-def _step(status: JobStatus) -> str:
-    if status.step is None:
-        return "–"
-    return number(status.step) + (f" of {number(status.report.goal_steps)}" if status.report.goal_steps else "")
 
 
 def _bar(status: JobStatus) -> str:

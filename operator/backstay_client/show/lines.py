@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
+from backstay_client.view.facts import facts
 from backstay_client.view.follow import JobView
 from backstay_client.view.waiting import WROTE, no_update, waiting_for
-from backstay_client.words import duration, evaluation, loss, number, plain, shown, without_folder
+from backstay_client.words import plain, without_folder
 
 __all__ = ["SCRIPT", "Display", "LineDisplay", "shown_events"]
 
@@ -75,11 +76,11 @@ class LineDisplay:
 
     def show(self, view: JobView) -> None:
         """Write the changes."""
-        known = shown_events(view.events)
-        for kind, reason, message in known[self._events :]:
+        events = shown_events(view.events)
+        for kind, reason, message in events[self._events :]:
             if not (view.ended and reason == view.phase):  # the report after the end has the same text
                 self._write_line(f"{'warning: ' if kind == 'Warning' else ''}{reason}: {without_folder(message)}")
-        self._events = max(self._events, len(known))
+        self._events = max(self._events, len(events))
         waiting = waiting_for(view)
         if view.phase != self._phase:
             self._phase = view.phase
@@ -98,29 +99,18 @@ class LineDisplay:
             self._write_line(text)
         elif not text:
             self._no_update_at = -math.inf
-        if (
-            view.report.step
-            and (loss_now := loss(view.report))
-            and view.report.step != self._step
-            and not view.ended
-            and now - self._last >= self._interval
-        ):
-            self._last, self._step = now, view.report.step
-            metrics = f"  {shown(view.report.train_metrics)}" if view.report.train_metrics else ""
-            rate = (
-                f"  {number(view.report.examples_per_second, 3)} examples/s" if view.report.examples_per_second else ""
-            )
-            goal = f" of {number(view.report.goal_steps)}" if view.report.goal_steps else ""
-            local = (
-                f"  local step {number(view.report.step * view.report.local_steps)}" if view.report.local_steps else ""
-            )
-            left = f"  {duration(seconds)} left" if (seconds := view.seconds_left) is not None else ""
-            restarts = f"  restarts {view.restarts}" if view.restarts else ""
-            where = f"step {number(view.report.step)}{goal}{local}"
-            self._write_line(f"{where}  loss {loss_now}{metrics}{rate}{left}{restarts}")
-        if view.report.evaluated_step is not None and view.report.evaluated_step != self._evaluated and not view.ended:
-            self._evaluated = view.report.evaluated_step
-            self._write_line(f"{evaluation(view.report)}: {shown(view.report.metrics)}")
+        if view.ended:
+            return
+        step, evaluated = view.report.step, view.report.evaluated_step
+        if step and step != self._step and now - self._last >= self._interval:
+            self._last, self._step = now, step
+            known = facts(view, "progress", "numbers", "metrics", "deaths")
+            self._write_line("  ".join(fact.text if fact.section == "metrics" else fact.words for fact in known))
+        if evaluated is not None and evaluated != self._evaluated:
+            self._evaluated = evaluated
+            for fact in facts(view, "results"):
+                if not fact.tone:  # the others have events
+                    self._write_line(fact.words)
 
     def print(self, lines: Sequence[str]) -> None:
         """Print as separate lines, without a time."""

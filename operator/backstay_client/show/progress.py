@@ -11,9 +11,11 @@ from backstay_client.show.curve import Losses, bar
 from backstay_client.show.html import job_card
 from backstay_client.show.lines import LineDisplay
 from backstay_client.view.explain import progress_of
+from backstay_client.view.facts import facts
 from backstay_client.view.follow import JobView
 from backstay_client.view.status import status_of
-from backstay_client.words import clock, loss, number, on_one_line, printable
+from backstay_client.view.waiting import waiting_for
+from backstay_client.words import on_one_line, printable
 
 __all__ = ["ProgressDisplay", "TextDisplay", "display_for", "notebook_display", "text_display_for"]
 
@@ -58,64 +60,32 @@ class _Lines:
         return
 
 
-class _ProgressLine:
-    """One line that is written again in place."""
+class _Bar:
+    """A job as one text that changes, or as its card in a notebook."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream, self._written = stream, False
+    def __init__(self, text: TextDisplay) -> None:
+        self._text, self._losses = text, Losses(_MOST_LOSSES)
 
     def show(self, view: JobView, trouble: str = "") -> None:
-        width = max(40, shutil.get_terminal_size().columns) - 1
-        line = bar_line(view, trouble)[:width]
-        self._stream.write(f"\r{line:<{width}}")
-        self._stream.flush()
-        self._written = True
+        self._losses.add(view)
+        self._text.show(bar_line(view, trouble), lambda: job_card(status_of(view), self._losses.points))
 
     def close(self) -> None:
-        if self._written:
-            self._stream.write("\n")
-            self._stream.flush()
+        self._text.close()
 
 
 def bar_line(view: JobView, trouble: str = "") -> str:
     """A job on one line, with its progress and its newest numbers."""
-    status, parts = status_of(view), [printable(view.name)]
+    parts = [printable(view.name)]
     fraction = progress_of(view)
     if fraction is None or (view.ended and view.phase != "Succeeded"):
         parts.append(view.phase)
     else:
         parts.append(f"{bar(fraction, 20)} {100 * fraction:3.0f} %")
-    if status.step is not None:
-        parts.append(number(status.step) + (f"/{number(status.report.goal_steps)}" if status.report.goal_steps else ""))
-    if text := loss(status.report):
-        parts.append(f"loss {text}")
-    if status.seconds_left is not None:
-        parts.append(f"{clock(status.seconds_left)} left")
-    if problem := trouble or status.waiting:
+    if problem := trouble or waiting_for(view):
         parts.append(on_one_line(problem))
+    parts += [fact.words for fact in facts(view, "progress", "numbers")]
     return "  ".join(parts)
-
-
-class _Card:
-    """The output of a notebook's cell, which is replaced in place."""
-
-    def __init__(self, display: Callable[..., Any]) -> None:
-        self._display = display
-        self._handle: Any = None
-        self._losses = Losses(_MOST_LOSSES)
-
-    def show(self, view: JobView, trouble: str = "") -> None:
-        self._losses.add(view)
-        status = status_of(view)
-        text = bar_line(view, trouble)
-        bundle = {"text/html": job_card(status, self._losses.points), "text/plain": text}
-        if self._handle is None:
-            self._handle = self._display(bundle, raw=True, display_id=True)
-        else:
-            self._handle.update(bundle, raw=True)
-
-    def close(self) -> None:
-        return
 
 
 def notebook_display() -> Callable[..., Any] | None:
@@ -139,10 +109,8 @@ def display_for(*, progress: bool, stream: TextIO | None = None) -> ProgressDisp
     """
     if not progress:
         return _Silent()
-    if (display := notebook_display()) is not None:
-        return _Card(display)
-    stream = sys.stderr if stream is None else stream
-    return _ProgressLine(stream) if stream.isatty() else _Lines(stream)
+    display, stream = notebook_display(), sys.stderr if stream is None else stream
+    return _Bar(TextDisplay(stream, display)) if display is not None or stream.isatty() else _Lines(stream)
 
 
 class TextDisplay:
@@ -151,7 +119,7 @@ class TextDisplay:
     def __init__(self, stream: TextIO, display: Callable[..., Any] | None) -> None:
         self._stream, self._display, self._is_terminal = stream, display, stream.isatty()
         self._handle: Any = None
-        self._text = ""
+        self._shown: dict[str, str] = {}
 
     def show(self, text: str, html: Callable[[], str]) -> None:
         """Show a text.
@@ -159,15 +127,14 @@ class TextDisplay:
         Args:
             html: makes the same for a notebook.
         """
-        if text == self._text:
+        shown = {"text/plain": text} | ({} if self._display is None else {"text/html": html()})
+        if shown == self._shown:
             return
-        self._text = text
-        if self._display is not None:
-            bundle = {"text/html": html(), "text/plain": text}
-            if self._handle is None:
-                self._handle = self._display(bundle, raw=True, display_id=True)
-            else:
-                self._handle.update(bundle, raw=True)
+        self._shown = shown
+        if self._handle is not None:
+            self._handle.update(shown, raw=True)
+        elif self._display is not None:
+            self._handle = self._display(shown, raw=True, display_id=True)
         elif self._is_terminal:
             width = max(40, shutil.get_terminal_size().columns) - 1
             self._stream.write(f"\r{text[:width]:<{width}}")
@@ -177,7 +144,7 @@ class TextDisplay:
 
     def close(self) -> None:
         """Show nothing more."""
-        if self._text and self._is_terminal and self._display is None:
+        if self._shown and self._is_terminal and self._display is None:
             self._stream.write("\n")
             self._stream.flush()
 

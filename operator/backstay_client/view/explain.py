@@ -126,22 +126,13 @@ def as_object(view: JobView, now: float | None = None) -> dict[str, Any]:
         now: Unix time; None: now.
     """
     now = time.time() if now is None else now
-    # The keys are an interface for programs: each is always there, and null without a value.
-    reason, _, message = view.message.partition(": ")
     ended = view.completed if view.completed is not None else now
     return {
         "name": view.name,
         "namespace": view.namespace,
-        "phase": view.phase,
-        "reason": reason or None,
-        "message": message or None,
+        **measured(view),
         "waitsFor": waiting_for(view) or None,
         "seconds": None if view.started is None else round(ended - view.started, 1),
-        **reported(view),
-        "progress": progress_of(view),
-        "secondsLeft": None if (left := view.seconds_left) is None else round(left, 1),
-        "goodput": _finite(view.goodput),
-        "workerSeconds": dict(view.worker_seconds),
         "roles": {role: vars(values) for role, values in view.roles.items()},
         "checkpoint": {
             "uri": view.checkpoint,
@@ -178,10 +169,22 @@ def as_object(view: JobView, now: float | None = None) -> dict[str, Any]:
     }
 
 
-def reported(view: JobView) -> dict[str, Any]:
-    """The rows of the report for programs, by their names in the job's status; a row without a value is null."""
+def measured(view: JobView) -> dict[str, Any]:
+    """The phase with its reason, and the numbers, as all objects for programs have them. Each key is always there."""
+    reason, _, message = view.message.partition(": ")
     rows = view.report.model_dump(mode="json", by_alias=True, include=set(STATUS_ROWS) - _SHOWN_OTHERWISE)
-    return {name: _finite(value) for name, value in rows.items()}
+    return {
+        "phase": view.phase,
+        "reason": reason or None,
+        "message": message or None,
+        **{name: _finite(value) for name, value in rows.items()},
+        "progress": progress_of(view),
+        "secondsLeft": None if (left := view.seconds_left) is None else round(left, 1),
+        "goodput": _finite(view.goodput),
+        "workerSeconds": dict(view.worker_seconds),
+        "restarts": view.restarts,
+        "disruptions": view.disruptions,
+    }
 
 
 def progress_of(view: JobView) -> float | None:

@@ -336,7 +336,7 @@ def ready_of(view: JobView, role: RoleView) -> str:
 
 
 def carried(view: JobView) -> str:
-    """The traffic in words, such as ``traffic 1.2 MB per update and worker (Exact: 3.8 MB)``; empty if not known."""
+    """The traffic in words, such as ``1.2 MB per update and worker (Exact: 3.8 MB)``; empty if not known."""
     used, exact = view.report.traffic.get("carried"), view.report.traffic.get("exact")
     if not used:
         return ""
@@ -344,20 +344,20 @@ def carried(view: JobView) -> str:
     trained, frozen = view.report.trained_parameters, view.report.frozen_parameters
     if trained is not None and frozen:
         more += f", {number(trained)} of {number(trained + frozen)} values train"
-    return f"traffic {size(used)} per update and worker{more}"
+    return f"{size(used)} per update and worker{more}"
 
 
 def spent(view: JobView) -> str:
-    """The goodput in words, such as ``goodput 81 % of 90 worker seconds: wait 12 %``; empty without seconds."""
+    """The goodput in words, such as ``81 % of 90 worker seconds: wait 12 %``; empty if not known."""
     total = sum(view.worker_seconds.values())
     if view.goodput is None or total <= 0:
-        return ""
+        return "" if view.goodput is None else f"{100 * view.goodput:.0f} %"
     shares = {part: seconds / total for part, seconds in view.worker_seconds.items() if part != "applied"}
     named = {part: share for part, share in shares.items() if share >= _LEAST_SHARE}
     if (other := sum(shares.values()) - sum(named.values())) >= _LEAST_SHARE:
         named["other"] = other
     parts = [f"{part} {100 * share:.0f} %" for part, share in sorted(named.items(), key=lambda one: -one[1])]
-    of = f"goodput {100 * view.goodput:.0f} % of {number(round(total), 3)} worker seconds"
+    of = f"{100 * view.goodput:.0f} % of {number(round(total), 3)} worker seconds"
     return f"{of}: {', '.join(parts)}" if parts else of
 
 
