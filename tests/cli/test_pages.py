@@ -62,14 +62,16 @@ def test_the_node_of_a_slow_worker_is_named_if_the_pods_run_on_several() -> None
 def test_a_small_terminal_gets_a_picture_that_fits_and_names_the_pods_that_are_not_ready() -> None:
     many = [pod("parameter-server", 0), *(pod("worker", rank, ready=rank != 70) for rank in range(100))]
     losses = Losses()
-    shown = view_of(job(), many, [])
+    values = {"trainMetrics": {"a": 0.5}, "metrics": {"b": 0.5}, "traffic": {"carried": 9.0}, "nonFiniteMetrics": ["a"]}
+    shown = view_of(job(**values, goodput=0.8, nonFiniteLoss=9), many, [])
     for step in range(1, 50):
         losses.add(JobView("a", "b", report=JobReport(step=step, loss=1 / step)))
     lines = text_of(Picture(shown, 90.0, losses, hint="Ctrl-C", now=lambda: NOW), 80, 24)
-    assert len(lines) <= 25
+    assert len(lines) <= 24
     said = "\n".join(lines)
     assert "worker 70" in said
     assert "more: " in said
+    assert lines[-1] == "Ctrl-C"
 
 
 def test_a_terminal_of_40_columns_shows_the_names() -> None:
