@@ -13,7 +13,7 @@ from rich.text import Text
 
 from backstay_client.show.curve import Losses, bar
 from backstay_client.view import explain
-from backstay_client.view.facts import Fact, facts
+from backstay_client.view.facts import JobFact, facts
 from backstay_client.view.follow import JobView
 from backstay_client.view.pods import PodRow, rows, summary
 from backstay_client.view.waiting import no_update, waiting_for
@@ -158,7 +158,7 @@ def _line(*parts: str | Text | tuple[str, str]) -> Text:
     return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 
 
-def _words(fact: Fact) -> Text:
+def _words(fact: JobFact) -> Text:
     """A fact where its name is less bright than its value, except if a person may have to act."""
     words, tone = Text(fact.words), _TONES[fact.tone]
     words.highlight_regex(re.escape(fact.label), tone)

@@ -60,7 +60,7 @@ class _Lines:
         return
 
 
-class _Bar:
+class _JobBar:
     """A job as one text that changes, or as its card in a notebook."""
 
     def __init__(self, text: TextDisplay) -> None:
@@ -110,7 +110,7 @@ def display_for(*, progress: bool, stream: TextIO | None = None) -> ProgressDisp
     if not progress:
         return _Silent()
     display, stream = notebook_display(), sys.stderr if stream is None else stream
-    return _Bar(TextDisplay(stream, display)) if display is not None or stream.isatty() else _Lines(stream)
+    return _JobBar(TextDisplay(stream, display)) if display is not None or stream.isatty() else _Lines(stream)
 
 
 class TextDisplay:

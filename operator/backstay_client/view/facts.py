@@ -14,7 +14,7 @@ from backstay_client.view.follow import JobView, carried, ready_of, spent
 from backstay_client.words import clock, count, loss, number, on_one_line, printable, shown, step_of_goal
 from backstay_spec.job_report import JobReport, shown_rows
 
-__all__ = ["Fact", "facts"]
+__all__ = ["JobFact", "facts"]
 
 Section: TypeAlias = Literal["progress", "numbers", "metrics", "results", "costs", "pods", "deaths"]
 Tone: TypeAlias = Literal["", "warn", "bad"]
@@ -23,7 +23,7 @@ _ROLES = {"ParameterServer": "parameter servers", "Worker": "workers", "Evaluato
 
 
 @dataclass(frozen=True)
-class Fact:
+class JobFact:
     """One fact in words.
 
     Attributes:
@@ -48,7 +48,7 @@ class Fact:
         return f"{self.label}{':' if self.section in {'metrics', 'results'} else ''} {self.text}"
 
 
-def facts(view: JobView, *sections: Section) -> list[Fact]:
+def facts(view: JobView, *sections: Section) -> list[JobFact]:
     """The known facts about a job.
 
     Args:
@@ -57,50 +57,50 @@ def facts(view: JobView, *sections: Section) -> list[Fact]:
     return [fact for fact in _known(view) if not sections or fact.section in sections]
 
 
-def _known(view: JobView) -> Iterator[Fact]:
+def _known(view: JobView) -> Iterator[JobFact]:
     report, rows = view.report, [*_of_rows(view.report)]
     if report.step is not None:
-        yield Fact("progress", "step", step_of_goal(report))
+        yield JobFact("progress", "step", step_of_goal(report))
         if report.local_steps:
-            yield Fact("progress", "local step", number(report.step * report.local_steps))
+            yield JobFact("progress", "local step", number(report.step * report.local_steps))
     if left := view.seconds_left:
-        yield Fact("progress", "left", clock(left), is_unit=True)
+        yield JobFact("progress", "left", clock(left), is_unit=True)
     if newest := loss(report):
-        yield Fact("numbers", "loss", newest)
+        yield JobFact("numbers", "loss", newest)
     yield from (fact for fact in rows if fact.section == "metrics")
     yield from _results(report, newest)
     yield from (fact for fact in rows if fact.section == "numbers")
     if view.goodput is not None:
-        yield Fact("costs", "goodput", spent(view))
+        yield JobFact("costs", "goodput", spent(view))
     if traffic := carried(view):
-        yield Fact("costs", "traffic", traffic)
+        yield JobFact("costs", "traffic", traffic)
     ready = [f"{ready_of(view, of)} {_ROLES.get(role, role)}" for role, of in view.roles.items() if of.desired]
     if ready:
-        yield Fact("pods", "ended" if view.ended else "ready", ", ".join(ready), is_unit=True)
+        yield JobFact("pods", "ended" if view.ended else "ready", ", ".join(ready), is_unit=True)
     if view.restarts or view.disruptions:
         crashes = f"{view.restarts} {'crash' if view.restarts == 1 else 'crashes'}"
         text = f"{crashes} and {count(view.disruptions, 'disruption')}"
-        yield Fact("deaths", "pods replaced after", text, "bad" if view.restarts else "warn")
+        yield JobFact("deaths", "pods replaced after", text, "bad" if view.restarts else "warn")
 
 
-def _of_rows(report: JobReport) -> Iterator[Fact]:
+def _of_rows(report: JobReport) -> Iterator[JobFact]:
     for name, row in shown_rows().items():
         value = getattr(report, name)
         if value and isinstance(value, Mapping):
-            yield Fact("metrics", row.shown, shown(value))
+            yield JobFact("metrics", row.shown, shown(value))
         elif value:
-            yield Fact("numbers", row.shown, number(value, 3), is_unit=True)
+            yield JobFact("numbers", row.shown, number(value, 3), is_unit=True)
 
 
-def _results(report: JobReport, newest: str) -> Iterator[Fact]:
+def _results(report: JobReport, newest: str) -> Iterator[JobFact]:
     if report.evaluation_error:
-        yield Fact("results", "the evaluation failed", on_one_line(report.evaluation_failed), "bad")
+        yield JobFact("results", "the evaluation failed", on_one_line(report.evaluation_failed), "bad")
     if report.metrics:
         at = "" if report.evaluated_step is None else f" of step {number(report.evaluated_step)}"
-        yield Fact("results", f"evaluation{at}", shown(report.metrics))
+        yield JobFact("results", f"evaluation{at}", shown(report.metrics))
     if report.non_finite_loss is not None and "NaN" not in newest:
         label = f"the loss of step {number(report.non_finite_loss)} was NaN or infinite"
-        yield Fact("results", label, "see `backstay history`", "warn")
+        yield JobFact("results", label, "see `backstay history`", "warn")
     if report.non_finite_metrics:
         names = ", ".join(printable(name) for name in report.non_finite_metrics)
-        yield Fact("results", "metrics that were NaN or infinite", f"{names} (see `backstay history`)", "warn")
+        yield JobFact("results", "metrics that were NaN or infinite", f"{names} (see `backstay history`)", "warn")
