@@ -301,7 +301,7 @@ def test_a_base_that_is_partly_in_a_file_is_read_and_made_again(tmp_path):
     assert_equal(unfrozen(tmp_path, stored), result.params)
     with pytest.raises(
         CheckpointError,
-        match=r"frozen base.codes, whose array in .* is not there. If init made it, give all parameters as",
+        match=r"frozen base.codes, whose array in .* is not there. If init made it, give the result of init as",
     ):
         backstay.load(stored, base=start)
     with pytest.raises(CheckpointError, match=r"init now makes others: base.codes"):
@@ -427,7 +427,7 @@ def test_what_init_made_of_a_base_is_made_again(tmp_path, part):
     result, stored = trained(tmp_path, start_from=start)
     again = backstay.StartFrom(stored, base=start) if part == "changed by the mapping" else stored
     assert_equal(unfrozen(tmp_path, again), result.params)
-    with pytest.raises(CheckpointError, match="If init made it, give all parameters as `base`"):
+    with pytest.raises(CheckpointError, match="If init made it, give the result of init as `base`"):
         backstay.load(stored, base=True)
     with pytest.raises(CheckpointError, match=r"init now makes others: base.*Use the same init and seed"):
         unfrozen(tmp_path, again, init=lambda key: jax.tree.map(lambda leaf: leaf * 0, init(key)))

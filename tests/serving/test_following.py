@@ -331,11 +331,11 @@ def test_frozen_parameters_are_read_from_their_place(tmp_path: Path, by_init: bo
         checkpoint=str(tmp_path / "stored"),
     )
     if by_init:
-        with pytest.raises(ConfigurationError, match=r"give them as `base`, such as base=init"):
+        with pytest.raises(ConfigurationError, match=r"give it as `base`, such as base=init"):
             Following(tmp_path / "stored").look()
         # The next checkpoint names the first one as the place of its base, which has no place.
         backstay.train(**settings, start_from=str(tmp_path / "stored"), checkpoint=str(tmp_path / "again"))
-        with pytest.raises(ConfigurationError, match=r"give them as `base`, such as base=init"):
+        with pytest.raises(ConfigurationError, match=r"give it as `base`, such as base=init"):
             Following(tmp_path / "again").look()
     following = Following(tmp_path / "stored", base=result.params if by_init else True)
     assert following.look() == 3

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from json import JSONDecodeError
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -53,7 +52,7 @@ _WHILE: Final = "while its arrays were read, which may be of two files"
 _STAYS: Final = "It must stay the same while the job runs, and be the same in every pod"
 
 Readers = Mapping[str, Callable[[], NDArray[np.generic]]]
-"""Functions that read the arrays, by name."""
+"""Functions that read the arrays, by name. They raise `MadeByInit` for an array that `init` made."""
 
 
 class MissingArray(KeyError):  # noqa: N818
@@ -65,18 +64,12 @@ class Arrays(Mapping[str, NDArray[np.generic]]):
 
     Attributes:
         where: the place of the arrays, for messages.
-        of_init: names without an array: `init` made the values, which were frozen. The digests of the values.
         read_names: the names of the arrays that were read, or looked for.
         was_read: whether an array was read.
     """
 
-    def __init__(
-        self,
-        where: str,
-        readers: Readers,
-        of_init: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        self.where, self.of_init = where, of_init
+    def __init__(self, where: str, readers: Readers) -> None:
+        self.where = where
         self.read_names: set[str] = set()
         self.was_read = False
         self._readers = dict(readers)
@@ -85,9 +78,8 @@ class Arrays(Mapping[str, NDArray[np.generic]]):
         if name not in self._readers:
             raise MissingArray(name)
         self.was_read = True
-        array = self._readers[name]()
         self.read_names.add(name)
-        return array
+        return self._readers[name]()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._readers)
@@ -157,15 +149,14 @@ def _fixed(uri: str, skip: Callable[[Origin], bool] | None) -> str:
 @contextlib.contextmanager
 def open_arrays(
     fixed: str,
-    frozen: Callable[[FrozenRecord], tuple[Readers, Mapping[str, str]]] | None = None,
+    frozen: Callable[[FrozenRecord], Readers] | None = None,
     *,
     cache: str = "",
 ) -> Iterator[Arrays]:
     """The arrays that a reference from `fix` names; they can be read until the context ends.
 
     Args:
-        frozen: returns the readers of the frozen parameters beside a checkpoint of Backstay, and `Arrays.of_init`.
-            None: without these.
+        frozen: returns the readers of the frozen arrays beside a checkpoint of Backstay. None: without these.
         cache: see `StartFrom`.
 
     Names are the keys on the way to an array, joined by dots; those of a model state in a checkpoint of Backstay begin
@@ -189,8 +180,8 @@ def open_arrays(
             readers |= {leaf.path: partial(reader.parameter, index) for index, leaf in enumerate(manifest.leaves)}
             of_state = enumerate(manifest.state_leaves)
             readers |= {MODEL_STATE + leaf.path: partial(reader.state_leaf, i) for i, leaf in of_state}
-            others, of_init = ({}, {}) if frozen is None or manifest.frozen is None else frozen(manifest.frozen)
-            yield Arrays(fixed, readers | dict(others), of_init)
+            others = {} if frozen is None or manifest.frozen is None else frozen(manifest.frozen)
+            yield Arrays(fixed, readers | dict(others))
         return
     uri, _, expected = fixed.rpartition("#")
     _compare(uri, expected, f"since the job began with it ({expected})")

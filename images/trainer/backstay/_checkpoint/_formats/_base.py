@@ -45,17 +45,17 @@ def frozen_values(manifest: Manifest, base: Any) -> dict[str, NDArray[np.generic
 
 def _read(manifest: Manifest, record: FrozenRecord, base: bool | str | os.PathLike[str] | StartFrom) -> list[Any]:
     with frozen_beside(record, base) as arrays:
-        if arrays.of_init:
-            raise BaseNeeded(
-                f"the frozen arrays of {manifest.name} are the result of init: give it as `base`, such as "
-                f"base=init(jax.random.key({manifest.origin.seed}))"
-            )
         try:
             return [arrays[leaf.path] for leaf in record.leaves]
         except MadeByInit as made:
+            if made.why:
+                raise BaseNeeded(
+                    f"{made.why}. If init made it, give the result of init as `base`. If the job had a mapping that "
+                    "changes arrays, give it: base=StartFrom(uri, mapping=...)"
+                ) from made
             raise BaseNeeded(
-                f"{made.why or made.name}. If init made it, give all parameters as `base`. If the job had a mapping "
-                "that changes arrays, give it: base=StartFrom(uri, mapping=...)"
+                f"the frozen arrays of {manifest.name} are the result of init: give it as `base`, such as "
+                f"base=init(jax.random.key({manifest.origin.seed}))"
             ) from made
 
 

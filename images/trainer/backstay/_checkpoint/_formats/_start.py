@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ..._update import MODEL_STATE, LeafSpec, digest_of, some_of
 from ...errors import CheckpointError, ConfigurationError
-from .._manifest import FrozenRecord
+from .._manifest import FrozenLeaf, FrozenRecord
 from .._names import MANIFEST_SUFFIX
 from ._arrays import Arrays, MissingArray, Readers, fix, open_arrays
 
@@ -179,7 +179,6 @@ def read_start(
                 found = _find(arrays, begin, leaf) if start.mapping is None else _mapped(start.mapping, arrays, leaf)
             except MadeByInit as made:
                 of_init[number] = made
-                arrays.read_names.add(made.name)
                 values.append(None)
                 continue
             if isinstance(found, str):
@@ -247,35 +246,29 @@ def frozen_beside(record: FrozenRecord, base: Any) -> Iterator[Arrays]:
         base: True: the place where the job read them. A path, a URI or a `StartFrom`: another place.
 
     Raises:
-        CheckpointError: the place cannot be opened. Later, when an array is looked up: it is not there or differs.
+        CheckpointError: the place cannot be opened, when an array is looked up.
+        MadeByInit: an array that is looked up is not there or differs.
     """
     with contextlib.ExitStack() as stack:
-        readers, of_init = _frozen_arrays(stack, base, record)
-        yield Arrays(record.start_from if base is True else str(getattr(base, "uri", base)), readers, of_init)
+        readers = _frozen_arrays(stack, base, record)
+        yield Arrays(record.start_from if base is True else str(getattr(base, "uri", base)), readers)
 
 
-def _frozen_arrays(
-    stack: contextlib.ExitStack, base: Any, record: FrozenRecord, cache: str = ""
-) -> tuple[Readers, dict[str, str]]:
-    """See `open_arrays`. The place is opened for the first array. A checkpoint is opened at the beginning, because
-    `init` may have made some of the arrays beside it."""
-    if base is True and not record.uri:
-        return {}, {leaf.path: leaf.digest for leaf in record.leaves}
+def _frozen_arrays(stack: contextlib.ExitStack, base: Any, record: FrozenRecord, cache: str = "") -> Readers:
+    """See `open_arrays`. The place is opened for the first array."""
     place = once(lambda: _Beside(stack, base, record, cache))
-    of_init: dict[str, str] = {}
-    if base is True and record.uri.endswith(MANIFEST_SUFFIX):
-        of_init = place().of_init
-    paths = [leaf.path for leaf in record.leaves if leaf.path not in of_init]
-    return {path: partial(lambda path: place().read(path), path) for path in paths}, of_init
+
+    def read(leaf: FrozenLeaf) -> _Array:
+        if base is True and not record.uri:
+            raise MadeByInit(leaf.path, leaf.digest)
+        return place().read(leaf.path)
+
+    return {leaf.path: partial(read, leaf) for leaf in record.leaves}
 
 
 class _Beside:
     """The place of the arrays that were frozen beside a checkpoint. Their digests identify them: a job may have
-    translated their names, and its mapping is not stored.
-
-    Attributes:
-        of_init: the digests of the arrays that have no place, by their paths.
-    """
+    translated their names, and its mapping is not stored."""
 
     def __init__(self, stack: contextlib.ExitStack, base: Any, record: FrozenRecord, cache: str) -> None:
         if base is True:
@@ -308,7 +301,6 @@ class _Beside:
         for spec in self._specs.values():
             self._kinds.setdefault(spec.shape, {})[spec.dtype] = spec
         self._begin = _collection(self._arrays, list(self._specs.values()))
-        self.of_init = {path: digest for path, digest in self._digests.items() if path in self._arrays.of_init}
         self._rest = iter(self._arrays)
         self._names: dict[str, str] = {}  # the digests of arrays that were read in the search for others -> their names
         self._unreadable = ""
@@ -325,6 +317,8 @@ class _Beside:
         try:
             named = _find(self._arrays, self._begin, spec) if mapping is None else _mapped(mapping, self._arrays, spec)
         except MadeByInit as made:
+            if made.digest == digest and not made.why:
+                raise
             named = made.name
         value = None if isinstance(named, str) else _fitted(named, spec, report, "error")
         if value is not None and digest_of(value) == digest:
@@ -388,8 +382,6 @@ def _exists(start: StartFrom, arrays: Arrays, begin: str, leaf: LeafSpec) -> boo
             return not isinstance(_mapped(start.mapping, arrays, leaf), str)
         except MadeByInit:
             return True
-    if leaf.name in arrays.of_init:
-        return True
     name = _name_of(arrays, begin, leaf)
     if name is not None:
         arrays.read_names.add(name)
@@ -398,8 +390,6 @@ def _exists(start: StartFrom, arrays: Arrays, begin: str, leaf: LeafSpec) -> boo
 
 def _find(arrays: Arrays, begin: str, leaf: LeafSpec) -> _Array | str:
     """The array with a parameter's name; the name itself when there is no such array."""
-    if leaf.name in arrays.of_init:
-        raise MadeByInit(leaf.name, arrays.of_init[leaf.name])
     name = _name_of(arrays, begin, leaf)
     return leaf.name if name is None else arrays[name]
 
@@ -420,25 +410,18 @@ def _mapped(mapping: Callable[[str, Mapping[str, _Array]], Mapped], arrays: Arra
     try:
         found = mapping(leaf.name, arrays)
     except MissingArray as error:
-        if error.args[0] not in arrays.of_init:
-            return f"{leaf.name} (the mapping looked up {error.args[0]})"
-        raise _not_for_mappings(leaf.name, error.args[0], arrays.where) from error
+        return f"{leaf.name} (the mapping looked up {error.args[0]})"
     except MadeByInit as made:
-        raise _not_for_mappings(leaf.name, made.name, arrays.where) from made
+        raise CheckpointError(
+            f"start_from: the mapping computes {leaf.name} from {made.name}, which has no array: init made it beside "
+            f"{arrays.where}. Write all arrays to a file, and start from it: backstay.export({arrays.where!r}, ..., "
+            "base=init(key))"
+        ) from made
     if isinstance(found, str):
-        if found in arrays.of_init:
-            raise MadeByInit(found, arrays.of_init[found])
         if found not in arrays:
             return f"{leaf.name} (the mapping looked up {found})"
         found = arrays[found]
     return leaf.name if found is None else np.asarray(found)
-
-
-def _not_for_mappings(name: str, of_init: str, where: str) -> CheckpointError:
-    return CheckpointError(
-        f"start_from: the mapping computes {name} from {of_init}, which has no array: init made it beside {where}. "
-        f"Write all parameters to a file, and start from it: backstay.export({where!r}, ..., base=init(key))"
-    )
 
 
 def _fitted(array: _Array, leaf: LeafSpec, report: _StartReport, shapes: str) -> _Array | None:
