@@ -191,7 +191,7 @@ def run(
     or suspended.
     """
     from backstay_cli.run import run_job
-    from backstay_client.embedded.lasting import new_folder
+    from backstay_client.embedded.run_folder import new_folder
     from backstay_client.jobfiles.bounded_yaml import as_yaml
 
     if output not in {"text", "json"}:
@@ -290,7 +290,7 @@ def _dry_run(
     """Run the job as a dry run; return the exit status."""
     from backstay_cli import dry_run, report
     from backstay_cli.run import run_job
-    from backstay_client.embedded.lasting import new_folder
+    from backstay_client.embedded.run_folder import new_folder
 
     try:
         folder = new_folder(f"{job['metadata']['name']}-dry-run")
@@ -343,7 +343,7 @@ def up(
 ) -> None:
     """Keep an embedded cluster with the operator running, for kubectl."""
     from backstay_cli.run import up as keep_up
-    from backstay_client.embedded.lasting import new_folder
+    from backstay_client.embedded.run_folder import new_folder
 
     try:
         folder = new_folder("up") if data_dir is None else data_dir.resolve()

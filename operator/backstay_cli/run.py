@@ -24,9 +24,9 @@ from backstay_cli.program import BAD_INPUT, FAILED, INTERRUPTED, OK, is_of_outpu
 from backstay_cli.script_output import ScriptOutput
 from backstay_cli.view import LiveDisplay
 from backstay_client.creating import OtherRefused, create_job, create_others
-from backstay_client.embedded import compiled
-from backstay_client.embedded.lasting import lasting_session, store_result
+from backstay_client.embedded import program_store
 from backstay_client.embedded.preload import preload
+from backstay_client.embedded.run_folder import lasting_session, store_result
 from backstay_client.embedded.session import RESTARTS, Session, SessionError, start_session
 from backstay_client.finding.known_runs import KnownRun, register
 from backstay_client.finding.stored_run import StateFile
@@ -266,8 +266,8 @@ async def _run(
     others: Sequence[dict[str, Any]],
 ) -> JobView:
     # Runs below one common folder share their compiled programs through that folder.
-    store = compiled.store_in(folder.parents[1] if folder.parent.name == "runs" else folder)
-    compiled.seed(store, folder / _COMPILED)
+    store = program_store.store_in(folder.parents[1] if folder.parent.name == "runs" else folder)
+    program_store.seed(store, folder / _COMPILED)
     with following.display:
         try:
             async with start_session(
@@ -278,7 +278,7 @@ async def _run(
                 try:
                     view = await _follow(session, following)
                     if view.phase == "Succeeded" and not view.restarts and not view.disruptions:
-                        compiled.keep(folder / _COMPILED, store)
+                        program_store.keep(folder / _COMPILED, store)
                     return view
                 except asyncio.CancelledError:
                     if stopping.stores(job) and following.view is not None and following.view.report.step:

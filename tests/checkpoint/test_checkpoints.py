@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backstay._checkpoint import CheckpointStore, Manifest, Origin, Reader, load
-from backstay._checkpoint._sealed import seal, unseal
+from backstay._checkpoint._seal import seal, unseal
 from backstay._checkpoint._structure import describe_structure, rebuild
 from backstay._update import Entry
 from backstay.errors import CheckpointError, StorageError

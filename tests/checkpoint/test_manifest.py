@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from backstay._checkpoint import CheckpointStore, Manifest, load
 from backstay._checkpoint._manifest import StateRecord
 from backstay._checkpoint._names import parse_manifest, parse_shard
-from backstay._checkpoint._sealed import seal, unseal
+from backstay._checkpoint._seal import seal, unseal
 from backstay._coordination import Coordinator, CoordinatorState, Rules
 from backstay.errors import CheckpointError
 from backstay_rpc.control_pb2 import GradientId, GradientInfo, Staged

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backstay_client.creating import HELD
-from backstay_client.embedded.lasting import new_folder
+from backstay_client.embedded.run_folder import new_folder
 from backstay_client.embedded.session import for_scripts
 from backstay_client.finding.clusters import Where, default_kubeconfig
 from backstay_client.finding.known_runs import state_folder

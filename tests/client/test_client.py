@@ -33,7 +33,7 @@ from backstay_client import (
     SessionError,
     TrainingFailed,
 )
-from backstay_client.embedded.lasting import new_folder
+from backstay_client.embedded.run_folder import new_folder
 from backstay_client.finding.clusters import account_of_pod
 from backstay_client.kube import ApiCalls
 from backstay_spec import contract

@@ -15,7 +15,7 @@ import pytest
 import backstay
 from backstay import testing
 from backstay._process import Environment
-from backstay._roles._restored import restored
+from backstay._roles._stored_result import restored
 from backstay._script import Script, ScriptPlan
 from backstay._update import describe
 from backstay_spec.runtime import Trained

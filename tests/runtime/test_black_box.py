@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from backstay import _instrument
 from backstay._checkpoint import PosixFolder, Records
-from backstay._process import HANGS, _hanging, hang_report, script_stacks
+from backstay._process import HANGS, _hang, hang_report, script_stacks
 from backstay._report._black_box import BlackBox, updated
 from backstay._report._timeline import SpanCollector
 from backstay._transport._control._spans import columns
@@ -277,7 +277,7 @@ def test_stacks_name_the_threads_and_the_line_where_each_waits() -> None:
     thread.start()
     assert here.wait(LONG)
     found: list[str] = []
-    asker = threading.Thread(target=lambda: found.append(_hanging.stacks()))
+    asker = threading.Thread(target=lambda: found.append(_hang.stacks()))
     asker.start()
     asker.join(LONG)
     leave.set()
@@ -289,10 +289,10 @@ def test_stacks_name_the_threads_and_the_line_where_each_waits() -> None:
 
 OUTPUT = """
 import sys
-from backstay._process import _hanging
-_hanging.keep_output()
+from backstay._process import _hang
+_hang.keep_output()
 print("one"); print("two", file=sys.stderr)
-assert _hanging.output_end().split() == ["one", "two"], _hanging.output_end()
+assert _hang.output_end().split() == ["one", "two"], _hang.output_end()
 """
 
 

@@ -17,7 +17,7 @@ import safetensors.numpy
 import backstay
 from backstay._serving._batcher import Batcher
 from backstay._serving._choice import CheckpointChoice
-from backstay._serving._following import CheckpointFollower
+from backstay._serving._follower import CheckpointFollower
 from backstay._serving._metrics import ServingMetrics
 from backstay._serving._program import ServingProgram
 from backstay._serving._signature import Signature

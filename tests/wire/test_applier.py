@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from backstay._coordination import MODES, Rules
-from backstay._shard._applying import Applier, Term, TermOver
+from backstay._shard._applier import Applier, Term, TermOver
 from backstay._shard._credits import Credits
-from backstay._shard._published import Publisher
+from backstay._shard._publisher import Publisher
 from backstay._shard._staging import Gradients
 from backstay._shard._standbys import NoStandbys
 from backstay_rpc.control_pb2 import Commit, Contribution, NormRequest, Part, RejectReason

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backstay._coordination import MODES
-from backstay._shard._published import Published, Publisher
+from backstay._shard._publisher import Published, Publisher
 from backstay._transport._streams._interfaces import Refusal
 from backstay_rpc.control_pb2 import Done, RejectReason
 from backstay_rpc.refusals import RefusalCode

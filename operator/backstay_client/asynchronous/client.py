@@ -15,8 +15,8 @@ from backstay_client.asynchronous.job import AsyncJobHandle
 from backstay_client.asynchronous.options import SubmitOptions, submission_of
 from backstay_client.asynchronous.sweep_options import SweepOptions, prepared_sweep
 from backstay_client.creating import create_job_once
-from backstay_client.embedded.lasting import lasting_session, new_folder, store_result
 from backstay_client.embedded.preload import preload
+from backstay_client.embedded.run_folder import lasting_session, new_folder, store_result
 from backstay_client.embedded.session import Session, SessionError
 from backstay_client.errors import JobExists
 from backstay_client.finding.clusters import FoundCluster, NoSuchJob, Where, open_cluster

@@ -19,7 +19,7 @@ from .._update import MODEL_STATE, PARAMS, some_of
 from ..errors import CheckpointError
 from ._dtypes import BY_NAME
 from ._names import ManifestName, parse_shard
-from ._sealed import seal, unseal
+from ._seal import seal, unseal
 from ._structure import check_structure
 
 __all__ = [

@@ -36,7 +36,7 @@ from .._process import (
 from .._report import PodMetrics, process_age
 from ..errors import BackstayError, CheckpointError, ConfigurationError, JobFailed, Refused, StorageError
 from ._devices import use_devices
-from ._forming import end_in_order, form_rank
+from ._formation import end_in_order, form_rank
 from ._lifecycles import PodRunner
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from ._environment import Environment
 from ._exit import SIGTERM_EXIT, Stop, end_after_script, end_now, end_process, exit_status, write_termination
 from ._failure import describe, printed
 from ._guard import ConnectionGuard, Warnings
-from ._hanging import HANGS, hang_report, keep_output, output_end, script_stacks, stacks
+from ._hang import HANGS, hang_report, keep_output, output_end, script_stacks, stacks
 from ._interrupts import Interrupts
 from ._logs import Reporter, configure
 from ._sockets import NO_LINGER, Address, listening_socket, peer_address, reset_peers, socket_address

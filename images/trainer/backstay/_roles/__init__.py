@@ -15,9 +15,9 @@ from .._lazy import lazily
 if TYPE_CHECKING:
     from ._ending import Stopped
     from ._evaluator import Evaluator
-    from ._restored import restored
     from ._server import Server, ServerContext
     from ._standby import Standby
+    from ._stored_result import restored
     from ._worker import Worker
     from ._worker_protocol import Exchange, Fate, WorkerProtocol
 
@@ -44,7 +44,7 @@ _HOMES: Final = {
     "Stopped": "._ending",
     "Worker": "._worker",
     "WorkerProtocol": "._worker_protocol",
-    "restored": "._restored",
+    "restored": "._stored_result",
 }
 
 __getattr__ = lazily(__name__, _HOMES)

@@ -8,7 +8,7 @@ import hmac
 from typing import Any
 
 from ._batcher import Answered, BatchAnswer, Batcher, QueuedRequest, RequestRefused
-from ._following import CheckpointFollower
+from ._follower import CheckpointFollower
 from ._metrics import ServingMetrics
 from ._program import ServingProgram
 from ._protocol import InferenceCall

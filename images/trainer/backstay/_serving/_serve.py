@@ -15,7 +15,7 @@ from .._process import Stop, configure
 from ..errors import ConfigurationError
 from ._choice import CheckpointChoice, LoadedCheckpoint
 from ._endpoints import Endpoints
-from ._following import CheckpointFollower
+from ._follower import CheckpointFollower
 from ._inference import Inference
 from ._metrics import ServingMetrics
 from ._program import ServingProgram, padded_sizes

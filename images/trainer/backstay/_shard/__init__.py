@@ -11,7 +11,7 @@ from ._admission import Admission
 from ._credits import Credits, Turn
 from ._follower import Follower, HeldState
 from ._orders import Orders
-from ._published import has_ended
+from ._publisher import has_ended
 from ._replication import Replication
 from ._runtime import ShardEvents, ShardRuntime
 

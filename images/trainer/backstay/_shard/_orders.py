@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from backstay_rpc.control_pb2 import Commit, Gather, GradientId, NormRequest, Save
 
 if TYPE_CHECKING:
-    from ._applying import Applier, Term
+    from ._applier import Applier, Term
 
 __all__ = ["Orders"]
 

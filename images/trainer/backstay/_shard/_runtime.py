@@ -54,11 +54,11 @@ from .._transport import QUIET_CHECKS, Answer, CheckpointHook, Engine, Incoming,
 from .._update import ShardWire
 from ..errors import PeerLost, Superseded
 from ._admission import Admission
-from ._applying import Applier, Term, TermOver
+from ._applier import Applier, Term, TermOver
 from ._credits import Credits
 from ._operand import Operand
 from ._orders import Orders
-from ._published import Publisher, has_ended
+from ._publisher import Publisher, has_ended
 from ._staging import GradientKey, Gradients, StagedGradient, StagedPart, check_address, describe, key_of
 from ._standbys import NoStandbys, Standbys
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         shard_wires,
         shares_host_memory,
     )
-    from ._codecs._aligned import ALIGNMENT, aligned_empty
+    from ._codecs._alignment import ALIGNMENT, aligned_empty
     from ._engine import ShardEngine
     from ._engine._kernels import Mean, enable_x64, mean, state_mean
     from ._engine._sums import BRANCHES, Tree
@@ -167,7 +167,7 @@ __all__ = [
 ]
 
 _HOMES: Final = {
-    "ALIGNMENT": "._codecs._aligned",
+    "ALIGNMENT": "._codecs._alignment",
     "ALL": "._selection",
     "ALL_AVERAGED": "._selection",
     "ALL_EXACT": "._selection",
@@ -209,7 +209,7 @@ _HOMES: Final = {
     "Untrained": "._untrained",
     "Wire": "._codecs",
     "ZeroLeaves": "._untrained",
-    "aligned_empty": "._codecs._aligned",
+    "aligned_empty": "._codecs._alignment",
     "all_finite": "._objective",
     "analyse": "._rules",
     "array_specs": "._array_specs",

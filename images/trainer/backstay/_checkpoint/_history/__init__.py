@@ -2,14 +2,14 @@
 
 - `_lease`: which process may write into a folder.
 - `_tenure`: the states of that right, from no term to a stored claim; `_ownership`: whose history a folder holds.
-- `_manifests`: the manifests of a term; `_continued`: the run that a term continues.
+- `_manifests`: the manifests of a term; `_continuation`: the run that a term continues.
 - `_frozen`: the frozen parameters that all workers of a history have.
 - `_writer`: the file of one shard; `_restore`: one shard's part of a checkpoint; `_patience`: repeated reads.
 """
 
 from __future__ import annotations
 
-from ._continued import Continued, log_continued
+from ._continuation import Continued, log_continued
 from ._frozen import AgreedFrozen
 from ._lease import FolderLease, Holder, Interrupted, LeaseTimes
 from ._manifests import ManifestStorage, NoStorage

@@ -26,7 +26,7 @@ from ...errors import BackstayError, CheckpointError, CheckpointInUse, StorageEr
 from .._files import Folder, PosixFolder
 from .._manifest import JobIdentity
 from .._names import LeaseName
-from .._sealed import seal, unseal
+from .._seal import seal, unseal
 from .._store import CheckpointStore, Contents
 
 __all__ = ["FolderLease", "Holder", "Interrupted", "LeaseTimes"]

@@ -19,7 +19,7 @@ from .._manifest import Evaluation, FileInfo, FileRange, Manifest, ManifestLeaf,
 from .._names import ManifestName, parse_manifest
 from .._store import CheckpointStore, Contents
 from .._structure import describe_structure
-from ._continued import Continued, changes_of
+from ._continuation import Continued, changes_of
 from ._frozen import AgreedFrozen
 from ._lease import FolderLease, Interrupted
 from ._ownership import Denied, Identity, NewHistory, Own, ownership

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ._alone import ALONE
+from ._answers import pulled_together
 from ._forms import FLAG, TEXT, Form, messages
 from ._group import FollowingMember, LeadingMember, Members, OwnMember
 from ._line import MemberLost
-from ._pulled import pulled_together
 
 __all__ = [
     "ALONE",

@@ -27,7 +27,7 @@ from .._coordination import Answering, Coordination, identity
 from .._transport import CheckpointHook, Engine, Refusal, Staging
 from ._operand import Hold, Operand, PreparedMean
 from ._partial_sums import PartialSums
-from ._published import Published, Publisher
+from ._publisher import Published, Publisher
 from ._replication import Replica
 from ._staging import Gradients, StagedGradient, describe
 from ._standbys import Standbys

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from backstay_client.embedded import compiled
+from backstay_client.embedded import program_store
 
 
 def entry(folder: Path, name: str, size: int = 10, age: float = 0.0) -> None:
@@ -25,19 +25,19 @@ def test_entries_go_from_one_run_to_the_next(tmp_path: Path) -> None:
     first, store, second = tmp_path / "first", tmp_path / "store", tmp_path / "second"
     entry(first, "jit_loss")
     (first / "init.lock").touch()
-    assert compiled.seed(store, first) == 0
-    assert compiled.keep(first, store) == 1
-    assert compiled.keep(first, store) == 0
-    assert compiled.seed(store, second) == 1
+    assert program_store.seed(store, first) == 0
+    assert program_store.keep(first, store) == 1
+    assert program_store.keep(first, store) == 0
+    assert program_store.seed(store, second) == 1
     assert names(second) == ["jit_loss"]
-    assert compiled.keep(tmp_path / "no such run", store) == 0
+    assert program_store.keep(tmp_path / "no such run", store) == 0
 
 
 def test_the_store_is_bounded_and_loses_the_oldest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "MOST_BYTES", 25)
+    monkeypatch.setattr(program_store, "MOST_BYTES", 25)
     for age, name in enumerate(("new", "middle", "old")):
         entry(tmp_path / "run", name, age=age)
-    compiled.keep(tmp_path / "run", tmp_path / "store")
+    program_store.keep(tmp_path / "run", tmp_path / "store")
     assert names(tmp_path / "store") == ["middle", "new"]
     assert names(tmp_path / "run") == ["middle", "new", "old"], "a run that goes on keeps what it has"
 
@@ -47,15 +47,15 @@ def test_two_runs_that_end_at_the_same_time_keep_their_programs(tmp_path: Path) 
     entry(tmp_path / "run", "jit_loss")
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "deleted-cache").symlink_to("nowhere")
-    assert compiled.keep(tmp_path / "run", tmp_path / "store") == 1
+    assert program_store.keep(tmp_path / "run", tmp_path / "store") == 1
 
 
 def test_another_processor_has_its_own_store(tmp_path: Path) -> None:
     def info(text: str) -> Path:
         (tmp_path / "cpuinfo").write_text(text)
-        return compiled.store_in(tmp_path, tmp_path / "cpuinfo")
+        return program_store.store_in(tmp_path, tmp_path / "cpuinfo")
 
     one = info("processor : 0\nmodel name : A\nflags : avx avx2\ncpu MHz : 2000\n")
     assert info("processor : 0\nmodel name : A\nflags : avx avx2\ncpu MHz : 2600\n") == one
     assert info("processor : 0\nmodel name : A\nflags : avx\n") != one
-    assert compiled.store_in(tmp_path, tmp_path / "none") != one
+    assert program_store.store_in(tmp_path, tmp_path / "none") != one
