@@ -16,7 +16,7 @@ def export_checkpoint(checkpoint: str, out: str, form: str, base: str | None = N
         checkpoint: a manifest, or a folder or URI with checkpoints.
         out: the file, folder or URI to write.
         form: ``safetensors`` or ``orbax``.
-        base: the place of the frozen parameters; empty: where the job read them; None: they are not exported.
+        base: the place of the frozen arrays; empty: where the job read them; None: they are not exported.
     """
     command = [
         sys.executable,

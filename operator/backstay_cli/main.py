@@ -365,10 +365,10 @@ def export(
         str, typer.Option(help="safetensors, or orbax, which needs the package orbax-checkpoint.")
     ] = "safetensors",
     whole: Annotated[
-        bool, typer.Option("--whole", help="With the frozen parameters, from the place where the job read them.")
+        bool, typer.Option("--whole", help="With the frozen arrays, from the place where the job read them.")
     ] = False,
     base: Annotated[
-        str | None, typer.Option(help="The place of the frozen parameters, instead of the one of --whole.")
+        str | None, typer.Option(help="The place of the frozen arrays, instead of the one of --whole.")
     ] = None,
 ) -> None:
     """Write the parameters of a checkpoint for other programs.

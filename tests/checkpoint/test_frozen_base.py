@@ -137,7 +137,7 @@ def test_frozen_model_state_is_not_in_a_checkpoint(tmp_path, frozen, still, begi
     without = arguments | {"start_from": str(tmp_path / "without.safetensors"), "checkpoint": None}
     with pytest.raises(CheckpointError, match=r"missing \(\d\): state/a"):
         trained(tmp_path, **without)
-    with pytest.raises(CheckpointError, match=r"state/a was frozen beside it, and is trained now"):
+    with pytest.raises(CheckpointError, match=r"state/a was frozen beside it, and is not frozen now"):
         trained(tmp_path, **of_both | {"frozen": frozen, "steps": 3})
     more = arguments | {"init": lambda key: (pair(key)[0], {"a": jnp.full(3, 7.0), "b": jnp.zeros(2)})}
     if begin:
@@ -149,6 +149,49 @@ def test_frozen_model_state_is_not_in_a_checkpoint(tmp_path, frozen, still, begi
     continued, _ = trained(tmp_path, **arguments | {"steps": 3})
     assert continued.step == 3
     assert continued.state["a"][0] == first[1]["a"][0]
+
+
+@pytest.mark.parametrize("still", [0.9, np.zeros(3), np.float64(1), np.arange(3), 7])
+def test_numbers_of_python_and_numpy_are_frozen_as_jax_holds_them(tmp_path, still):
+    """The digest was that of float64 or int64, which no file and no result of training has."""
+
+    def pair(key):
+        return {"w": jnp.ones(3)}, {"still": still, "count": jnp.int32(0)}
+
+    def with_state(params, state, batch):
+        return jnp.mean((params["w"] - state["still"]) ** 2), state | {"count": state["count"] + 1}
+
+    arguments = {"init": pair, "loss": with_state, "has_state": True, "frozen": None}
+    arguments |= {"frozen_state": lambda name: name == "still"}
+    result, stored = trained(tmp_path, **arguments)
+    for base in (pair(jax.random.key(0)), (result.params, result.state)):
+        whole = backstay.load(stored, base=base)
+        assert_equal((whole.params, whole.state), (result.params, result.state))
+    backstay.export(stored, str(tmp_path / "whole.safetensors"), base=pair(None))
+    assert_equal(backstay.load(stored, base=tmp_path / "whole.safetensors").state, result.state)
+    start = str(tmp_path / "whole.safetensors")
+    assert trained(tmp_path, **arguments, start_from=start, steps=3)[0].state["count"] == 3
+
+
+@pytest.mark.parametrize("frozen", [None, lambda name: name == "base"])
+def test_a_part_of_the_state_in_a_file_is_not_enough(tmp_path, frozen):
+    def pair(key):
+        return {"w": jnp.ones(3), "base": jnp.ones(3)}, {"a": jnp.zeros(3), "b": jnp.zeros(3)}
+
+    def with_state(params, state, batch):
+        return jnp.mean((params["w"] * params["base"] - state["a"]) ** 2), state
+
+    params = {"w": np.ones(3, np.float32), "base": np.ones(3, np.float32)}
+    arguments = {"init": pair, "loss": with_state, "has_state": True, "frozen": frozen, "steps": 1}
+    for number, (here, missing) in enumerate([("a", "b"), ("b", "a")]):
+        place = str(tmp_path / f"{here}.safetensors")
+        safetensors.numpy.save_file(params | {f"state/{here}": np.ones(3, np.float32)}, place)
+        for still in (None, lambda name: name == "a"):
+            with pytest.raises(CheckpointError, match=rf"missing \(1\): state/{missing}"):
+                trained(tmp_path, **arguments, start_from=place, frozen_state=still, checkpoint=None)
+        start = backstay.StartFrom(place, missing="init")
+        found, _ = trained(tmp_path / str(number), **arguments, start_from=start, frozen_state=lambda name: name == "a")
+        assert float(found.state[here][0]) == 1
 
 
 def test_arrays_that_a_mapping_changes_need_it(tmp_path):
@@ -218,10 +261,10 @@ def test_a_base_that_init_made_is_given_as_a_tree(tmp_path):
         backstay.load(stored, base=True)
     with pytest.raises(CheckpointError, match=r"base.w .1 of 2 arrays differ"):
         backstay.load(stored, base=init(jax.random.key(8)))
-    with pytest.raises(CheckpointError, match=r"`base` has 1 arrays, and the whole model of .* has 3 parameters"):
+    with pytest.raises(CheckpointError, match=r"`base` has 1 arrays, and the whole model of .* has 3: must be"):
         backstay.load(stored, base={"w": 1})
-    wide = init(jax.random.key(7)) | {"base": {"w": np.ones((4, 4)), "codes": CODES}}
-    with pytest.raises(CheckpointError, match=r"`base` has float64\[4, 4\] at base.w: must be float32\[4, 4\]"):
+    wide = init(jax.random.key(7)) | {"base": {"w": np.ones((4, 4), np.float16), "codes": CODES}}
+    with pytest.raises(CheckpointError, match=r"`base` has float16\[4, 4\] at base.w: must be float32\[4, 4\]"):
         backstay.load(stored, base=wide)
 
 

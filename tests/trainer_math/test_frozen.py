@@ -194,6 +194,45 @@ def test_frozen_model_state_keeps_its_values(frozen, still, count):
         assert_same(state, {"norm": {"mean": np.full(6, 0.5)}, "count": np.int32(number)})
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_a_frozen_number_has_the_dtype_that_it_would_have_on_the_wire(dtype):
+    """A weak type of JAX made the loss compute in another precision than with state that travels."""
+
+    def model(key):
+        return {"w": jnp.asarray([0.5, 0.25], dtype)}, {"factor": 0.9, "other": jnp.full((), 0.7)}
+
+    def weighted(params, state, batch):
+        return jnp.sum(jnp.exp(params["w"] * state["factor"]) * state["other"]).astype(jnp.float32), state
+
+    arguments = {"init": model, "loss": weighted, "has_state": True, "batches": lambda key: 0, "steps": 9}
+    arguments |= {"optimizer": optax.sgd(0.1), "deterministic": True}
+    with enable_x64():
+        travels = [call(**arguments).params["w"] for call in (train, train_local)]
+        still = [call(**arguments, frozen_state=True).params["w"] for call in (train, train_local)]
+    assert [value.tobytes() for value in map(np.asarray, still)] == [
+        value.tobytes() for value in map(np.asarray, travels)
+    ]
+
+
+def test_pods_that_freeze_other_arrays_are_told_which():
+    def plan(**changes):
+        arguments = {"init": pair, "loss": means, "has_state": True, "batches": batches, "steps": 1, "frozen": is_base}
+        return Script(**arguments | {"optimizer": optax.sgd(0.1)} | changes).plan(1).agreement
+
+    def said(**changes):
+        there = plan(**changes)
+        return here.difference(there.leaves, there.settings, "worker 1", "shard 0")
+
+    here = plan(frozen_state=lambda name: name == "count")
+    assert "frozen_state is norm.mean in worker 1 and count in shard 0. The" in said(
+        frozen_state={"norm": True, "count": False}
+    )
+    assert "frozen_state is nothing in worker 1 and count in shard 0. The" in said()
+    text = said(frozen=lambda name: name in ("base.1", "head"), frozen_state=lambda name: name == "count")
+    assert "frozen is base.1, head (" in text
+    assert "in worker 1 and base.0, base.1, base.2 (" in text
+
+
 @pytest.mark.parametrize(
     ("still", "text"),
     [
@@ -277,8 +316,8 @@ def test_a_divided_pair_is_put_together_again(params, state, data):
     values = spec.frozen_values(model)
     assert values == [leaf.name for leaf in spec.frozen_leaves]
     assert len(values) == sum(sum(each or []) for each in chosen)
-    assert (spec.whole(rest[0], values), spec.whole_state(rest[1], values)) == model
-    assert jax.tree.leaves(spec.all_of_state.unflatten(spec.all_of_state.leaves)) == list(every.state.leaves)
+    assert spec.whole_model(*rest, values) == model
+    assert spec.everything == every
 
 
 @given(TREES, st.data())

@@ -54,7 +54,7 @@ DOES: Final = {
     "exchange": "sends its contribution, or waits for the servers",
     "join": "tries to join the servers",
     "first_pull": "receives the parameters",
-    "frozen": "reads the frozen parameters",
+    "frozen": "reads the frozen arrays",
     "script": "runs other code of the script",
 }
 """The activity of a worker at each point, as the words after its name."""

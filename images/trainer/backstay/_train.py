@@ -165,8 +165,8 @@ def train(
             the parameters that `optimizer` provably never changes are frozen, such as those of `optax.set_to_zero`;
             the optimizer still gets their places, and `clip_norm` does not count them. ``False``: none are frozen.
         frozen_state: the arrays of the model state that keep their values, such as statistics of a base: a function or
-            a pytree, as for `frozen`. ``True``: all of the state. They do not travel, and new values that `loss`
-            returns for them are not used.
+            a pytree, as for `frozen`. ``True``: all of the state; ``False``: nothing. They do not travel, and new
+            values that `loss` returns for them are not used.
         mesh: the axes of the mesh of all devices of a worker, by name, such as ``{"batch": 2, "model": 4}``; one of the
             sizes may be -1, which is the rest. Or a function that gets the devices and returns a `jax.sharding.Mesh`
             of them. Batches are divided along the first axis. Without this argument, the one axis is ``batch``.

@@ -22,7 +22,7 @@ _POINTS = {
     "exchange": "sends, waits for the update, receives",
     "join": "joins the servers",
     "first_pull": "receives the parameters",
-    "frozen": "reads the frozen parameters",
+    "frozen": "reads the frozen arrays",
     "evaluate": "evaluates",
 }
 _ACTIVITIES = {

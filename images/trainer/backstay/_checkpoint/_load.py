@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from .._update import AVERAGE, STATE, merged
+from .._update import AVERAGE, STATE
 from ..errors import CheckpointError
 from ._formats import StartFrom, frozen_values
 from ._manifest import FrozenLeaf, FrozenRecord, ManifestLeaf
@@ -112,7 +112,7 @@ def load(
         leaves = [read(i) for i in range(len(manifest.leaves))]
         specs, structure = list[_Leaf](manifest.leaves), manifest.structure
         if record is not None:
-            leaves, specs = merged(record.places, leaves, frozen), merged(record.places, specs, record.leaves)
+            leaves, specs = record.parameters(leaves, frozen), record.parameters(specs, record.leaves)
             structure = record.structure
         return _tree(leaves, specs, structure, like_params, manifest.name)
 
@@ -124,9 +124,8 @@ def load(
         leaves = [reader.state_leaf(index) for index in range(len(manifest.state_leaves))]
         specs, structure = list[_Leaf](manifest.state_leaves), manifest.state_structure
         if record is not None and record.state_structure is not None:
-            first = record.of_parameters
-            leaves = merged(record.state_places, leaves, frozen[first:])
-            specs, structure = merged(record.state_places, specs, record.leaves[first:]), record.state_structure
+            leaves, specs = record.of_state(leaves, frozen), record.of_state(specs, record.leaves)
+            structure = record.state_structure
         state = _tree(leaves, specs, structure, like_state, manifest.name, given=like is not None)
     return Checkpoint(
         params=params,

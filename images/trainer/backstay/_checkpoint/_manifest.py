@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from backstay_spec import contract
 
-from .._update import MODEL_STATE, PARAMS, some_of
+from .._update import MODEL_STATE, PARAMS, merged, some_of
 from ..errors import CheckpointError
 from ._dtypes import BY_NAME
 from ._names import ManifestName, parse_shard
@@ -168,17 +168,27 @@ class FrozenRecord(_StoredModel):
     state_structure: dict[str, Any] | None = None
     state_places: _List[bool] = ()
 
-    @property
-    def of_parameters(self) -> int:
-        """How many of `leaves` are parameters. The others are of the model state."""
-        return sum(self.places)
+    def parameters(self, rest: Iterable[_Item], frozen: Iterable[_Item]) -> list[_Item]:
+        """One list for all parameters, out of a value for each that trains, and one for each of `leaves`."""
+        return merged(self.places, rest, frozen)
 
-    def check_rest(self, parameters: int, of_state: int) -> None:
-        """Raise `ValueError` if a checkpoint with this number of parameters and arrays of the state does not fit."""
+    def of_state(self, rest: Iterable[_Item], frozen: Sequence[_Item]) -> list[_Item]:
+        """The same list for the model state."""
+        return merged(self.state_places, rest, frozen[sum(self.places) :]) if self.state_places else list(rest)
+
+    def check_rest(self, names: Sequence[str], parameters: int) -> None:
+        """Raise `ValueError` if the other leaves of a checkpoint do not fit.
+
+        Args:
+            names: the names of these leaves, those of the parameters first.
+            parameters: the number of the parameters.
+        """
         if self.places.count(False) != parameters:
             raise ValueError("the parameters that train are not those of the whole structure")
-        if self.state_structure is not None and self.state_places.count(False) != of_state:
+        if self.state_structure is not None and self.state_places.count(False) != len(names) - parameters:
             raise ValueError("the model state is not that of the whole structure")
+        if both := {leaf.path for leaf in self.leaves} & set(names):
+            raise ValueError(f"{min(both)[:200]!r} is frozen and is stored")
 
     @property
     def digest(self) -> str:
@@ -205,8 +215,10 @@ class FrozenRecord(_StoredModel):
         check_structure(self.structure, len(self.places))
         if self.state_structure is not None:
             check_structure(self.state_structure, len(self.state_places))
+        elif self.state_places:
+            raise ValueError("there are places of the model state, and no structure")
         of_state = [leaf.path.startswith(MODEL_STATE) for leaf in self.leaves]
-        wanted = [False] * self.of_parameters + [True] * sum(self.state_places)
+        wanted = [False] * sum(self.places) + [True] * sum(self.state_places)
         if of_state != wanted or len({leaf.path for leaf in self.leaves}) != len(wanted):
             raise ValueError("the frozen leaves are not those of the structure")
         return self
@@ -301,7 +313,8 @@ class Manifest(_StoredModel):
         elif self.state_leaves:
             raise ValueError("the model state has leaves and no structure")
         if self.frozen is not None:
-            self.frozen.check_rest(len(self.leaves), len(self.state_leaves))
+            rest = [leaf.path for leaf in self.leaves] + [MODEL_STATE + leaf.path for leaf in self.state_leaves]
+            self.frozen.check_rest(rest, len(self.leaves))
         _check_state(self)
         _check_files(self)
         return self

@@ -155,9 +155,8 @@ def shardings_of(sharding: ModelSharding | None, mesh: Mesh, tree: TreeSpec) -> 
     Raises:
         ConfigurationError: `sharding` is invalid, or returns something else than it should.
     """
-    params = tree.parameters
-    whole = tree.whole(params.unflatten(params.leaves), tree.frozen_leaves)
-    leaves: list[LeafSpec] = jax.tree_util.tree_leaves(whole)
+    params = tree.everything.parameters
+    whole, leaves = params.unflatten(params.leaves), params.leaves
     name = sharding if isinstance(sharding, str) else None
     if sharding is None or name == "replicate":
         specs = [partition_spec()] * len(leaves)

@@ -129,9 +129,8 @@ class Evaluator:
             with self._announced(step, name), _instrument.span("evaluate", step):
                 found = load(uri, like=self._plan.partition.tree.shapes())
                 trained = found.params if found.average is None else found.average
-                params = self._frozen.whole(self._placement.divide(trained))
-                state = self._frozen.whole_state(found.state)
-                metrics = self._script.evaluation(params, state, self._placement)
+                model = self._frozen.whole_model(self._placement.divide(trained), found.state)
+                metrics = self._script.evaluation(*model, self._placement)
         except EvaluationGivenUp as given_up:
             _LOG.error("step %d is not evaluated: %s", step, given_up)
             error = str(given_up)

@@ -71,7 +71,6 @@ def _of_rank(script: Script, plan: ScriptPlan) -> dict[str, str]:
     settings = {
         "mesh": str(dict(shardings[0].mesh.shape)),
         "sharding": "; ".join(divided),
-        "frozen": "; ".join(leaf.name for leaf in tree.frozen_leaves),
         "average": str(script.average),
         "evaluate": "a function" if script.evaluate is not None else "None",
     }

@@ -49,8 +49,8 @@ def restored(
     average = script.placement.for_script(checkpoint.average)
     if tree.frozen_leaves:
         frozen = _frozen(script, plan, checkpoint)
-        params, average = frozen.whole(params), None if average is None else frozen.whole(average)
-        state = frozen.whole_state(state)
+        params, state = frozen.whole_model(params, state)
+        average = None if average is None else frozen.whole(average)
     loaded(checkpoint.step)
     evaluation = trained.metrics
     if not evaluation and script.evaluate is not None:
@@ -74,7 +74,7 @@ def restored(
 
 
 def _frozen(script: Script, plan: ScriptPlan, checkpoint: Checkpoint) -> FrozenPart:
-    """The frozen parameters, which must be those of the training.
+    """The frozen arrays, which must be those of the training.
 
     Raises:
         CheckpointError: the arrays cannot be read, or are not those of the training.
@@ -86,5 +86,5 @@ def _frozen(script: Script, plan: ScriptPlan, checkpoint: Checkpoint) -> FrozenP
     if record is not None:
         here = beginning.record(part.agreement.frozen, reference)
         if why := record.difference(here, f"the checkpoint {checkpoint.uri}", "this pod"):
-            raise CheckpointError(f"the frozen parameters are not those of the training: {why}")
+            raise CheckpointError(f"the frozen arrays are not those of the training: {why}")
     return part

@@ -484,7 +484,7 @@ class Worker:
         """Parameters and model state."""
         model = self._script.placement.for_script(self._plan.partition.tree.unflatten(leaves))
         params, state = model if self._script.has_state else (model, None)
-        return self._frozen.whole(params), self._frozen.whole_state(state)
+        return self._frozen.whole_model(params, state)
 
     def _close(self, *, have_failed: bool) -> None:
         """

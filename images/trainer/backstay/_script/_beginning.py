@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .._checkpoint import FrozenRecord, MadeByInit, Origin, StartFrom
     from .._compute import Placement
     from .._transport import Agreement
-    from .._update import FrozenSpec, LeafSpec, TreeSpec
+    from .._update import LeafSpec, TreeSpec
 
 __all__ = ["Beginning", "FrozenPart", "on_processor"]
 
@@ -134,17 +134,14 @@ class Beginning:
             for leaf, digest in zip(tree.frozen_leaves, digests, strict=True)
         )
 
-        def structure(part: TreeSpec | FrozenSpec) -> dict[str, Any]:
-            return describe_structure(part.treedef.unflatten([0] * part.treedef.num_leaves))
-
-        params, state = tree.frozen, tree.frozen_state
+        params, state, of_state = tree.frozen, tree.frozen_state, tree.everything.state
         return FrozenRecord(
             start_from="" if start is None else start.uri,
             uri=reference,
             leaves=leaves,
-            structure=structure(params or tree.parameters),
+            structure=describe_structure(tree.everything.parameters.shapes()),
             places=params.places if params else (False,) * len(tree.parameters.leaves),
-            state_structure=structure(state) if state else None,
+            state_structure=describe_structure(of_state.shapes()) if state and of_state else None,
             state_places=state.places if state else (),
         )
 
@@ -200,7 +197,7 @@ class Beginning:
             others, needed, place: as in `read_start`.
         """
         from .._compute import initial
-        from .._update import refuse_shared
+        from .._update import as_leaf, refuse_shared
 
         trains = leaves is self.tree.leaves
 
@@ -213,7 +210,7 @@ class Beginning:
                     made = initial(self._init, self._seed, keep, compiled=trains)
             params = sum(leaf.trained for leaf in leaves)  # they come first
             refuse_shared([leaf.path for leaf in leaves[:params]], made[:params], [not trains] * params)
-            return made
+            return made if trains else list(map(as_leaf, made, leaves))
 
         start = self._start_from
         if start is None:
@@ -244,7 +241,7 @@ class Beginning:
         import numpy as np
 
         from .._compute import initial
-        from .._update import digest_of, some_of
+        from .._update import as_leaf, digest_of, some_of
 
         if not of_init:
             return {}
@@ -252,14 +249,14 @@ class Beginning:
             made: list[Any] = initial(
                 self._init, self._seed, lambda model: [keep(model)[number] for number in of_init], compiled=False
             )
-        found = dict(zip(of_init, made, strict=True))
+        found = {number: as_leaf(value, leaves[number]) for number, value in zip(of_init, made, strict=True)}
         if other := [
             number for number, value in found.items() if digest_of(np.asarray(value)) != of_init[number].digest
         ]:
             assert self._start_from is not None
-            names, why = some_of([leaves[number].path for number in other]), of_init[other[0]].why
+            names, why = some_of([leaves[number].name for number in other]), of_init[other[0]].why
             raise CheckpointError(
-                f"start_from: {why or f'{self._start_from.uri} was trained beside frozen parameters that init made'}, "
+                f"start_from: {why or f'{self._start_from.uri} was trained beside frozen arrays that init made'}, "
                 f"and init now makes others: {names} ({len(other)} in all). Use the same init and seed. If these "
                 "arrays are those of a file, and the job had a mapping that changes them, give it: "
                 "StartFrom(uri, base=StartFrom(..., mapping=...))"
@@ -321,6 +318,6 @@ class FrozenPart:
         """All parameters, out of those that train."""
         return self._beginning.tree.whole(params, self.arrays)
 
-    def whole_state(self, state: Any) -> Any:
-        """The model state, out of the part that travels; None for a model without state."""
-        return self._beginning.tree.whole_state(state, self.arrays)
+    def whole_model(self, params: Any, state: Any) -> tuple[Any, Any]:
+        """See `TreeSpec.whole_model`."""
+        return self._beginning.tree.whole_model(params, state, self.arrays)

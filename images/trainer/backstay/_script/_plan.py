@@ -61,7 +61,7 @@ class ScriptPlan:
             **self.arguments,
             **self.wire.settings(),
         }
-        named = (*parts.tree.leaves, *parts.tree.frozen_leaves)
+        named = parts.tree.everything.leaves
         leaves = (Leaf(path=leaf.name, shape=leaf.shape, dtype=leaf.dtype.name) for leaf in named)
         return Agreement(tuple(leaves), settings)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from .._checkpoint import StartFrom
     from .._compute import Computation, ComputedContribution, Layout, MeshAxes, ModelSharding, Placement
-    from .._update import Objective, Trace, TreeSpec, Wire
+    from .._update import FrozenSpec, Objective, Trace, TreeSpec, Wire
     from ._functions import OnUpdate, StopWhen
 
 __all__ = ["Script", "check_alone", "epochs_of", "evaluated"]
@@ -106,8 +107,6 @@ class Script:
         for name in ("has_state", "has_rng", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigurationError(f"{name} is {getattr(self, name)!r}: must be True or False")
-        if self.frozen_state is not None and not self.has_state:
-            raise ConfigurationError("frozen_state is given without has_state: a model without state has nothing in it")
         check_calls(vars(self), has_state=self.has_state, has_rng=self.has_rng)
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 0:
             raise ConfigurationError(f"steps is {self.steps!r}: must be a whole number of updates, 0 or more")
@@ -160,6 +159,8 @@ class Script:
             "has_state": str(self.has_state),
             "has_rng": str(self.has_rng),
             "clip_norm": str(None if self.clip_norm is None else float(self.clip_norm)),
+            "frozen": _names(tree.frozen),
+            "frozen_state": _names(tree.frozen_state),
             **local_settings(self.local, tree),
         }
         fragments = None
@@ -270,14 +271,13 @@ class Script:
     @cached_property
     def beginning(self) -> Beginning:
         """The values that training begins with."""
-        frozen, frozen_state = (None if one is False else one for one in (self.frozen, self.frozen_state))
         # Local steps have two optimizers. Neither of them proves that a parameter keeps its value.
         unchanged = self._unchanged if self.frozen is None and self.local is None else None
 
-        def described(model: Any, frozen: Any = frozen) -> TreeSpec:
+        def described(model: Any, frozen: Any = self.frozen) -> TreeSpec:
             from .._update import describe
 
-            return describe(model, has_state=self.has_state, frozen=frozen, frozen_state=frozen_state)
+            return describe(model, has_state=self.has_state, frozen=frozen, frozen_state=self.frozen_state)
 
         return Beginning(self.init, self.seed, self.start_from, described, unchanged)
 
@@ -306,6 +306,15 @@ class Script:
         if tree.frozen is not None and self.frozen is None:
             optimizer = only_trained(optimizer, tree.frozen)
         return optimizer if self.average is None else averaged(optimizer, self.average)
+
+
+def _names(part: FrozenSpec | None) -> str:
+    """The frozen leaves in words, which differ for other leaves."""
+    from .._update import some_of
+
+    names = [] if part is None else [leaf.path for leaf in part.leaves]
+    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
+    return (f"{some_of(names)} ({digest})" if len(names) > 1 else some_of(names)) or "nothing"
 
 
 def epochs_of(script: Script) -> Samples | None:

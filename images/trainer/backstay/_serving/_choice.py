@@ -77,7 +77,7 @@ class CheckpointChoice:
             step: the step to serve; None: any.
             like: see `backstay.load`.
             average: whether `predict` receives the moving average instead of the parameters.
-            base: see `backstay.load`, for checkpoints with frozen parameters.
+            base: see `backstay.load`, for checkpoints with frozen arrays.
 
         Raises:
             ConfigurationError: `uri` ends like a manifest and is not the name of one.

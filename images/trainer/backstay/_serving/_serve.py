@@ -67,7 +67,7 @@ def serve(
         step: serve the checkpoint of this step, and do not follow newer ones.
         average: whether `predict` receives the moving average of a job with ``train(average=...)`` as its params.
         like: a tree with the structure of the parameters, or ``(params, state)``; see `backstay.load`.
-        base: the source of parameters that were frozen (``train(frozen=...)``), as in `backstay.load`. True: the place
+        base: the source of arrays that were frozen (``train(frozen=...)``), as in `backstay.load`. True: the place
             where the job read them. They are read again for each checkpoint.
         ports: where to listen; by default HTTP on port 8080 and gRPC on port 8081.
 

@@ -263,7 +263,7 @@ def _model(carry: Mapping[str, Any], tree: TreeSpec, frozen: Sequence[Any]) -> t
     """All parameters, and the state."""
     model = tree.unflatten([*carry["params"], *carry["state"]])
     params, state = model if tree.has_state else (model, None)
-    return tree.whole(params, frozen), tree.whole_state(state, frozen)
+    return tree.whole_model(params, state, frozen)
 
 
 def _evaluated(carry: Mapping[str, Any], tree: TreeSpec, frozen: Sequence[Any]) -> tuple[Any, Any]:

@@ -43,6 +43,7 @@ from .._update import (
     Untrained,
     Wire,
     ZeroLeaves,
+    as_leaf,
     called,
     clip_factor,
     describe,
@@ -135,8 +136,8 @@ def train_local(
     placement = placement_of(tree, mesh, sharding, devices, deterministic=deterministic)
     base: list[Any] = []
     if tree.frozen_leaves:
-        values = tree.frozen_values(initial(init, seed, compiled=False))
-        base = [placement.frozen(number, value) for number, value in enumerate(values)]
+        values = zip(tree.frozen_values(initial(init, seed, compiled=False)), tree.frozen_leaves, strict=True)
+        base = [placement.frozen(number, as_leaf(*value)) for number, value in enumerate(values)]
     model = jax.tree_util.tree_map(_copied, tree.rest(model), tree.shapes())
     params, model_state = model if has_state else (model, None)
     # Copied, because a state may be the same array as the parameters, and both are donated.
@@ -204,12 +205,12 @@ def train_local(
                 model_state = tree.state.unflatten(new_state)
         if on_update is not None:
             examples = sum(gradient.examples for gradient in gradients)
-            now = tree.whole(params, base), tree.whole_state(model_state, base)
+            now = tree.whole_model(params, model_state, base)
             update_report = ReferenceUpdate(step + 1, newest.loss, newest.metrics, examples, not bad, *now)
             if on_update(update_report) is True:
                 steps = step + 1
                 break
-    params, model_state = tree.whole(params, base), tree.whole_state(model_state, base)
+    params, model_state = tree.whole_model(params, model_state, base)
     metrics: Mapping[str, float] = {}
     if evaluate is not None:
         metrics = evaluation_of(evaluate, params, model_state, has_state=has_state)

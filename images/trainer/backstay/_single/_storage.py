@@ -156,14 +156,14 @@ class AloneStorage:
 
     @property
     def frozen(self) -> FrozenRecord | None:
-        """The frozen parameters of the checkpoint that training continues from."""
+        """The frozen arrays of the checkpoint that training continues from."""
         return self._storage.frozen.record
 
     def agree(self, record: FrozenRecord) -> None:
         """Store this record with each checkpoint.
 
         Raises:
-            CheckpointError: training continues, and its frozen parameters were others.
+            CheckpointError: training continues, and its frozen arrays were others.
         """
         if why := self._storage.frozen.join(record, "this process"):
             raise CheckpointError(why)

@@ -84,7 +84,7 @@ def _broadcast(frozen: Any, tree: Any, argument: Selecting) -> list[bool]:
         )
 
     def spread(flag: Any, part: Any) -> Any:
-        return jax.tree_util.tree_map(lambda _: bool(flag), part)
+        return [bool(flag)] * len(jax.tree_util.tree_leaves(part))
 
     try:
         places: list[bool] = jax.tree_util.tree_leaves(jax.tree_util.tree_map(spread, frozen, tree))
@@ -107,14 +107,14 @@ def some_of(names: Sequence[str], most: int = _SHOWN) -> str:
     return ", ".join(names[:most]) + more
 
 
-def merged(places: Iterable[bool], trained: Iterable[_T], frozen: Iterable[_T]) -> list[_T]:
-    """One list, in the order of all parameters, out of two.
+def merged(places: Iterable[bool], rest: Iterable[_T], frozen: Iterable[_T]) -> list[_T]:
+    """One list, in the order of the whole tree, out of two.
 
     Args:
         places: whether each leaf is frozen.
-        trained, frozen: a value for each leaf that trains, and for each of the others.
+        rest, frozen: a value for each leaf that is not frozen, and for each of the others.
     """
-    mine, others = iter(trained), iter(frozen)
+    mine, others = iter(rest), iter(frozen)
     return [next(others) if place else next(mine) for place in places]
 
 

@@ -142,9 +142,10 @@ class Objective:
 
     def _called(self, leaves: Sequence[Any], frozen: Sequence[Any], batch: Any, key: Any) -> Any:
         model = self.tree.unflatten(leaves)
-        params, *state = model if self.tree.has_state else (model,)
-        state = [self.tree.whole_state(part, frozen) for part in state]
-        return self._loss(self.tree.whole(params, frozen), *state, batch, *([key] if self._has_rng else []))
+        params, state = model if self.tree.has_state else (model, None)
+        params, state = self.tree.whole_model(params, state, frozen)
+        of_state, of_key = [state] if self.tree.has_state else [], [key] if self._has_rng else []
+        return self._loss(params, *of_state, batch, *of_key)
 
     def _own_gradients(self, gradients: Any) -> list[Any]:
         """The gradients of the parameters that train. The function may return any others, or None, for frozen ones."""
@@ -176,7 +177,7 @@ class Objective:
 
     def _new_state(self, state: Any) -> list[Any]:
         """The new values of the leaves of the model state that are not frozen."""
-        whole, part = self.tree.all_of_state, self.tree.frozen_state
+        whole, part = self.tree.everything.state, self.tree.frozen_state
         if whole is None:
             return []
         new = _matching(whole, state)

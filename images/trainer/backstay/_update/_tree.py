@@ -153,12 +153,15 @@ class TreeSpec:
         return TreeSpec(tuple(leaf for leaf in self.leaves if not leaf.trained), self.treedef.children()[1])
 
     @cached_property
-    def all_of_state(self) -> TreeSpec | None:
-        """The model state alone, with its frozen leaves; None for a model without state."""
-        part = self.frozen_state
-        if self.state is None or part is None:
-            return self.state
-        return TreeSpec(tuple(merged(part.places, self.state.leaves, part.leaves)), part.treedef)
+    def everything(self) -> TreeSpec:
+        """The whole model, with its frozen leaves among the others."""
+        leaves, treedefs = list[LeafSpec](), []
+        for rest, part in ((self.parameters, self.frozen), (self.state, self.frozen_state)):
+            if rest is not None:
+                leaves += rest.leaves if part is None else merged(part.places, rest.leaves, part.leaves)
+                treedefs.append(rest.treedef if part is None else part.treedef)
+        treedef: Any = jax.tree_util.treedef_tuple(treedefs) if self.has_state else treedefs[0]
+        return TreeSpec(tuple(leaves), treedef, self.has_state)
 
     def unflatten(self, leaves: Iterable[Any]) -> Any:
         """Put `leaves` (one for each of `self.leaves`, any objects) into the tree that `init` returns, parameters or
@@ -169,10 +172,12 @@ class TreeSpec:
         """All parameters, out of those that train and the values of `frozen_leaves`."""
         return params if self.frozen is None else self.frozen.combine(params, frozen)
 
-    def whole_state(self, state: Any, frozen: Sequence[Any]) -> Any:
-        """The model state, out of the part that travels and the values of `frozen_leaves`."""
+    def whole_model(self, params: Any, state: Any, frozen: Sequence[Any]) -> tuple[Any, Any]:
+        """All parameters and the whole model state, which is None for a model without state."""
         part = self.frozen_state
-        return state if part is None else part.combine(state, frozen[len(self.frozen_leaves) - len(part.leaves) :])
+        if part is not None:
+            state = part.combine(state, frozen[len(self.frozen_leaves) - len(part.leaves) :])
+        return self.whole(params, frozen), state
 
     def rest(self, model: Any) -> Any:
         """The result of `init` without its frozen leaves."""
@@ -218,7 +223,7 @@ def describe(tree: Any, *, has_state: bool = False, frozen: Any = None, frozen_s
         tree: the parameters, any pytree of floating-point or complex arrays (JAX, NumPy, Python floats,
             `jax.ShapeDtypeStruct`); with `has_state` the pair ``(params, state)``, where `state` is a pytree of arrays
             of numbers or booleans. ``None`` is an empty subtree, as everywhere in JAX.
-        frozen: which parameters are frozen, as in `train`. They may be arrays of any numbers.
+        frozen: which parameters are frozen, as in `train`; False: none. They may be arrays of any numbers.
         frozen_state: which leaves of `state` are frozen, as in `train`.
 
     Raises:
@@ -226,7 +231,10 @@ def describe(tree: Any, *, has_state: bool = False, frozen: Any = None, frozen_s
             (integers, booleans, keys); a parameter is the same array as another one; a leaf of the state is a typed
             key; `frozen` or `frozen_state` is invalid.
     """
+    frozen, frozen_state = (None if _is_false(one) else one for one in (frozen, frozen_state))
     params, state = tree, None
+    if frozen_state is not None and not has_state:
+        raise TreeError("frozen_state is given without has_state: a model without state has nothing in it")
     if has_state:
         if type(tree) is not tuple or len(tree) != 2:
             what = f"a tuple of {len(tree)}" if isinstance(tree, tuple) else type(tree).__name__
@@ -239,6 +247,10 @@ def describe(tree: Any, *, has_state: bool = False, frozen: Any = None, frozen_s
     states, still = _states(state, frozen_state)
     structure = jax.tree_util.tree_structure((kept, state if still is None else still.rest(state)))
     return TreeSpec((*leaves, *states), structure, has_state=True, frozen=apart, frozen_state=still)
+
+
+def _is_false(value: Any) -> bool:
+    return isinstance(value, bool | np.bool_) and not value
 
 
 def _parameters(params: Any, frozen: Any) -> tuple[tuple[LeafSpec, ...], FrozenSpec | None]:
@@ -334,6 +346,14 @@ def arrays(tree: Any, spec: TreeSpec) -> list[np.ndarray[Any, Any] | jax.ShapeDt
         else np.ascontiguousarray(np.asarray(value), dtype=leaf.dtype).reshape(leaf.shape)
         for leaf, value in zip(spec.leaves, values, strict=True)
     ]
+
+
+def as_leaf(value: Any, leaf: LeafSpec) -> Any:
+    """A value that `init` returned, as an array of the leaf's dtype.
+
+    A number, or an array that JAX made of one, would take the dtype of what it is computed with.
+    """
+    return jnp.asarray(value, leaf.dtype) if isinstance(value, jax.Array) else np.asarray(value, leaf.dtype)
 
 
 def is_low_precision(dtype: np.dtype[Any]) -> bool:

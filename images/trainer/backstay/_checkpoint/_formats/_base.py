@@ -1,4 +1,4 @@
-"""Reads the frozen parameters beside which a checkpoint was trained, and compares them with its digests."""
+"""Reads the frozen arrays beside which a checkpoint was trained, and compares them with its digests."""
 
 from __future__ import annotations
 
@@ -63,14 +63,17 @@ def _taken(manifest: Manifest, record: FrozenRecord, base: Any) -> list[Any]:
     leaves = jax.tree_util.tree_leaves(base)  # of a pair those of the parameters come first
     places, of_state = record.places, record.state_places or (False,) * len(manifest.state_leaves)
     if record.state_places or len(leaves) != len(places):
-        wanted = f"{len(places)} parameters" + f" and {len(of_state)} arrays of the state" * bool(of_state)
         places += of_state
         if len(leaves) != len(places):
             raise CheckpointError(
-                f"`base` has {len(leaves)} arrays, and the whole model of {manifest.name} has {wanted}: must be what "
-                "init returns, True, or the place of a checkpoint"
+                f"`base` has {len(leaves)} arrays, and the whole model of {manifest.name} has {len(places)}: must be "
+                "what init returns, True, or the place of a checkpoint"
             )
-    kept = [np.asarray(leaf) for leaf, place in zip(leaves, places, strict=True) if place]
+    kept = [
+        np.asarray(leaf, jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype))
+        for leaf, place in zip(leaves, places, strict=True)
+        if place
+    ]
     for leaf, value in zip(record.leaves, kept, strict=True):
         if (value.shape, value.dtype.name) != (tuple(leaf.shape), leaf.dtype):
             found = f"{value.dtype.name}{list(value.shape)}"

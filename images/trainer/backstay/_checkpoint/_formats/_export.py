@@ -12,7 +12,7 @@ import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
-from ..._update import MODEL_STATE, merged
+from ..._update import MODEL_STATE
 from ...errors import CheckpointError, ConfigurationError, StorageError
 from .._dtypes import BY_NAME
 from .._files import open_folder
@@ -159,13 +159,13 @@ def _tree(manifest: Manifest, named: Mapping[str, NDArray[np.generic]], *, whole
     frozen = [] if record is None else [leaf.path for leaf in record.leaves]
     names, structure = [leaf.path for leaf in manifest.leaves], manifest.structure
     if record is not None:
-        names, structure = merged(record.places, names, frozen), record.structure
+        names, structure = record.parameters(names, frozen), record.structure
     params = _rebuilt(structure, {name: named[name] for name in names})
     if manifest.state_structure is None:
         return params
     names, structure = [MODEL_STATE + leaf.path for leaf in manifest.state_leaves], manifest.state_structure
     if record is not None and record.state_structure is not None:
-        names, structure = merged(record.state_places, names, frozen[record.of_parameters :]), record.state_structure
+        names, structure = record.of_state(names, frozen), record.state_structure
     state = {name.removeprefix(MODEL_STATE): named[name] for name in names}
     return {"params": params, "state": _rebuilt(structure, state)}
 

@@ -52,11 +52,11 @@ class StartFrom:
             Without `mapping`, arrays have the names of the parameters. A key ``params`` around all of them is ignored.
             A key ``state`` or ``batch_stats`` beside ``params`` is the model state.
         missing: the treatment of a parameter without a value: an ``error``, or the value that `init` returns
-            (``init``). A model state without any value begins as `init` returns it.
+            (``init``). A model state without any value begins as `init` returns it, if none of it is frozen.
         unexpected: the treatment of an array that no parameter uses: an ``error``, or ``ignore``.
         shapes: the treatment of an array whose shape differs from that of its parameter, such as a head for another
             number of classes: an ``error``, or the value that `init` returns (``init``). The log lists them.
-        base: the source of the parameters that were frozen beside a checkpoint of Backstay. True: the place where its
+        base: the source of the arrays that were frozen beside a checkpoint of Backstay. True: the place where its
             job read them. Otherwise a path, a URI or a `StartFrom`. They must have the digests of that job, and may
             have other names.
         cache: a folder on the node, such as one of a ``hostPath`` volume, for what is read from an object store. It
@@ -195,7 +195,7 @@ def read_start(
                     values.append(place(number, value))
                 del found, value
         report.taken = sum(value is not None for value in values) + len(of_init)
-        elsewhere = sum(_exists(start, arrays, begin, leaf) for leaf in others or ())
+        elsewhere = [leaf for leaf in others or () if _exists(start, arrays, begin, leaf)]
         of_model = (begin, *_STATES) if any(not leaf.trained for leaf in everyone) else (begin,)
         if others is not None:
             report.unexpected = sorted(
@@ -203,8 +203,9 @@ def read_start(
             )
         where, names = arrays.where, sorted(arrays)
     # A file may have parameters only. With a part of the model's state in it, the rest is missing.
-    if len(report.stateless) < sum(not leaf.trained for leaf in leaves):
-        report.missing += report.stateless
+    stateless = report.stateless + [leaf.name for leaf in others or () if not (leaf.trained or leaf in elsewhere)]
+    if len(stateless) < sum(not leaf.trained for leaf in everyone):
+        report.missing += stateless
         report.stateless = []
     refused = (
         report.misfits

@@ -3,7 +3,7 @@
 - `_lease`: which process may write into a folder.
 - `_tenure`: the states of that right, from no term to a stored claim; `_ownership`: whose history a folder holds.
 - `_manifests`: the manifests of a term; `_continuation`: the run that a term continues.
-- `_frozen`: the frozen parameters that all workers of a history have.
+- `_frozen`: the frozen arrays that all workers of a history have.
 - `_writer`: the file of one shard; `_restore`: one shard's part of a checkpoint; `_patience`: repeated reads.
 """
 

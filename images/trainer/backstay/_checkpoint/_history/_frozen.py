@@ -1,4 +1,4 @@
-"""The frozen parameters of a history, which are the same in all its workers (docs/decisions/0098)."""
+"""The frozen arrays of a history, which are the same in all its workers (docs/decisions/0098)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class AgreedFrozen:
                 self.record, self._stored = record, manifest
 
     def join(self, record: FrozenRecord, peer: str) -> str:
-        """Why a peer with these frozen parameters cannot train; empty: it can.
+        """Why a peer with these frozen arrays cannot train; empty: it can.
 
         Args:
             peer: how the message names it.
@@ -41,10 +41,10 @@ class AgreedFrozen:
             if not why:
                 return ""
             cure = (
-                "Training continues with the frozen parameters of its checkpoints only. To train with others, use "
+                "Training continues with the frozen arrays of its checkpoints only. To train with others, use "
                 "another checkpoint.uri, and load what is trained by start_from"
                 if self._stored
                 else "All workers must read the same arrays: start_from must name the same files in every pod. They "
                 "must not change while the job runs. Without start_from, init must return the same values"
             )
-            return f"the frozen parameters of {peer} are not those of this job: {why}. {cure}"
+            return f"the frozen arrays of {peer} are not those of this job: {why}. {cure}"

@@ -37,14 +37,14 @@ def check_fits(manifest: Manifest, partition: Partition) -> None:
     for path in [*own, *stored]:
         if path in was_frozen:
             raise CheckpointError(
-                f"the checkpoint {manifest.name} does not fit: {path} was frozen beside it, and is trained now. Use "
+                f"the checkpoint {manifest.name} does not fit: {path} was frozen beside it, and is not frozen now. Use "
                 "another checkpoint.uri, and start_from with this checkpoint, which reads what was frozen too"
             )
         if path in frozen:
             raise CheckpointError(
-                f"the checkpoint {manifest.name} does not fit: {path} was trained with it, and is frozen now. To "
-                "continue, freeze what was frozen before; frozen=False freezes nothing, also not what the optimizer "
-                "never changes. Or use another checkpoint.uri"
+                f"the checkpoint {manifest.name} does not fit: {path} was not frozen beside it, and is frozen now. To "
+                "continue, freeze what was frozen before; frozen=False freezes no parameter, also not what the "
+                "optimizer never changes. Or use another checkpoint.uri"
             )
         if own.get(path) != stored.get(path):
             raise CheckpointError(

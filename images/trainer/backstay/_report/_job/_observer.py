@@ -69,7 +69,7 @@ class JobObserver:
         self._metrics, self._steps, self._batches = metrics, steps, batches
         self._sizes = JobReport(
             trained_parameters=None if tree is None else _values(tree.parameters.leaves),
-            frozen_parameters=_values(tree.frozen_leaves) if tree is not None and tree.frozen_leaves else None,
+            frozen_parameters=None if tree is None or tree.frozen is None else _values(tree.frozen.leaves),
         )
         self._reporter, self._epochs = Reporter(log_every, steps, batches), EpochLines(log_every)
         self._step = 0

@@ -29,7 +29,7 @@ CONSTANTS: Final = "optimizer_constants"
 LAYOUT: Final = "layout"
 SOFTWARE: Final = "software"
 VERSION: Final = "version"
-OF_RANK: Final = ("mesh", "sharding", "frozen", "average", "evaluate")
+OF_RANK: Final = ("mesh", "sharding", "average", "evaluate")
 """Further arguments that must be the same in the pods of one rank, which compute together."""
 
 _SHOWN: Final = 6
@@ -40,7 +40,7 @@ class Agreement:
     """The settings that must be the same in every pod.
 
     Attributes:
-        leaves: the leaves of the model, the frozen ones last.
+        leaves: the leaves of the model.
         settings: name -> value, both text. These are the arguments of `train` under their own names, and digests in hex
             under `STRUCTURE`, `PROGRAM` and `LAYOUT`. `CONSTANTS` are those of the program, separated by blanks.
             `SOFTWARE` names the version of JAX and its width of floats. It explains another difference, and does not
@@ -92,7 +92,7 @@ class Agreement:
         every = sorted((self.settings.keys() | settings.keys()) - {CONSTANTS, SOFTWARE})
         other = [name for name in every if self.settings.get(name) != settings.get(name)]
         found = [self._words(name, settings.get(name), peer, here) for name in other if name in _ARGUMENTS]
-        if PROGRAM in other or STRUCTURE in other:
+        if (PROGRAM in other or STRUCTURE in other) and not {"frozen", "frozen_state"} & set(other):
             found.append(self._optimizer(STRUCTURE in other, settings.get(CONSTANTS, ""), peer, here))
         if other and not found:
             found = [f"the number of shards, or a setting, is not the same ({', '.join(other)})"]
@@ -138,6 +138,8 @@ _ARGUMENTS: Final = frozenset(
         "clip_norm",
         "has_state",
         "has_rng",
+        "frozen",
+        "frozen_state",
         "wire.gradients",
         "wire.parameters",
         "wire.errorFeedback",

@@ -86,7 +86,7 @@ class Host(Protocol):
 
     def joined(self, peer: Peer) -> JoinReply: ...
     def other_frozen(self, digests: Sequence[str], source: str, peer: str) -> str:
-        """Why a pod with these frozen parameters, which it read from `source`, cannot train; empty: it can."""
+        """Why a pod with these frozen arrays, which it read from `source`, cannot train; empty: it can."""
 
     def beat(self, request: HeartbeatRequest) -> HeartbeatReply: ...
     def left(self, peer: Peer, *, trained: bool = False) -> bool:
