@@ -24,6 +24,8 @@ class Node:
 def thawed() -> Iterator[None]:
     yield
     gc.unfreeze()
+    gc.collect()
+    gc.freeze()  # as tests/conftest.py has left it
     gc.enable()
 
 
