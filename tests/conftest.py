@@ -136,6 +136,17 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_once(compiled: Path) -> Generator[None]:
+    """Let the jobs of `backstay.testing` in all processes of pytest share that folder, too.
+
+    A process of pytest has imported JAX before, and JAX reads the variable at its import.
+    """
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("JAX_COMPILATION_CACHE_DIR", os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(compiled))
+        yield
+
+
 def pytest_xdist_auto_num_workers() -> int:
     """Two for each core, as tests with processes wait half of the time; not many, as each takes up to 2 GiB."""
     return min(6, 2 * len(os.sched_getaffinity(0)))
