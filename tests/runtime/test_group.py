@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import sys
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from backstay_spec import contract
 
 JAX_ABORTS, GROUP_LOST_EXIT = 134, contract.GROUP_LOST_EXIT
 SCRIPT = Path(__file__).with_name("sharded.py")
-EXAMPLE = Path(__file__).parents[2] / "examples/bytes/large.py"
+EXAMPLE = Path(__file__).parents[2] / "examples/bytes"
+SIZES, SOURCES = "CONTEXT, WIDTH, HEADS, LAYERS, BATCH = ", 'root = Path(sysconfig.get_path("stdlib"))'
+SMALLER = {f"{SIZES}128, 128, 4, 2, 16": f"{SIZES}32, 32, 4, 2, 8", SOURCES: f'{SOURCES} / "asyncio"'}
 
 
 class GroupJob(Job):
@@ -82,6 +85,20 @@ def trained(job: GroupJob) -> dict[str, np.ndarray]:
     return found[0]
 
 
+@pytest.fixture
+def plain(group: Any, compiled: Path, tmp_path: Path) -> Callable[..., dict[str, np.ndarray]]:
+    """The parameters of ranks of one pod with one device: ``plain(workers=1)``. All processes of pytest share them."""
+
+    def found(workers: int = 1) -> dict[str, np.ndarray]:
+        file, part = compiled.with_name(f"plain-{workers}.npz"), tmp_path / "plain.npz"
+        if not file.exists():
+            np.savez(part, **trained(group("", devices=1, workers=workers)))
+            part.replace(file)  # two processes may do this, with the same parameters
+        return dict(np.load(file))
+
+    return found
+
+
 def page(server: Pod) -> str:
     """The status page of shard 0's server."""
     with urllib.request.urlopen(f"http://{server.metrics}/status", timeout=LONG) as answer:
@@ -123,13 +140,13 @@ def test_t4_ranks_of_two_pods_train_as_ranks_of_one(group: Any, kind: str, more:
         assert read == ["[0, 1, 2, 3", "[4, 5, 6, 7"] * 2
 
 
-def test_three_pods_whose_devices_divide_nothing_train_too(group: Any) -> None:
-    same(trained(group("", devices=1, pods_per_rank=3)), trained(group("", devices=1)))
+def test_three_pods_whose_devices_divide_nothing_train_too(group: Any, plain: Any) -> None:
+    same(trained(group("", devices=1, pods_per_rank=3)), plain())
 
 
 @pytest.mark.parametrize("killed", [0, 1])
 @pytest.mark.parametrize("where", ["compute", "push"])
-def test_t4_a_pod_of_a_rank_dies_and_the_rank_starts_again(group: Any, killed: int, where: str) -> None:
+def test_t4_a_pod_of_a_rank_dies_and_the_rank_starts_again(group: Any, plain: Any, killed: int, where: str) -> None:
     """The other pod ends, although it may wait in a collective. The other rank waits, and nothing is lost."""
     job = group("fsdp", devices=1, pods_per_rank=2, workers=2, shards=2)
     servers = [job.server(shard, 1) for shard in range(2)]
@@ -139,11 +156,11 @@ def test_t4_a_pod_of_a_rank_dies_and_the_rank_starts_again(group: Any, killed: i
     ends_too(pods[1 - killed])
     again = job.rank(1, 2)
     assert [pod.wait() for pod in (*others, *again, *servers)] == [0] * 6
-    same(job.params(again[1]), trained(group("", devices=1, workers=2)))
+    same(job.params(again[1]), plain(workers=2))
     assert job.params(again[1]).keys() == job.params(others[0]).keys()
 
 
-def test_t4_a_server_dies_and_its_ranks_continue(group: Any, tmp_path: Path) -> None:
+def test_t4_a_server_dies_and_its_ranks_continue(group: Any, plain: Any, tmp_path: Path) -> None:
     """All pods of a rank connect again, also those that have not lost it in the middle of an exchange."""
     job = group("fsdp", devices=1, pods_per_rank=2, shards=2, checkpoint={"uri": str(tmp_path / "c"), "every_steps": 1})
     job.environment[ENV_FAULTS] = ""
@@ -152,11 +169,11 @@ def test_t4_a_server_dies_and_its_ranks_continue(group: Any, tmp_path: Path) -> 
     assert dies.wait() == KILLED
     again = job.server(1, 2)
     assert [pod.wait() for pod in (*pods, first, again)] == [0] * 4
-    same(job.params(pods[0]), trained(group("", devices=1)))
+    same(job.params(pods[0]), plain())
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_t4_a_server_dies_before_each_pod_of_a_rank_has_connected(group: Any, late: int) -> None:
+def test_t4_a_server_dies_before_each_pod_of_a_rank_has_connected(group: Any, plain: Any, late: int) -> None:
     """All pods join again. One of them waited at another decision than the others."""
     job = group("fsdp", devices=1, pods_per_rank=2, shards=2)
     first, dies = job.server(0, 1), job.server(1, 1)
@@ -170,7 +187,7 @@ def test_t4_a_server_dies_before_each_pod_of_a_rank_has_connected(group: Any, la
     (job.folder / "let").touch()
     again = job.server(1, 2)
     assert [pod.wait() for pod in (*pods, first, again)] == [0] * 4
-    same(job.params(pods[0]), trained(group("", devices=1)))
+    same(job.params(pods[0]), plain())
 
 
 def test_sigterm_of_one_pod_ends_its_rank_in_order(group: Any) -> None:
@@ -200,7 +217,7 @@ def test_an_exception_of_one_pods_script_is_reported_by_it_and_ends_the_other(gr
     assert server.process.poll() is None
 
 
-def test_t7_a_rank_that_comes_after_training_divides_the_checkpoint(group: Any, tmp_path: Path) -> None:
+def test_t7_a_rank_that_comes_after_training_divides_the_checkpoint(group: Any, plain: Any, tmp_path: Path) -> None:
     """The servers have left, so its pods find each other by the checkpoint folder."""
     folder = tmp_path / "checkpoints"
     job = group("fsdp", devices=1, pods_per_rank=2, checkpoint={"uri": str(folder)})
@@ -214,11 +231,11 @@ def test_t7_a_rank_that_comes_after_training_divides_the_checkpoint(group: Any, 
     job.environment[contract.ENV_TRAINED] = said
     again = job.rank(0, 2)
     assert [pod.wait() for pod in again] == [0, 0]
-    same(job.params(again[1]), trained(group("", devices=1)))
+    same(job.params(again[1]), plain())
     assert not list(folder.glob("address-*"))
 
 
-def test_t8_a_stopped_pod_ends_its_rank(group: Any) -> None:
+def test_t8_a_stopped_pod_ends_its_rank(group: Any, plain: Any) -> None:
     """The other pods cannot wait for it: only the pings of their connection show that it does not run."""
     job = group("fsdp", devices=1, pods_per_rank=2)
     job.environment["HOLD"] = "2"
@@ -232,7 +249,7 @@ def test_t8_a_stopped_pod_ends_its_rank(group: Any) -> None:
     pods[1].process.send_signal(signal.SIGKILL)
     again = job.rank(0, 2)
     assert [pod.wait() for pod in (*again, server)] == [0] * 3
-    same(job.params(again[0]), trained(group("", devices=1)))
+    same(job.params(again[0]), plain())
 
 
 def test_t8_the_pod_that_others_wait_for_is_named_with_its_stack(group: Any) -> None:
@@ -445,11 +462,25 @@ def bits(printed: str) -> float:
     return float(printed.partition("bits per byte ")[2].split()[0])
 
 
-def test_the_example_trains_the_same_in_each_layout(group: Any) -> None:
+@pytest.fixture
+def example(tmp_path: Path) -> str:
+    """The example with a smaller model and a shorter text."""
+    folder = tmp_path / "example"  # a script that changed the imported module would not be forked
+    folder.mkdir()
+    shutil.copy(EXAMPLE / "large.py", folder)
+    text = (EXAMPLE / "train.py").read_text()
+    for large, small in SMALLER.items():
+        assert text.count(large) == 1, large
+        text = text.replace(large, small)
+    (folder / "train.py").write_text(text)
+    return str(folder / "large.py")
+
+
+def test_the_example_trains_the_same_in_each_layout(group: Any, example: str) -> None:
     """Tensor and pipeline parallelism in a rank of two pods, and one process."""
 
     def trained_by(layout: str, pods: int) -> float:
-        command = (str(EXAMPLE), "--layout", layout, "--steps", "4")
+        command = (example, "--layout", layout, "--steps", "4")
         job = group("", devices=1, command=command, pods_per_rank=pods)
         server, workers = job.server(0, 1), job.rank(0)
         assert [pod.wait() for pod in (*workers, server)] == [0] * (pods + 1)
@@ -461,8 +492,8 @@ def test_the_example_trains_the_same_in_each_layout(group: Any) -> None:
     assert trained_by("pipeline", 2) == pytest.approx(alone, abs=2e-3)
 
 
-def test_the_example_trains_with_local_steps_in_two_ranks_of_two_pods(group: Any) -> None:
-    command = (str(EXAMPLE), "--local-steps", "2", "--steps", "4")
+def test_the_example_trains_with_local_steps_in_two_ranks_of_two_pods(group: Any, example: str) -> None:
+    command = (example, "--local-steps", "2", "--steps", "4")
     job = group("", devices=1, command=command, pods_per_rank=2, workers=2)
     server, workers = job.server(0, 1), [pod for rank in range(2) for pod in job.rank(rank)]
     assert [pod.wait() for pod in (*workers, server)] == [0] * 5
