@@ -60,6 +60,7 @@ class FakeJob:
         self.evaluations: dict[int, dict[str, float]] = {}  # on the curve
         self.lacks = False  # whether `evaluate` does not return the accuracy
         self.losses: tuple[float, ...] | None = None  # on the curve
+        self.every = 1  # steps between two points of the curve
         self.report = JobReport()
 
     async def status(self) -> JobStatus:
@@ -79,11 +80,11 @@ class FakeJob:
         return replace(status, metrics={"accuracy": 1 - loss}, report=JobReport(step=self.step, goal_steps=GOAL))
 
     async def curve(self) -> TrainingCurve:
-        steps = tuple(range(1, self.step + 1))
         evaluations = {step: metrics for step, metrics in self.evaluations.items() if step <= self.step}
         if self.losses is not None:
             losses = self.losses[: self.step]
-            return TrainingCurve(steps[: len(losses)], losses, {"accuracy": losses}, evaluations)
+            return TrainingCurve(tuple(range(1, len(losses) + 1)), losses, {"accuracy": losses}, evaluations)
+        steps = tuple(range(self.every, self.step + 1, self.every))
         return TrainingCurve(steps, (self.params["rate"],) * len(steps), evaluations=evaluations)
 
     async def delete(self, *, wait: bool = True) -> None:
@@ -98,13 +99,14 @@ class FakeCluster:
         started: the names of all jobs that were started, in order.
         unreachable: how many calls fail.
         failing: the calls that fail then.
+        every: steps between two points of the curves of new jobs. SQLite takes most of the time of these tests.
     """
 
     def __init__(self) -> None:
         self.jobs: dict[str, FakeJob] = {}
         self.started: list[str] = []
         self.unreachable = 0
-        self.most = 0
+        self.most, self.every = 0, 8
         self.failing = {"start", "existing"}
 
     async def start(self, name: str, params: Mapping[str, Any], labels: Mapping[str, str]) -> FakeJob:
@@ -113,6 +115,7 @@ class FakeCluster:
             raise JobExists(name)
         self.started.append(name)
         self.jobs[name] = FakeJob(name, params, labels)
+        self.jobs[name].every = self.every
         self.most = max(self.most, sum(not job.deleted and job.step < GOAL for job in self.jobs.values()))
         return self.jobs[name]
 
@@ -227,6 +230,7 @@ async def test_trials_that_are_worse_than_others_at_the_same_steps_are_stopped(
     path: Path, cluster: FakeCluster
 ) -> None:
     """Trial 5 is worse than the median of the five before it, and is deleted before its end."""
+    cluster.every = 1
     with SweepStore(plan(space={"rate": [0.1, 0.9]}), path) as store:
         for value in (0.1, 0.1, 0.1, 0.1, 0.1, 0.9):
             store.study.enqueue_trial({"rate": value})

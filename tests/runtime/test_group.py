@@ -87,7 +87,7 @@ def trained(job: GroupJob) -> dict[str, np.ndarray]:
 
 @pytest.fixture
 def plain(group: Any, compiled: Path, tmp_path: Path) -> Callable[..., dict[str, np.ndarray]]:
-    """The parameters of ranks of one pod with one device: ``plain(workers=1)``. All processes of pytest share them."""
+    """Returns the parameters of ranks of one pod with one device, which one process of pytest trains for all."""
 
     def found(workers: int = 1) -> dict[str, np.ndarray]:
         file, part = compiled.with_name(f"plain-{workers}.npz"), tmp_path / "plain.npz"
