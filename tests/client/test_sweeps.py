@@ -142,12 +142,25 @@ def plan(**changes: Any) -> SweepPlan:
     )
 
 
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A file of Optuna without studies. To create its tables takes longer than many of these tests."""
+    file = tmp_path_factory.mktemp("tables") / "empty.db"
+    storage = optuna.storages.RDBStorage(f"sqlite:///{file}")
+    storage.remove_session()
+    storage.engine.dispose()
+    return file.read_bytes()
+
+
 @pytest.fixture
-def path(tmp_path: Path) -> Iterator[Path]:
+def path(tmp_path: Path, tables: bytes) -> Iterator[Path]:
     """The file of a sweep in memory, because each commit of SQLite waits for the disk."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as folder:
-        yield Path(folder) / "sweeps" / "digits.db"
+        file = Path(folder) / "sweeps" / "digits.db"
+        file.parent.mkdir()
+        file.write_bytes(tables)
+        yield file
 
 
 @pytest.fixture
