@@ -214,7 +214,7 @@ def test_a_frozen_number_has_the_dtype_that_it_would_have_on_the_wire(dtype):
     ]
 
 
-def test_pods_that_freeze_other_arrays_are_told_which():
+def test_pods_that_freeze_other_arrays_receive_their_names():
     def plan(**changes):
         arguments = {"init": pair, "loss": means, "has_state": True, "batches": batches, "steps": 1, "frozen": is_base}
         return Script(**arguments | {"optimizer": optax.sgd(0.1)} | changes).plan(1).agreement
