@@ -71,8 +71,11 @@ def lines(view: JobView, seconds: float, logs: Path) -> Iterator[str]:
             yield f"  {line}"
         if view.phase == "Failed" and _MISSING_PACKAGE in view.message:
             yield f"  the pods run the Python of this command, {sys.executable}: install the package there"
-    if numbers := facts(view, "numbers"):
-        yield f"  {', '.join(fact.words for fact in numbers)}"
+    numbers = [fact.words for fact in facts(view, "numbers")]
+    if rate := view.report.examples_per_second:  # the newest one; nothing else shows a rate after the end
+        numbers.append(f"{number(rate, 3)} examples/s")
+    if numbers:
+        yield f"  {', '.join(numbers)}"
     for fact in facts(view, "metrics", "results", "costs", "deaths"):
         yield f"  {fact.words}"
     if view.checkpoint:

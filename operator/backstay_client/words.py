@@ -115,6 +115,8 @@ def loss(report: ReportedStatus) -> str:
 
 def step_of_goal(report: ReportedStatus) -> str:
     """The updates that are applied, such as ``5 of 10``."""
+    if report.step is None:
+        return number(None)
     return number(report.step) + (f" of {number(report.goal_steps)}" if report.goal_steps else "")
 
 

@@ -14,6 +14,7 @@ import backstay
 from backstay._checkpoint import fix
 from backstay._checkpoint.__main__ import main
 from backstay._checkpoint._formats._arrays import TensorReader
+from backstay._update import enable_x64
 from backstay.errors import CheckpointError, ConfigurationError
 
 CODES = np.arange(-4, 4, dtype=ml_dtypes.float8_e4m3fn)
@@ -171,6 +172,26 @@ def test_numbers_of_python_and_numpy_are_frozen_as_jax_holds_them(tmp_path, stil
     assert_equal(backstay.load(stored, base=tmp_path / "whole.safetensors").state, result.state)
     start = str(tmp_path / "whole.safetensors")
     assert trained(tmp_path, **arguments, start_from=start, steps=3)[0].state["count"] == 3
+
+
+def test_a_base_of_init_that_another_model_lacks_is_unexpected(tmp_path):
+    """The same applies to a base in a file."""
+    _, stored = trained(tmp_path)
+    head = {"init": lambda key: {"head": (jnp.ones(4),)}, "loss": lambda params, batch: params["head"][0].sum()}
+    with pytest.raises(CheckpointError, match=r"unexpected \(2\): base.codes, base.w"):
+        trained(tmp_path, **head, frozen=None, start_from=stored, checkpoint=None)
+    start = backstay.StartFrom(stored, unexpected="ignore")
+    assert trained(tmp_path, **head, frozen=None, start_from=start, checkpoint=None)[0].step == 2
+
+
+def test_a_base_of_float64_is_given_as_it_is(tmp_path):
+    """The process that reads it may hold float32 only."""
+    wide = np.full((4, 4), 1 / 3)
+    with enable_x64():
+        changed = {"init": lambda key: init(key) | {"base": {"w": jnp.asarray(wide), "codes": jnp.asarray(CODES)}}}
+        _, stored = trained(tmp_path, **changed)
+    found = backstay.load(stored, base=init(jax.random.key(0)) | {"base": {"w": wide, "codes": CODES}})
+    assert_equal(found.params["base"], {"w": wide, "codes": CODES})
 
 
 @pytest.mark.parametrize("frozen", [None, lambda name: name == "base"])

@@ -589,7 +589,7 @@ def test_the_views_show_phase_numbers_deaths_and_events() -> None:
         "Running: all there",
         "a is Running",
         "evaluation of step 5: mse 0.125",
-        "step 7  loss 0.5  accuracy 0.25  1,234 examples/s  pods replaced after 3 crashes and 1 disruption",
+        "step 7  loss 0.5  1,234 examples/s  accuracy 0.25  pods replaced after 3 crashes and 1 disruption",
     ]
 
 

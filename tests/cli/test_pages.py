@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +43,7 @@ def test_the_page_of_a_job_states_what_it_does_what_died_and_what_that_cost(widt
     assert "step 245 of 400" in said
     assert "local step" not in said
     assert "step 245 of 400  local step 5,880" in "\n".join(text_of(page(view(localSteps=24), NOW, "a cluster"), width))
-    assert "0:31 left" in said
+    assert "time left 0:31" in said
     assert "worker 1 died: exit code 137 (SIGKILL); trains again after 4 s" in said
     assert "server 0 died: out of memory; back to the checkpoint of step 200: 12" in said
     assert "no updates for 5 s or longer" in said
@@ -83,6 +86,19 @@ def test_a_terminal_of_40_columns_shows_the_names() -> None:
     assert [line.split()[0] for line in listed[1:]] == ["digits", "mnist"]
 
 
+@pytest.mark.parametrize("phase", ["Running", "Suspended", "Failed", "Succeeded"])
+def test_rates_and_the_time_left_are_facts_of_a_job_that_runs(phase: str) -> None:
+    """The end keeps the rates that were seen last, and only the report at the end shows the newest one."""
+    live = view()
+    assert {"examples/s", "updates/s", "time left"} <= {fact.label for fact in facts(live)}
+    found = replace(live, phase=phase)
+    labels = {"examples/s", "updates/s", "time left"} & {fact.label for fact in facts(found)}
+    assert bool(labels) == (phase == "Running")
+    assert ("updates/s" in "".join(text_of(page(found, NOW, "a cluster"), 300))) == (phase == "Running")
+    said = "\n".join(report.lines(found, 1.0, Path("/logs")))
+    assert ("examples/s" in said, "updates/s" in said) == (True, phase == "Running")
+
+
 def test_a_fact_is_in_all_formats_that_have_its_section() -> None:
     values = {"trainMetrics": {"accuracy": 0.5}, "metrics": {"mse": 0.125}, "traffic": {"carried": 1000.0}}
     shown = view(**values, goodput=0.8, localSteps=24, nonFiniteLoss=9, nonFiniteMetrics=["accuracy"])
@@ -91,12 +107,18 @@ def test_a_fact_is_in_all_formats_that_have_its_section() -> None:
     LineDisplay(lines.append, interval=0.0).show(shown)
     formats: list[tuple[list[str], list[Any]]] = [
         (text_of(page(shown, NOW, "a cluster"), 300), []),
-        ([job_card(status_of(shown))], []),
+        (card := [job_card(status_of(shown))], []),
         ([*report.lines(shown, 1.0, Path("/logs"))], ["numbers", "metrics", "results", "costs", "deaths"]),
         (lines, ["progress", "numbers", "metrics", "deaths"]),
     ]
     for said, sections in formats:
-        assert [fact for fact in facts(shown, *sections) if fact.text not in "\n".join(said)] == []
+        words = html.unescape(re.sub("<[^>]*>", " ", "\n".join(said)))
+        # A card has a cell for each of both, and a line omits the names of metrics.
+        named = [
+            (fact.text, fact.label if said is card else "" if said is lines else fact.words)
+            for fact in facts(shown, *sections)
+        ]
+        assert [pair for pair in named if not all(text in words for text in pair)] == []
 
 
 def test_the_object_for_scripts_has_finite_numbers_only() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import sys
@@ -354,7 +355,8 @@ def test_pods_with_another_script_are_refused(group: Any) -> None:
     other = {contract.ENV_MEMBER: "1", "OTHER_KIND": "", "MORE": "frozen"}
     pods = [job.start(contract.ROLE_WORKER, 0, 1, environment=each) for each in ({contract.ENV_MEMBER: "0"}, other)]
     message = refused(pods)
-    assert message.startswith("the parameters of pod 1 of worker 0 are not those of pod 0 of worker 0: pod 0 of")
+    assert message.startswith("pod 1 of worker 0 differs from pod 0 of worker 0: ")
+    assert re.search(r"; frozen is \w.* in pod 1 of worker 0 and nothing in pod 0 of worker 0; ", message), message
 
 
 def test_pods_with_another_sharding_are_refused_by_its_name(group: Any) -> None:

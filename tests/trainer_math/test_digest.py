@@ -29,7 +29,7 @@ def two_processes():
     """The table's digests from two fresh processes that differ in what must not matter."""
 
     def start(seed, order):
-        environment = os.environ | {"PYTHONHASHSEED": seed}
+        environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": "", "PYTHONHASHSEED": seed}
         command = [sys.executable, "-W", "error", str(TABLE), order]
         return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

@@ -158,7 +158,7 @@ print(json.dumps(result))
 
 
 def test_four_devices_give_the_gradient_of_one():
-    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": "", "JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False
     )
@@ -222,7 +222,7 @@ print(backstay.train(init=lambda key: {"a": {"w": jnp.ones((4, 8))}}, **argument
 
 
 def test_a_divided_model_is_refused_and_a_batch_that_devices_do_not_divide_is_reported_once():
-    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": "", "JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", SHARDED], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     *refused, step = done.stdout.splitlines()

@@ -187,7 +187,7 @@ def test_a_checkpoint_with_all_parameters_is_refused_with_the_cure(tmp_path):
     """A version that froze nothing by itself has stored it."""
     train(**ARGUMENTS, checkpoint=tmp_path, frozen=False)
     more = {**ARGUMENTS, "steps": 8, "checkpoint": tmp_path}
-    with pytest.raises(CheckpointError, match=r"base was trained with it, and is frozen now\. .*frozen=False"):
+    with pytest.raises(CheckpointError, match=r"base was not frozen beside it, and is frozen now\. .*frozen=False"):
         train(**more)
     assert train(**more, frozen=np.False_).step == 8
 
@@ -195,7 +195,7 @@ def test_a_checkpoint_with_all_parameters_is_refused_with_the_cure(tmp_path):
 def test_a_checkpoint_without_what_trains_now_is_refused_with_the_cure(tmp_path):
     train(**ARGUMENTS, checkpoint=tmp_path / "old")
     more = {**ARGUMENTS, "steps": 8, "optimizer": optax.adam(1e-2)}
-    with pytest.raises(CheckpointError, match=r"base was frozen beside it, and is trained now\. .*start_from"):
+    with pytest.raises(CheckpointError, match=r"base was frozen beside it, and is not frozen now\. .*start_from"):
         train(**more, checkpoint=tmp_path / "old")
     assert train(**more, start_from=tmp_path / "old").step == 8
 

@@ -18,7 +18,7 @@ from backstay_client.reading.records import all_of, places_of, read_file
 from backstay_client.view.explain import deaths, job_events, who
 from backstay_client.view.facts import facts
 from backstay_client.view.follow import JobView, ShownEntry, view_of
-from backstay_client.words import count, duration, printable
+from backstay_client.words import count, duration, printable, step_of_goal
 from backstay_spec import contract
 from backstay_spec.records import merged
 
@@ -189,8 +189,8 @@ def lines(history: JobHistory, now: float) -> Iterator[str]:
     view = history.view
     ended = view.completed if view.completed is not None else None if view.ended else now
     lasted = "" if view.started is None or ended is None else f", {duration(max(0.0, ended - view.started))}"
-    steps = "".join(f", {fact.words}" for fact in facts(view, "progress"))
-    yield f"{view.name} in namespace {view.namespace}: {view.phase}{lasted}{steps}"
+    step = "" if view.report.step is None else f", step {step_of_goal(view.report)}"
+    yield f"{view.name} in namespace {view.namespace}: {view.phase}{lasted}{step}"
     for fact in facts(view, "costs"):
         yield f"  {fact.words}"
     if view.message and view.ended:

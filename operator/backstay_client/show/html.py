@@ -28,7 +28,7 @@ def job_card(status: JobStatus, curve: Sequence[tuple[float, float]] = ()) -> st
         status: the job.
         curve: (step, loss) in order of steps.
     """
-    view = status.view or JobView(status.name, status.namespace, status.phase)
+    view = status.view or JobView(status.name, status.namespace, status.phase, report=status.report)
     rows = [("phase", _phase(status)), *((escape(fact.label), escape(fact.text)) for fact in facts(view))]
     if status.started is not None:
         ended = status.completed if status.completed is not None else time.time()

@@ -82,9 +82,10 @@ def bar_line(view: JobView, trouble: str = "") -> str:
         parts.append(view.phase)
     else:
         parts.append(f"{bar(fraction, 20)} {100 * fraction:3.0f} %")
+    parts += [fact.words for fact in facts(view, "progress")]
     if problem := trouble or waiting_for(view):
         parts.append(on_one_line(problem))
-    parts += [fact.words for fact in facts(view, "progress", "numbers")]
+    parts += [fact.words for fact in facts(view, "numbers")]
     return "  ".join(parts)
 
 
@@ -128,7 +129,8 @@ class TextDisplay:
             html: makes the same for a notebook.
         """
         shown = {"text/plain": text} | ({} if self._display is None else {"text/html": html()})
-        if shown == self._shown:
+        # A line of a terminal may have been overwritten by what the script prints.
+        if shown == self._shown and (self._display is not None or not self._is_terminal):
             return
         self._shown = shown
         if self._handle is not None:

@@ -58,34 +58,35 @@ def facts(view: JobView, *sections: Section) -> list[JobFact]:
 
 
 def _known(view: JobView) -> Iterator[JobFact]:
-    report, rows = view.report, [*_of_rows(view.report)]
+    runs = not view.ended and view.phase != "Suspended"
+    report, rows = view.report, [*_of_rows(view.report, rates=runs)]
     if report.step is not None:
         yield JobFact("progress", "step", step_of_goal(report))
         if report.local_steps:
             yield JobFact("progress", "local step", number(report.step * report.local_steps))
-    if left := view.seconds_left:
-        yield JobFact("progress", "left", clock(left), is_unit=True)
+    if (left := view.seconds_left) and runs:
+        yield JobFact("progress", "time left", clock(left))
     if newest := loss(report):
         yield JobFact("numbers", "loss", newest)
+    yield from (fact for fact in rows if fact.section == "numbers")
     yield from (fact for fact in rows if fact.section == "metrics")
     yield from _results(report, newest)
-    yield from (fact for fact in rows if fact.section == "numbers")
     if view.goodput is not None:
         yield JobFact("costs", "goodput", spent(view))
     if traffic := carried(view):
         yield JobFact("costs", "traffic", traffic)
     ready = [f"{ready_of(view, of)} {_ROLES.get(role, role)}" for role, of in view.roles.items() if of.desired]
     if ready:
-        yield JobFact("pods", "ended" if view.ended else "ready", ", ".join(ready), is_unit=True)
+        yield JobFact("pods", "pods" if view.ended else "ready", ", ".join(ready), is_unit=not view.ended)
     if view.restarts or view.disruptions:
         crashes = f"{view.restarts} {'crash' if view.restarts == 1 else 'crashes'}"
-        text = f"{crashes} and {count(view.disruptions, 'disruption')}"
-        yield JobFact("deaths", "pods replaced after", text, "bad" if view.restarts else "warn")
+        text = f"after {crashes} and {count(view.disruptions, 'disruption')}"
+        yield JobFact("deaths", "pods replaced", text, "bad" if view.restarts else "warn")
 
 
-def _of_rows(report: JobReport) -> Iterator[JobFact]:
+def _of_rows(report: JobReport, *, rates: bool) -> Iterator[JobFact]:
     for name, row in shown_rows().items():
-        value = getattr(report, name)
+        value = getattr(report, name) if rates or not row.is_rate else None
         if value and isinstance(value, Mapping):
             yield JobFact("metrics", row.shown, shown(value))
         elif value:

@@ -69,10 +69,10 @@ def _taken(manifest: Manifest, record: FrozenRecord, base: Any) -> list[Any]:
                 f"`base` has {len(leaves)} arrays, and the whole model of {manifest.name} has {len(places)}: must be "
                 "what init returns, True, or the place of a checkpoint"
             )
+    given = [np.asarray(leaf) for leaf, place in zip(leaves, places, strict=True) if place]
     kept = [
-        np.asarray(leaf, jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype))
-        for leaf, place in zip(leaves, places, strict=True)
-        if place
+        value if value.dtype.name == leaf.dtype else np.asarray(value, jax.dtypes.canonicalize_dtype(value.dtype))
+        for leaf, value in zip(record.leaves, given, strict=True)
     ]
     for leaf, value in zip(record.leaves, kept, strict=True):
         if (value.shape, value.dtype.name) != (tuple(leaf.shape), leaf.dtype):

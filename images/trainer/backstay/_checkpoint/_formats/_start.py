@@ -195,7 +195,7 @@ def read_start(
                     values.append(place(number, value))
                 del found, value
         report.taken = sum(value is not None for value in values) + len(of_init)
-        elsewhere = [leaf for leaf in others or () if _exists(start, arrays, begin, leaf)]
+        elsewhere = {leaf.name for leaf in others or () if _exists(start, arrays, begin, leaf)}
         of_model = (begin, *_STATES) if any(not leaf.trained for leaf in everyone) else (begin,)
         if others is not None:
             report.unexpected = sorted(
@@ -203,7 +203,7 @@ def read_start(
             )
         where, names = arrays.where, sorted(arrays)
     # A file may have parameters only. With a part of the model's state in it, the rest is missing.
-    stateless = report.stateless + [leaf.name for leaf in others or () if not (leaf.trained or leaf in elsewhere)]
+    stateless = report.stateless + [leaf.name for leaf in others or () if not (leaf.trained or leaf.name in elsewhere)]
     if len(stateless) < sum(not leaf.trained for leaf in everyone):
         report.missing += stateless
         report.stateless = []
