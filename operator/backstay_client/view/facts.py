@@ -75,6 +75,10 @@ def _known(view: JobView) -> Iterator[JobFact]:
         yield JobFact("costs", "goodput", spent(view))
     if traffic := carried(view):
         yield JobFact("costs", "traffic", traffic)
+    yield from _of_pods(view)
+
+
+def _of_pods(view: JobView) -> Iterator[JobFact]:
     ready = [f"{ready_of(view, of)} {_ROLES.get(role, role)}" for role, of in view.roles.items() if of.desired]
     if ready:
         yield JobFact("pods", "pods" if view.ended else "ready", ", ".join(ready), is_unit=not view.ended)
