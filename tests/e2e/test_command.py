@@ -248,7 +248,7 @@ def test_a_script_has_its_environment_and_after_ctrl_c_the_same_command_continue
     env = {"MYENV": "hello", **proxies}
     slow = {**env, "STEPS": "100000", "PAUSE": "0.05"}
     process = start(folder, script, *options, env=slow, arguments=["--lr", "0.1"])
-    said = until_said(process.stdout, r"step [\d,]+ of [\d,]+  loss")
+    said = until_said(process.stdout, r"step [\d,]+ of [\d,]+  (time left [\d:]+  )?loss")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=LONG)
     said += out
