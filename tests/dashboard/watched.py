@@ -381,14 +381,17 @@ def whole(cluster: Cluster) -> bool:
 
 
 def are_unstored(cluster: Cluster, asked: Callable[[str], Any]) -> bool:
-    """Whether updates were applied after the newest checkpoint: a kill at another time would lose none."""
+    """Whether a kill now loses an update that a worker has received, because the next update was made of it.
+
+    A kill at another time would lose none, or one that only the killed server has known.
+    """
 
     def newest() -> int:
         folder = Path(cluster.status()["checkpoint"]["uri"]).parent
         return max(int(path.name.split("-")[1]) for path in folder.glob("step-*.manifest.json"))
 
     step = newest()
-    return bool(asked(f"backstay_job_step > {step}")) and newest() == step
+    return bool(asked(f"backstay_job_step > {step + 1}")) and newest() == step
 
 
 def suffer(cluster: Cluster, watch: Watch, calm: float) -> None:

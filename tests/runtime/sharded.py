@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 import backstay
 from backstay import _timeouts
+from backstay._compute._device_encoding import DeviceEncoder
 
 if "STOP" in os.environ:
     _timeouts.use(replace(_timeouts.current(), stop=float(os.environ["STOP"])))
@@ -197,7 +199,21 @@ def connect_late():
     _worker.connect = late
 
 
+def count_as_accelerators():
+    """Let the devices of this pod count as accelerators, which encode what they have."""
+    encode = DeviceEncoder.encode
+
+    def encoded(*arguments, **more):
+        print("encoded on an accelerator", flush=True)
+        return encode(*arguments, **more)
+
+    patch.object(DeviceEncoder, "encode", encoded).start()
+    patch("backstay._transport._tensors._divided.shares_host_memory", lambda device: False).start()
+
+
 if __name__ == "__main__":
+    if os.environ["BACKSTAY_ROLE"] == "worker" and os.environ["BACKSTAY_INDEX"] in os.environ.get("ACCELERATED", ""):
+        count_as_accelerators()
     if "LATE" in os.environ:
         connect_late()
     if os.environ.get("AFTER") == "late atexit":  # it runs after those of Backstay

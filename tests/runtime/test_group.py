@@ -135,7 +135,12 @@ def test_t4_ranks_of_two_pods_train_as_ranks_of_one(group: Any, kind: str, more:
     """The pods of a rank are two processes whose devices JAX uses as one. The servers get only their number."""
     alone = trained(group(kind, more, devices=4, **config))
     job = group(kind, more, pods_per_rank=2, **config)
+    coded = "wire" in config
+    job.environment["ACCELERATED"] = "1" if coded else ""  # one rank, beside one whose host encodes
     same(trained(job), alone)
+    for pod in job.pods:
+        encoded = "encoded on an accelerator" in pod.output()
+        assert encoded == (coded and (pod.role, pod.index) == ("worker", 1))
     if more == "rows":  # each pod reads the samples of the rows that its devices get
         read = [pod.output().partition("rows ")[2].partition("]")[0] for pod in job.pods if pod.role == "worker"]
         assert read == ["[0, 1, 2, 3", "[4, 5, 6, 7"] * 2

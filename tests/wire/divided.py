@@ -7,15 +7,26 @@ import jax
 jax.config.update("jax_num_cpu_devices", 6)
 
 import itertools  # noqa: E402
+from types import SimpleNamespace  # noqa: E402
 from typing import Any  # noqa: E402
+from unittest.mock import patch  # noqa: E402
 
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from jax.sharding import PartitionSpec  # noqa: E402
 
-from backstay._compute import placement_of  # noqa: E402
-from backstay._transport import DividedArrangement, DividedSlot  # noqa: E402
-from backstay._update import Wire, analyse, coded_leaves, describe, partition  # noqa: E402
+from backstay import BatchKey  # noqa: E402
+from backstay._compute import Encoder, placement_of  # noqa: E402
+from backstay._transport import Arrangement, DividedArrangement, DividedSlot, frames  # noqa: E402
+from backstay._update import (  # noqa: E402
+    DeviceBlock,
+    Wire,
+    analyse,
+    coded_leaves,
+    describe,
+    partition,
+    shard_wires,
+)
 
 SHAPES = {
     "table": (3001, 70),
@@ -76,13 +87,87 @@ def compare(members: int, axes: dict[str, int], sharding: Any, shards: int, code
         placed.append(slot.placed())
         assert slot.in_use
         largest = max(block.nbytes for layout in parts.shards for block in layout.blocks)
-        memory = sum(row.nbytes for row in slot.own)
+        memory = sum(part.nbytes for row in slot.own for part in row)
         assert memory <= tree.nbytes / members + 3 * largest + 2048 * 8 * len(parts.divided), (memory, tree.nbytes)
         del slot
     whole = every[0].unpack([list(itertools.chain(*each)) for each in zip(*placed, strict=True)])
     for value, leaf, sharding_ in zip(whole, leaves, shardings, strict=True):
         assert value.sharding == sharding_, (value.sharding, sharding_)
         assert np.asarray(value).tobytes() == leaf.tobytes()
+    return compared
+
+
+def encode(members: int, axes: dict[str, int], shards: int, wire: Wire) -> int:
+    """Compares the bytes of accelerators with those of the host, with feedback over three contributions.
+
+    The second contribution is lost. The members have one, two or three devices. Where they have several, some blocks
+    are divided among them. A single member has a whole model on each of its six devices.
+    """
+    params = model(np.random.default_rng(members))
+    params[0]["layers"]["odd"] = np.random.default_rng(0).normal(size=(70_001,)).astype(np.float32)  # it has a tail
+    leaves = jax.tree_util.tree_leaves(params)
+    tree = describe(params, has_state=True)
+    coded = coded_leaves(tree, wire)
+    optimizer = optax.adam(1e-3) if shards < 3 else optax.adafactor(1e-3)  # coded leaves that are whole blocks
+    parts = partition(tree, analyse(optimizer, tree), shards, 1 << 17, coded, members=members)
+    wires = shard_wires(parts, wire, coded)
+    placement = placement_of(tree, axes, "replicate" if members == 1 else "fsdp")
+    shardings = placement.model(tree)
+    compared, most, devices = 0, 0, set()
+    for member in {0, members - 1}:
+        one: Any = Arrangement(parts) if members == 1 else DividedArrangement(parts, shardings, member)
+        pack = jax.jit(one.pack, out_shardings=one.packed_shardings(shardings, placement.everywhere))
+        own = [each.of_member(member) for each in wires]
+        encoders = [Encoder(own, 7, error_feedback=bool(wire.error_feedback)) for _ in range(2)]
+        for number in range(3 if wire.error_feedback else 1):
+            packed = pack(jax.device_put([(number + 1) * leaf for leaf in leaves], shardings))
+            key = BatchKey(step=number, rank=1, world=2, seed=7)
+            on_host = one.gradient_blocks(packed)
+            with (
+                patch("backstay._transport._tensors._divided.shares_host_memory", lambda device: False),
+                patch("backstay._transport._tensors._buffers.shares_host_memory", lambda device: False),
+            ):
+                apart: Any = one if members == 1 else DividedArrangement(parts, shardings, member)
+                there = apart.gradient_blocks(packed)
+            arrays: dict[int, set[bool]] = {}
+            for of, blocks in zip(own, there, strict=True):
+                for each, block in zip(of.gradients, blocks, strict=True):
+                    assert isinstance(block, DeviceBlock)
+                    most = max(most, len(block.parts) if each.codec else 0)
+                    for array, _, _ in block.parts:
+                        arrays.setdefault(id(array), set()).add(each.codec is not None)
+                        devices.add(array.device)
+            assert all(len(kinds) == 1 for kinds in arrays.values()), "an array would be encoded and copied"
+            found = []
+            for encoder, blocks in zip(encoders, (on_host, there), strict=True):
+                contribution: Any = SimpleNamespace(key=key, blocks=blocks)
+                with encoder.sending(contribution) as sending:
+                    found.append(
+                        [
+                            [
+                                b"".join(map(bytes, frames.sections_of(of[b])))
+                                for b, each in enumerate(own[s].gradients)
+                                if not each.absent
+                            ]
+                            for s, of in enumerate(sending.blocks)
+                        ]
+                    )
+                    (sending.dropped if number == 1 else sending.applied)()
+            assert found[0] == found[1], (members, axes, wire, member, number)
+            compared += sum(map(len, found[0]))
+            if members == 1:
+                continue
+            slot = DividedSlot(apart)
+            for blocks, targets in zip(there, slot.blocks, strict=True):
+                for block, target in zip(blocks, targets, strict=True):
+                    target[:] = block.host().view(np.uint8) if target.size else 0
+            for array, row in zip(packed, slot.placed(), strict=True):
+                sent = {shard.device: shard.data for shard in array.addressable_shards}
+                for part in row:
+                    assert np.asarray(part).tobytes() == np.asarray(sent[part.device]).tobytes()
+            assert not slot.in_use, "pinned memory is free when it was copied"
+    assert most > 1 or members in (1, 6) or wire.gradients == "Exact"
+    assert len(devices) == 6 // members * min(2, members)
     return compared
 
 
@@ -117,4 +202,12 @@ if __name__ == "__main__":
         (2, {"batch": 2, "model": 3}, transposed, 3, "Exact"),
         (3, {"batch": -1}, "replicate", 2, "BFloat16"),
     ]
-    print(sum(compare(*case) for case in cases))
+    feedback = Wire(gradients="Int4", error_feedback=True)
+    ways = [
+        (6, {"batch": 6}, 1, Wire(gradients="Int8")),
+        (3, {"batch": 6}, 3, feedback),
+        (2, {"batch": 6}, 2, Wire(gradients="BFloat16")),
+        (2, {"batch": 6}, 1, Wire()),
+        (1, {"batch": 6}, 2, feedback),
+    ]
+    print(sum(compare(*case) for case in cases) + sum(encode(*way) for way in ways))

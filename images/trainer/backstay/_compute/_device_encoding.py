@@ -1,4 +1,4 @@
-"""Encodes a whole contribution on an accelerator, by one compiled function that writes into pinned memory of the host.
+"""Encodes a contribution on accelerators. On each, one compiled function writes into pinned memory of the host.
 
 The processor would need as long for it as a step takes, and all bytes would travel uncoded between the two.
 """
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._update import BlockWire, DeviceArray, DeviceBlock, Encoded, body_of, encoded_with, residual_dtype
+from .._update import GROUP, BlockWire, DeviceArray, DeviceBlock, Encoded, body_of, encoded_with, residual_dtype
 
 __all__ = ["DeviceEncoder", "EncodedThere"]
 
@@ -23,13 +23,12 @@ Place = tuple[int, int]
 
 @dataclass
 class _CodedKind:
-    """The coded blocks of one codec and dtype, whose whole groups are encoded as one array.
+    """The coded parts of blocks of one codec and dtype, whose whole groups are encoded as one array.
 
     Attributes:
         first: a block of this kind.
         segments: the parts of arrays that the array consists of: the number of the array, first and last element.
         tails: the parts of arrays behind the last whole group of a block.
-        offsets: the first element of each block in the array, and in all tails.
         size: the number of elements.
         numbers: uint32, of each group; see `BlockWire.numbers`.
     """
@@ -37,76 +36,115 @@ class _CodedKind:
     first: BlockWire
     segments: list[tuple[int, int, int]] = field(default_factory=list)
     tails: list[tuple[int, int, int]] = field(default_factory=list)
-    offsets: dict[Place, tuple[int, int]] = field(default_factory=dict)
     size: int = 0
     numbers: Any = None
 
-    def add(self, place: Place, array: int, start: int, wire: BlockWire) -> None:
-        body = body_of(wire.size)
-        self.offsets[place] = self.size, sum(stop - start for _, start, stop in self.tails)
+    def add(self, array: int, start: int, stop: int) -> _Found:
+        """Append elements of an array."""
+        body = body_of(stop - start)
+        behind = sum(last - first for _, first, last in self.tails)
+        found = _Found(self, self.size, body, behind, stop - start - body)
         if self.segments and self.segments[-1][0] == array and self.segments[-1][2] == start:
             self.segments[-1] = array, self.segments[-1][1], start + body  # so that few parts are copied
         else:
             self.segments.append((array, start, start + body))
-        if body < wire.size:
-            self.tails.append((array, start + body, start + wire.size))
+        if found.tail:
+            self.tails.append((array, start + body, stop))
         self.size += body
+        return found
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The place of a part of a block.
+
+    Attributes:
+        start, body: its first element in the array of its kind, and how many there are.
+        behind, tail: its first element in all tails, and how many there are.
+    """
+
+    kind: _CodedKind
+    start: int
+    body: int
+    behind: int
+    tail: int
+
+    def views(self, made: tuple[tuple[Any, ...], Any]) -> list[np.ndarray[Any, Any]]:
+        """The sections and the tail of the part on the host, out of those of its kind; waits until they are there."""
+        codec, dtype = self.kind.first.codec, self.kind.first.dtype
+        assert codec is not None
+        before, upto = (codec.sections(size, dtype) for size in (self.start, self.start + self.body))
+        sections, tail = made
+        return [
+            *(np.asarray(each)[a[0] : b[0]] for each, a, b in zip(sections, before, upto, strict=True)),
+            np.asarray(tail)[self.behind : self.behind + self.tail],
+        ]
 
 
 class EncodedThere:
-    """A contribution that an accelerator has encoded, or is encoding."""
+    """A contribution that accelerators have encoded, or are encoding."""
 
-    def __init__(self, kinds: Sequence[_CodedKind], made: Sequence[tuple[tuple[Any, ...], Any]]) -> None:
-        self._of = {place: (kind, each) for kind, each in zip(kinds, made, strict=True) for place in kind.offsets}
+    def __init__(self) -> None:
+        self._of: dict[Place, list[tuple[int, _Found, tuple[tuple[Any, ...], Any]]]] = {}
+
+    def add(self, place: Place, part: int, found: _Found, made: tuple[tuple[Any, ...], Any]) -> None:
+        """Add a part of a block, out of what its accelerator made of its kind."""
+        self._of.setdefault(place, []).append((part, found, made))
 
     def block(self, place: Place, wire: BlockWire) -> Encoded:
-        """One block on the host, as views; waits until it is encoded and copied."""
-        kind, (sections, tail) = self._of[place]
-        codec, body = kind.first.codec, body_of(wire.size)
-        assert codec is not None
-        start, behind = kind.offsets[place]
-        before, upto = (codec.sections(size, wire.dtype) for size in (start, start + body))
-        views = tuple(
-            np.asarray(section)[first[0] : last[0]] for section, first, last in zip(sections, before, upto, strict=True)
-        )
-        return Encoded(views, np.asarray(tail)[behind : behind + wire.size - body], codec, wire.size, wire.dtype)
+        """One block on the host, as views if it has one part; waits until it is encoded and copied."""
+        assert wire.codec is not None
+        parts = [found.views(made) for _, found, made in sorted(self._of[place], key=lambda each: each[0])]
+        *sections, tail = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
+        return Encoded(tuple(sections), tail, wire.codec, wire.size, wire.dtype)
 
 
 class DeviceEncoder:
-    """Encodes the coded blocks of contributions that have the same selection of blocks."""
+    """Encodes what one accelerator has of contributions that have the same selection of blocks."""
 
     def __init__(
-        self, wires: Sequence[Sequence[BlockWire]], blocks: Sequence[Sequence[DeviceBlock]], *, feedback: bool
+        self,
+        wires: Sequence[Sequence[BlockWire]],
+        blocks: Sequence[Sequence[DeviceBlock]],
+        device: Any,
+        *,
+        feedback: bool,
     ) -> None:
         """
         Args:
             wires: how each block of each shard travels.
             blocks: the blocks of a contribution; all others have them in the same places of their arrays.
+            device: the `jax.Device`.
             feedback: whether there are residuals.
         """
-        arrays = _arrays_of(blocks)
+        arrays = _arrays_of(blocks, device)
         number = {id(array): index for index, array in enumerate(arrays)}
-        found = sorted(
-            (number[id(block.of)], block.start, (shard, index))
-            for shard, (own, those) in enumerate(zip(wires, blocks, strict=True))
-            for index, (wire, block) in enumerate(zip(own, those, strict=True))
-            if wire.codec is not None
-        )
+        found = []
+        for shard, (own, those) in enumerate(zip(wires, blocks, strict=True)):
+            for index, (wire, block) in enumerate(zip(own, those, strict=True)):
+                if wire.codec is None:
+                    continue
+                group = 0
+                for part, (array, start, stop) in enumerate(block.parts):
+                    if array.device == device:
+                        found.append((number[id(array)], start, stop, group, (shard, index), part))
+                    group += body_of(stop - start) // GROUP
         kinds: dict[tuple[Any, np.dtype[Any]], _CodedKind] = {}
         numbers: dict[tuple[Any, np.dtype[Any]], list[Any]] = {}
-        for array, start, (shard, index) in found:
+        self._places: list[tuple[Place, int, _Found]] = []
+        for used, start, stop, group, (shard, index), part in sorted(found):
             wire = wires[shard][index]
             key = wire.codec, wire.dtype
-            kinds.setdefault(key, _CodedKind(wire)).add((shard, index), array, start, wire)
-            numbers.setdefault(key, []).append(wire.numbers)
+            added = kinds.setdefault(key, _CodedKind(wire)).add(used, start, stop)
+            self._places.append(((shard, index), part, added))
+            numbers.setdefault(key, []).append(wire.numbers[group : group + added.body // GROUP])
         self._kinds = list(kinds.values())
         self._used = sorted({array for kind in self._kinds for array, _, _ in (*kind.segments, *kind.tails)})
+        self._device, self._feedback = device, feedback
         self._function: Callable[..., Any] | None = None
         self._place: Any = None  # the sharding of arrays on the device
-        self._feedback = feedback
         if self._kinds:
             example = arrays[self._used[0]]
-            (device,) = example.array.devices()
             for key, kind in kinds.items():
                 kind.numbers = jax.device_put(np.concatenate(numbers[key]), device)
             self._place = example.array.sharding
@@ -117,24 +155,32 @@ class DeviceEncoder:
         return [jnp.zeros(kind.size, residual_dtype(kind.first.dtype), device=self._place) for kind in self._kinds]
 
     def encode(
-        self, blocks: Sequence[Sequence[DeviceBlock]], words: np.ndarray, residuals: Sequence[Any]
-    ) -> tuple[EncodedThere, list[Any]]:
+        self,
+        blocks: Sequence[Sequence[DeviceBlock]],
+        words: np.ndarray,
+        residuals: Sequence[Any],
+        into: EncodedThere,
+    ) -> list[Any]:
         """Dispatch the encoding of a contribution.
 
         Args:
             blocks: the blocks of the contribution.
             words: `seed_of` (seed, step, rank).
             residuals: the residuals before this contribution; empty without feedback.
+            into: gets the blocks, or their parts.
 
         Returns:
-            The contribution, and the new residuals, on the device.
+            The new residuals, on the device.
         """
         if self._function is None:
-            return EncodedThere((), ()), []
-        arrays = _arrays_of(blocks)
+            return []
+        arrays = _arrays_of(blocks, self._device)
         numbers = [kind.numbers for kind in self._kinds]
         made, left = self._function([arrays[index].array for index in self._used], numbers, words, list(residuals))
-        return EncodedThere(self._kinds, made), left
+        of = {id(kind): each for kind, each in zip(self._kinds, made, strict=True)}
+        for place, part, found in self._places:
+            into.add(place, part, found, of[id(found.kind)])
+        return list(left)
 
     def _encode(self, arrays: Sequence[Any], numbers: Sequence[Any], words: Any, residuals: Sequence[Any]) -> Any:
         flat = {index: array.reshape(-1) for index, array in zip(self._used, arrays, strict=True)}
@@ -157,6 +203,7 @@ class DeviceEncoder:
         return made, left
 
 
-def _arrays_of(blocks: Sequence[Sequence[DeviceBlock]]) -> list[DeviceArray]:
-    """The arrays that blocks are parts of, each once, in the order in which they appear."""
-    return list({id(block.of): block.of for those in blocks for block in those}.values())
+def _arrays_of(blocks: Sequence[Sequence[DeviceBlock]], device: Any) -> list[DeviceArray]:
+    """The arrays on a device that blocks have parts of, each once, in the order in which they appear."""
+    parts = (part for those in blocks for block in those for part in block.parts)
+    return list({id(array): array for array, _, _ in parts if array.device == device}.values())

@@ -40,7 +40,7 @@ class Encoder:
         self._seed = seed
         self._feedback = error_feedback
         self._residuals: Residuals = {}
-        self._there: dict[tuple[ShardWire, ...], DeviceEncoder] = {}
+        self._there: dict[tuple[ShardWire, ...], list[DeviceEncoder]] = {}
         self._begun: list[Sending] = []
 
     def begin(self, contribution: ComputedContribution) -> None:
@@ -48,7 +48,7 @@ class Encoder:
 
         Without this call `sending` does it, behind all that was dispatched to the accelerator meanwhile.
         """
-        if _on_accelerator(contribution):
+        if _accelerators(contribution):
             self._begun = [*self._begun[-1:], self._sending(contribution)]
 
     @contextmanager
@@ -73,11 +73,13 @@ class Encoder:
         selected = tuple(wire.select(wire.selection([contribution.key.step])) for wire in self._wires)
         wires = [wire.gradients for wire in selected]
         words = seed_of(self._seed, contribution.key.step, contribution.key.rank)
-        there: DeviceEncoder | None = None
-        if _on_accelerator(contribution):
+        there: Sequence[DeviceEncoder] | None = None
+        if devices := _accelerators(contribution):
             blocks: Any = contribution.blocks
             if selected not in self._there:
-                self._there[selected] = DeviceEncoder(wires, blocks, feedback=self._feedback)
+                self._there[selected] = [
+                    DeviceEncoder(wires, blocks, device, feedback=self._feedback) for device in devices
+                ]
             there = self._there[selected]
         return Sending(wires, contribution, words, self._residuals if self._feedback else None, there)
 
@@ -97,7 +99,7 @@ class Sending:
         contribution: ComputedContribution,
         words: np.ndarray,
         residuals: Residuals | None,
-        there: DeviceEncoder | None,
+        there: Sequence[DeviceEncoder] | None,
     ) -> None:
         self.of = contribution
         self._residuals = residuals
@@ -111,14 +113,18 @@ class Sending:
         for shard in coded:
             self.blocks[shard] = _EncodedBlocks(self, shard, wires[shard], self.blocks[shard], words)
 
-    def _encode_there(self, wires: Sequence[Sequence[BlockWire]], there: DeviceEncoder, words: np.ndarray) -> None:
-        before: Sequence[Any] = ()
-        if self._residuals is not None:
-            before = self._residuals.get(there) or there.no_residuals()
+    def _encode_there(
+        self, wires: Sequence[Sequence[BlockWire]], there: Sequence[DeviceEncoder], words: np.ndarray
+    ) -> None:
         blocks: Any = self.of.blocks
-        made, left = there.encode(blocks, words, before)
-        if self._residuals is not None:
-            self._new[there] = left
+        made = EncodedThere()
+        for encoder in there:
+            before: Sequence[Any] = ()
+            if self._residuals is not None:
+                before = self._residuals.get(encoder) or encoder.no_residuals()
+            left = encoder.encode(blocks, words, before, made)
+            if self._residuals is not None:
+                self._new[encoder] = left
         self.blocks = [_BlocksThere(shard, *each, made) for shard, each in enumerate(zip(wires, blocks, strict=True))]
 
     def applied(self) -> None:
@@ -140,10 +146,12 @@ class Sending:
         return block
 
 
-def _on_accelerator(contribution: ComputedContribution) -> bool:
+def _accelerators(contribution: ComputedContribution) -> list[Any]:
+    """The accelerators that a contribution lies on; none if it is on the host."""
     # Blocks that are made when they are read are on the host, and reading one waits until it is computed.
     made = (blocks for blocks in contribution.blocks if not isinstance(blocks, LazyBlocks))
-    return any(isinstance(block, DeviceBlock) for blocks in made for block in blocks[:1])
+    found = (block for blocks in made for block in blocks if isinstance(block, DeviceBlock))
+    return list(dict.fromkeys(array.device for block in found for array, _, _ in block.parts))
 
 
 class _BlocksThere(LazyBlocks[Any]):
@@ -157,7 +165,7 @@ class _BlocksThere(LazyBlocks[Any]):
         self._shard, self._wires, self._blocks, self._encoded = shard, wires, blocks, encoded
         for wire, block in zip(wires, blocks, strict=True):
             if wire.codec is None and not wire.absent:
-                block.of.begin()
+                block.begin()
 
     def block(self, index: int) -> Any:
         wire = self._wires[index]

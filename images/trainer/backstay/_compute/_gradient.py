@@ -49,8 +49,8 @@ class Gradient:
 
     Attributes:
         leaves: one array for each leaf of the tree, with the leaf's shape and dtype, or the arrays that `pack` made of
-            them. The gradients of the parameters come first, then the new model state. All are on the first device,
-            except what is divided over several.
+            them. The gradients of the parameters come first, then the new model state. Leaves are on the first device,
+            except what is divided over several; packed arrays are where the jitted function leaves them.
         examples: the length of the leading axis of the batch's first array that has rows; 1 if none has.
     """
 
@@ -60,6 +60,18 @@ class Gradient:
         self._loss = loss
         self._metrics = metrics
         self._finite = finite
+
+    @classmethod
+    def of(cls, results: tuple[Any, Any, Any, Any], examples: int, placement: Placement, *, packed: bool) -> Gradient:
+        """Make one of what a jitted function returned on the devices of `placement`.
+
+        Args:
+            results: the loss, the metrics, whether all is finite, and the leaves.
+            packed: whether the leaves are what a `Pack` made.
+        """
+        loss, metrics, finite, leaves = results
+        loss, metrics, finite = placement.first((loss, metrics, finite))
+        return cls(leaves if packed else placement.first(leaves), loss, metrics, finite, examples)
 
     @property
     def loss(self) -> float:
@@ -132,8 +144,7 @@ class GradientFn:
         placed, placed_batch = self.placement.leaves(flat), self.placement.batch(batch)
         with self.placement.tracing():
             made = self._function(placed, placed_batch, np.asarray(at, np.uint32), self._objective.frozen)
-        loss, metrics, finite, leaves = self.placement.first(made)
-        return Gradient(leaves, loss, metrics, finite, examples_of(batch))
+        return Gradient.of(made, examples_of(batch), self.placement, packed=self._pack is not None)
 
     def compile(self, batch: Any) -> float | None:
         """Compile for batches like this one, before there are parameters; a call finds the executable then.

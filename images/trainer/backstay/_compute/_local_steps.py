@@ -32,6 +32,7 @@ class LocalProgram:
     Attributes:
         local: the arguments of the script.
         placement: the placement of the model and of batches.
+        pack: see `GradientFn`.
         keeps: whether the state of the inner optimizer is kept.
     """
 
@@ -52,7 +53,7 @@ class LocalProgram:
         self._objective, self._tree = objective, objective.tree
         self._count = len(self._tree.parameters.leaves)
         self._fragments = fragments_of(self._tree, local.fragments)
-        self._pack = pack
+        self.pack = pack
         self.keeps = local.inner_state == "keep"
         everywhere, model = self.placement.everywhere, self.placement.model(self._tree)
         inner = self.placement.state_of(local.optimizer, self._tree)
@@ -142,7 +143,7 @@ class LocalProgram:
         kept = unless_bad(carry["inner"], inner) if self.keeps else None
         loss, metrics = jax.tree_util.tree_map(lambda value: value / self.local.batches, sums)
         leaves = [*differences, *after[self._count :]]
-        packed = leaves if self._pack is None else self._pack.pack(leaves)
+        packed = leaves if self.pack is None else self.pack.pack(leaves)
         return (packed, loss, metrics, finite), own, kept
 
     def _receive(self, own: Any, base: Any, leaves: Any, received: Selection, mixes: bool) -> Any:
@@ -301,8 +302,9 @@ class LocalTraining:
         made: list[Gradient] = []
 
         def take(result: Any, examples: int) -> None:
-            leaves, loss, metrics, finite = self._program.placement.first(result)
-            made.append(Gradient(leaves, loss, metrics, finite, examples))
+            leaves, loss, metrics, finite = result
+            program, results = self._program, (loss, metrics, finite, leaves)
+            made.append(Gradient.of(results, examples, program.placement, packed=program.pack is not None))
             dispatched(made[0])
 
         self.steps(leaves, key, batch_of, received, take)

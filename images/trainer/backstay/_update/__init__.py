@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ._clip import clip_factor
     from ._codecs import (
         CODECS,
+        GROUP,
         BlockWire,
         DeviceArray,
         DeviceBlock,
@@ -83,6 +84,7 @@ __all__ = [
     "AVERAGE",
     "BRANCHES",
     "CODECS",
+    "GROUP",
     "MODEL_STATE",
     "NON_FINITE_LOSS",
     "PARAMS",
@@ -176,6 +178,7 @@ _HOMES: Final = {
     "AVERAGE": "._average",
     "BRANCHES": "._engine._sums",
     "CODECS": "._codecs",
+    "GROUP": "._codecs",
     "MODEL_STATE": "._tree",
     "PARAMS": "._tree",
     "STATE": "._array_specs",

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._update import Block, LeafSpec, Piece
+from ..._update import GROUP, Block, LeafSpec, Piece
 from ._memory import ALIGNMENT
 
 __all__ = ["Area", "Areas", "leaf_in", "parts_of"]
@@ -18,7 +18,8 @@ __all__ = ["Area", "Areas", "leaf_in", "parts_of"]
 
 @dataclass
 class Area:
-    """Packed blocks of one dtype, one after another and aligned.
+    """Packed blocks of one dtype, one after another and aligned; those of a codec to groups, so that several devices
+    may have parts of the area with whole groups of each block.
 
     Attributes:
         coded: whether a codec may encode its blocks.
@@ -35,7 +36,7 @@ class Area:
 
     def add(self, s: int, b: int, block: Block) -> None:
         """Give a block the next place."""
-        step = max(1, ALIGNMENT // self.dtype.itemsize)
+        step = GROUP if self.coded else max(1, ALIGNMENT // self.dtype.itemsize)
         self.starts[s, b] = self.size
         self.pieces += [(self.size + piece.offset, piece) for piece in block.pieces]
         self.size += -(-block.size // step) * step

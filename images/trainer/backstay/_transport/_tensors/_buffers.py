@@ -48,11 +48,14 @@ class Arrangement:
         self.direct = frozenset(
             block.pieces[0].leaf for _, _, block in blocks if len(block.pieces) == 1 and block.nbytes >= DIRECT_BYTES
         )
-        # A block lies in its leaf when it is part of one direct leaf only; else in an area.
+        coded = {piece.leaf for _, _, block in blocks if block.coded for piece in block.pieces}
+        # A block lies in its leaf when it is part of one direct leaf only; else in an area. So does the tail of a coded
+        # leaf, because an accelerator copies no array that it has encoded.
         self._in_leaf: dict[tuple[int, int], Piece] = {
             (s, b): block.pieces[0]
             for s, b, block in blocks
-            if len(block.pieces) == 1 and block.pieces[0].leaf in self.direct
+            if len(block.pieces) == 1 and (leaf := block.pieces[0].leaf) in self.direct
+            if block.coded or leaf not in coded
         }
         self._areas = Areas([each for each in blocks if each[:2] not in self._in_leaf])
         self.areas = self._areas.every
@@ -91,13 +94,15 @@ class Arrangement:
         """The blocks of every shard, out of a gradient on the device.
 
         Args:
-            packed_leaves: the result of `pack` for the gradient, on one device, or divided over several.
+            packed_leaves: the result of `pack` for the gradient, on one device, whole on several, or divided over
+                several.
 
         Returns:
             ``[s][b]``, which keep `packed_leaves` alive. On the CPU, 1-D views of the memory of `packed_leaves`, of
-            which reading one waits until it is computed. An array on several devices is first copied to the host.
+            which reading one waits until it is computed. Divided arrays are first copied to the host.
         """
-        apart = any(len(array.devices()) > 1 for array in packed_leaves)  # the host puts them together
+        apart = not all(array.is_fully_replicated for array in packed_leaves)  # the host puts them together
+        packed_leaves = packed_leaves if apart or not packed_leaves else _each_on_one(packed_leaves)
         there = [] if apart or all(map(_on_host, packed_leaves)) else [DeviceArray(array) for array in packed_leaves]
         place = {leaf: index for index, leaf in enumerate(sorted(self.direct))}
         result: list[Sequence[np.ndarray | DeviceBlock]] = []
@@ -110,7 +115,7 @@ class Arrangement:
                     area, start, stop = self._areas.place(s, b, block)
                     spans.append((len(place) + area, start, stop))
             if there:
-                result.append([DeviceBlock(there[array], start, stop) for array, start, stop in spans])
+                result.append([DeviceBlock((there[array], start, stop)) for array, start, stop in spans])
             else:
                 result.append(_HostBlocks(packed_leaves, spans))
         return result
@@ -172,6 +177,19 @@ class Arrangement:
 
 def _on_host(array: jax.Array) -> bool:
     return all(shares_host_memory(device) for device in array.devices())
+
+
+def _each_on_one(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Arrays that each device has whole, as they are on one of the devices. Accelerators get about the same number of
+    bytes each, so that all of them encode, and all their links are used."""
+    on = [{shard.device: shard.data for shard in array.addressable_shards} for array in arrays]
+    loads = {device: 0 for copies in on for device in (list(copies)[:1] if _on_host(arrays[0]) else copies)}
+    result = list(arrays)
+    for index in sorted(range(len(arrays)), key=lambda index: (-arrays[index].nbytes, index)):
+        device = min((device for device in on[index] if device in loads), key=loads.__getitem__)
+        loads[device] += arrays[index].nbytes
+        result[index] = on[index][device]
+    return result
 
 
 class _HostBlocks(LazyBlocks[np.ndarray]):

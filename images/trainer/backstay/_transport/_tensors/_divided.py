@@ -22,7 +22,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from ..._update import Block, LazyBlocks, Partition, Piece, range_length
+from ..._update import (
+    GROUP,
+    Block,
+    DeviceArray,
+    DeviceBlock,
+    LazyBlocks,
+    Partition,
+    Piece,
+    pinned_memory,
+    placed_from,
+    range_length,
+    shares_host_memory,
+)
 from ...errors import ConfigurationError
 from .._streams._interfaces import Bytes
 from ._areas import Areas, leaf_in, parts_of
@@ -39,11 +51,13 @@ class _Rows:
     Attributes:
         length: the elements of a row that are used.
         padded: all elements of a row, which the devices of a member divide.
+        coded: whether a codec may encode blocks of it. Then each device has whole groups.
     """
 
     dtype: np.dtype[Any]
     length: int
     padded: int
+    coded: bool
 
 
 class DividedArrangement:
@@ -62,19 +76,24 @@ class DividedArrangement:
         self.partition, self.member = partition, member
         mesh = shardings[0].mesh
         self.devices = _devices_of(mesh, partition.members, member)
+        self._on_host = all(map(shares_host_memory, self.devices))
         spec: Any = jax.sharding.PartitionSpec  # which JAX leaves untyped
         self._by_row = NamedSharding(mesh, spec(tuple(mesh.axis_names)))
         leaves, members = partition.tree.leaves, range(partition.members)
         self._divided = {leaf: index for index, leaf in enumerate(sorted(partition.divided))}
-        rows = [self._rows(leaves[leaf].dtype, range_length(leaves[leaf].size, len(members))) for leaf in self._divided]
         blocks = [(s, b, block) for s, layout in enumerate(partition.shards) for b, block in enumerate(layout.blocks)]
+        coded = {piece.leaf for _, _, block in blocks if block.coded for piece in block.pieces}
+        rows = [
+            self._rows(leaves[leaf].dtype, range_length(leaves[leaf].size, len(members)), leaf in coded)
+            for leaf in self._divided
+        ]
         dealt = [each for each in blocks if each[2].pieces[0].leaf not in self._divided]
         self._areas = [Areas([each for each in dealt if each[2].member == own]) for own in members]
         kinds = list(dict.fromkeys((area.dtype, area.coded) for areas in self._areas for area in areas.every))
         self._index = {kind: len(rows) + place for place, kind in enumerate(kinds)}  # the array of each kind of area
         for kind in kinds:
             sizes = [area.size for areas in self._areas for area in areas.every if (area.dtype, area.coded) == kind]
-            rows.append(self._rows(kind[0], max(sizes)))
+            rows.append(self._rows(kind[0], max(sizes), kind[1]))
         self._arrays = tuple(rows)
         small = [leaf for leaf in range(len(leaves)) if leaf not in self._divided]
         pieces = []
@@ -86,8 +105,9 @@ class DividedArrangement:
         self._parts_of = parts_of(small, pieces)
         self._unpack_jit = jax.jit(self._unpack, out_shardings=list(shardings))
 
-    def _rows(self, dtype: np.dtype[Any], length: int) -> _Rows:
-        return _Rows(np.dtype(dtype), length, -(-length // len(self.devices)) * len(self.devices))
+    def _rows(self, dtype: np.dtype[Any], length: int, coded: bool) -> _Rows:
+        step = len(self.devices) * (GROUP if coded else 1)
+        return _Rows(np.dtype(dtype), length, -(-length // step) * step, coded)
 
     # ---- To the servers ----
 
@@ -121,26 +141,64 @@ class DividedArrangement:
             result.append(jnp.concatenate(parts))
         return [constrained(array, self._by_row) for array in result]
 
-    def gradient_blocks(self, packed_leaves: Sequence[jax.Array]) -> list[Sequence[np.ndarray]]:
-        """The blocks of every shard that this member sends, in the memory of the host.
+    def gradient_blocks(self, packed_leaves: Sequence[jax.Array]) -> list[Sequence[np.ndarray | DeviceBlock]]:
+        """The blocks of every shard that this member sends, on its accelerators or in the memory of the host.
 
         Args:
             packed_leaves: the result of `pack` for the gradient.
 
         Returns:
-            ``[s][b]``, which keep `packed_leaves` alive. Reading a block waits until it is computed. Blocks of other
-            members must not be read.
+            ``[s][b]``, which keep `packed_leaves` alive. In the memory of the host, reading a block waits until it is
+            computed. Blocks of other members must not be read.
         """
-        own = [_MemberRow(array, self.devices) for array in packed_leaves]
-        return [_MemberBlocks(self, s, own) for s in range(len(self.partition.shards))]
+        own = [self._parts_on_devices(array) for array in packed_leaves]
+        if self._on_host:
+            return [_MemberBlocks(self, s, own) for s in range(len(self.partition.shards))]
+        there = [list(map(DeviceArray, parts)) for parts in own]
+        return [
+            [self._there(s, b, block, there) for b, block in enumerate(blocks)]
+            for s, blocks in enumerate(layout.blocks for layout in self.partition.shards)
+        ]
 
-    def block(self, s: int, b: int, own: Sequence[_MemberRow]) -> np.ndarray:
-        """One block that this member sends. `own`: its row of each array that `pack` returned."""
+    def block(self, s: int, b: int, own: Sequence[Sequence[jax.Array]]) -> np.ndarray:
+        """One block that this member sends. `own`: the parts of its rows, as of `_parts_on_devices`."""
         block = self.partition.shards[s].blocks[b]
         if block.member != self.member:
             raise ValueError(f"block {b} of shard {s} belongs to member {block.member}: this is member {self.member}")
-        parts = [own[index].values(start, stop) for index, start, stop in self._places(s, b, block)]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        found = [np.asarray(own[index][part])[start:stop] for index, part, start, stop in self._spans(s, b, block)]
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+    def _there(self, s: int, b: int, block: Block, there: Sequence[Sequence[DeviceArray]]) -> DeviceBlock:
+        """One block on the devices of this member. `there`: the parts of its rows."""
+        parts = []
+        for index, part, start, stop in self._spans(s, b, block):
+            array = there[index][part]
+            if self._arrays[index].coded and not block.coded:
+                # The end of a leaf behind its last group. Without the copy, all of the row would go to the host.
+                parts.append((DeviceArray(array.array[start:stop]), 0, stop - start))
+            else:
+                parts.append((array, start, stop))
+        return DeviceBlock(*parts)
+
+    def _parts_on_devices(self, array: jax.Array) -> list[jax.Array]:
+        """The parts of this member's row of an array, on its devices in the order of the mesh."""
+        parts = {shard.device: shard.data for shard in array.addressable_shards}
+        return [parts[device] for device in self.devices]
+
+    def _spans(self, s: int, b: int, block: Block) -> list[tuple[int, int, int, int]]:
+        """Where the elements of a block lie, in order; nowhere if it belongs to another member.
+
+        Returns:
+            Each with the number of the array, the device that has the part, and its first element there, and the one
+            after the last.
+        """
+        found = []
+        for index, start, stop in self._places(s, b, block) if block.member == self.member else ():
+            each = self._arrays[index].padded // len(self.devices)
+            for part in range(start // each, (stop - 1) // each + 1):
+                first = part * each
+                found.append((index, part, max(start, first) - first, min(stop, first + each) - first))
+        return found
 
     def _places(self, s: int, b: int, block: Block) -> list[tuple[int, int, int]]:
         """The array of each part of a block, its first element in this member's row, and the one after its last."""
@@ -158,50 +216,59 @@ class DividedArrangement:
 
     # ---- From the servers ----
 
-    def memory(self) -> list[np.ndarray]:
-        """New memory of the host for this member's row of each array."""
-        own = [aligned_empty(rows.padded * rows.dtype.itemsize).view(rows.dtype) for rows in self._arrays]
-        for row, rows in zip(own, self._arrays, strict=True):
-            row[rows.length :] = 0
-        return own
+    def memory(self) -> tuple[list[list[np.ndarray]], list[list[Any]]]:
+        """New memory of the host for this member's rows, which its devices copy by themselves if they can.
+
+        Returns:
+            By array, the part of each device, zero where no element is used. Then by device, the arrays of JAX in the
+            same memory; empty if it is ordinary memory.
+        """
+        count = len(self.devices)
+        own: list[list[np.ndarray]] = []
+        pinned: list[list[Any]] = [[] for _ in self.devices]
+        for rows in self._arrays:
+            each = rows.padded // count
+            made = [None if self._on_host else pinned_memory((each,), rows.dtype, device) for device in self.devices]
+            own.append([])
+            for part, found in enumerate(made):
+                view = aligned_empty(each * rows.dtype.itemsize).view(rows.dtype) if found is None else found[1]
+                view[max(0, rows.length - part * each) :] = 0
+                own[-1].append(view)
+                if found is not None:
+                    pinned[part].append(found[0])
+        return own, pinned if all(pinned) else []
 
     def receive_views(
-        self, own: Sequence[np.ndarray]
-    ) -> tuple[list[list[Bytes]], list[tuple[np.ndarray, Sequence[Piece]]]]:
-        """The blocks of every shard in bytes, and those of several pieces apart, with their memory.
+        self, own: Sequence[Sequence[np.ndarray]]
+    ) -> tuple[list[list[Bytes]], list[tuple[np.ndarray, list[np.ndarray]]]]:
+        """The blocks of every shard in bytes, and those of several parts apart, with the places of their parts.
 
-        Blocks of other members are empty.
+        Blocks of other members are empty. `own`: see `memory`.
         """
         views: list[list[Bytes]] = []
-        packed: list[tuple[np.ndarray, Sequence[Piece]]] = []
+        packed: list[tuple[np.ndarray, list[np.ndarray]]] = []
         for s, layout in enumerate(self.partition.shards):
             here: list[Bytes] = []
             for b, block in enumerate(layout.blocks):
-                places = self._places(s, b, block) if block.member == self.member else []
-                if not places:
-                    part = np.empty(0, block.dtype)
-                elif len(places) == 1:
-                    index, start, stop = places[0]
-                    part = own[index][start:stop]
-                else:
-                    part = aligned_empty(block.nbytes).view(block.dtype)
-                    packed.append((part, block.pieces))
-                here.append(part.view(np.uint8))
+                places = [own[index][part][start:stop] for index, part, start, stop in self._spans(s, b, block)]
+                memory = np.empty(0, block.dtype) if not places else places[0]
+                if len(places) > 1:
+                    memory = aligned_empty(block.nbytes).view(block.dtype)
+                    packed.append((memory, places))
+                here.append(memory.view(np.uint8))
             views.append(here)
         return views, packed
 
-    def scatter(self, packed: Sequence[tuple[np.ndarray, Sequence[Piece]]], own: Sequence[np.ndarray]) -> None:
-        """Copies blocks of several pieces, which have arrived, to their places."""
-        for values, pieces in packed:
-            for piece in pieces:
-                index, start, stop = self._place(piece)
-                own[index][start:stop] = values[piece.offset : piece.offset + piece.size]
+    def placed(self, own: Sequence[Sequence[np.ndarray]], pinned: Sequence[Sequence[Any]]) -> list[list[jax.Array]]:
+        """This member's row of each array, in parts on its devices. `own` and `pinned`: see `memory`.
 
-    def placed(self, own: Sequence[np.ndarray]) -> list[list[jax.Array]]:
-        """This member's row of each array, in parts on its devices."""
+        From pinned memory they are copied before this returns.
+        """
+        if pinned:
+            copies = [placed_from(parts, device) for parts, device in zip(pinned, self.devices, strict=True)]
+            return [list(row) for row in zip(*copies, strict=True)]
         count = len(self.devices)
-        parts = [part for row in own for part in np.split(row, count)]
-        arrays = jax.device_put(parts, list(self.devices) * len(own), may_alias=True)
+        arrays = jax.device_put([part for row in own for part in row], list(self.devices) * len(own), may_alias=True)
         return [arrays[at : at + count] for at in range(0, len(arrays), count)]
 
     def unpack(self, placed: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
@@ -227,11 +294,16 @@ class DividedArrangement:
 
 
 class DividedSlot:
-    """Memory for the rows of one set of parameters."""
+    """Memory for the rows of one set of parameters.
+
+    Attributes:
+        own: see `DividedArrangement.memory`.
+        blocks: ``[s][b]`` is the memory of block `b` of shard `s`.
+    """
 
     def __init__(self, arrangement: DividedArrangement) -> None:
         self._arrangement = arrangement
-        self.own = arrangement.memory()
+        self.own, self._pinned = arrangement.memory()
         self.blocks, self._packed = arrangement.receive_views(self.own)
         self._lent: list[weakref.ref[np.ndarray]] = []
 
@@ -243,10 +315,16 @@ class DividedSlot:
 
     def placed(self) -> list[list[jax.Array]]:
         """See `DividedArrangement.placed`."""
-        self._arrangement.scatter(self._packed, self.own)
-        lent = [owner_of(row) for row in self.own]
-        self._lent = [weakref.ref(owner) for owner in lent]
-        return self._arrangement.placed(lent)
+        for values, places in self._packed:
+            at = 0
+            for place in places:
+                place[:] = values[at : at + place.size]
+                at += place.size
+        if self._pinned:
+            return self._arrangement.placed((), self._pinned)
+        lent = [[owner_of(part) for part in row] for row in self.own]
+        self._lent = [weakref.ref(owner) for row in lent for owner in row]
+        return self._arrangement.placed(lent, ())
 
     def host(self) -> list[np.ndarray]:
         """A member has no leaf in the memory of its host."""
@@ -261,31 +339,12 @@ class DividedSlot:
 class _MemberBlocks(LazyBlocks[np.ndarray]):
     """The blocks of one shard that a member sends."""
 
-    def __init__(self, arrangement: DividedArrangement, shard: int, own: Sequence[_MemberRow]) -> None:
+    def __init__(self, arrangement: DividedArrangement, shard: int, own: Sequence[Sequence[jax.Array]]) -> None:
         super().__init__(len(arrangement.partition.shards[shard].blocks))
         self._arrangement, self._shard, self._own = arrangement, shard, own
 
     def block(self, index: int) -> np.ndarray:
         return self._arrangement.block(self._shard, index, self._own)
-
-
-class _MemberRow:
-    """A member's row of an array, in parts on its devices."""
-
-    def __init__(self, array: jax.Array, devices: Sequence[Any]) -> None:
-        parts = {shard.device: shard.data for shard in array.addressable_shards}
-        self._parts = [parts[device] for device in devices]
-
-    def values(self, start: int, stop: int) -> np.ndarray:
-        """Elements of the row in the memory of the host; waits until they are computed. A view if they lie on one
-        device."""
-        each = self._parts[0].size
-        first, last = start // each, (stop - 1) // each
-        found = [
-            np.asarray(self._parts[part])[max(0, start - part * each) : stop - part * each]
-            for part in range(first, last + 1)
-        ]
-        return found[0] if len(found) == 1 else np.concatenate(found)
 
 
 def _devices_of(mesh: Any, members: int, member: int) -> list[Any]:

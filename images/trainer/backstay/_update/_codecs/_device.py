@@ -81,14 +81,17 @@ def pinned_memory(shape: tuple[int, ...], dtype: np.dtype[Any], device: Any) -> 
 
 
 class DeviceArray:
-    """An array on an accelerator, and its copy on the host, which is made once. Thread-safe."""
+    """An array on an accelerator, and its copy on the host, which is made once. Thread-safe.
+
+    Attributes:
+        array: a `jax.Array` on one device.
+        device: the device of the array.
+        pinned: see `pinned_like`.
+    """
 
     def __init__(self, array: Any) -> None:
-        """
-        Args:
-            array: a `jax.Array` on one device.
-        """
         self.array = array
+        (self.device,) = array.devices()
         self.pinned = pinned_like(array)
         self._lock = threading.Lock()
         self._copy: Any = None
@@ -110,21 +113,27 @@ class DeviceArray:
 
 
 class DeviceBlock:
-    """A block of a contribution, which is a part of an array on an accelerator.
+    """A block of a contribution, which consists of parts of arrays on accelerators.
 
     Attributes:
-        of: the array.
-        start, stop: in elements of the flattened array.
+        parts: in their order, each as an array, its first element when it is flattened, and the one after its last. In
+            a block that a codec encodes, each part but the last has whole groups. A block of another process has none.
     """
 
-    __slots__ = ("of", "start", "stop")
+    __slots__ = ("parts",)
 
-    def __init__(self, of: DeviceArray, start: int, stop: int) -> None:
-        self.of, self.start, self.stop = of, start, stop
+    def __init__(self, *parts: tuple[DeviceArray, int, int]) -> None:
+        self.parts = parts
+
+    def begin(self) -> None:
+        """Begin the copies of all arrays to the host."""
+        for array, _, _ in self.parts:
+            array.begin()
 
     def host(self) -> Array:
-        """The block on the host, 1-D; see `DeviceArray.host`."""
-        return self.of.host()[self.start : self.stop]
+        """The block on the host, 1-D; see `DeviceArray.host`. A view if it has one part."""
+        found = [array.host()[start:stop] for array, start, stop in self.parts]
+        return found[0] if len(found) == 1 else np.concatenate(found)
 
 
 def on_host(array: Any) -> Array:
