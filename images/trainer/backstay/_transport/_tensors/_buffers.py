@@ -101,8 +101,9 @@ class Arrangement:
             ``[s][b]``, which keep `packed_leaves` alive. On the CPU, 1-D views of the memory of `packed_leaves`, of
             which reading one waits until it is computed. Divided arrays are first copied to the host.
         """
-        apart = not all(array.is_fully_replicated for array in packed_leaves)  # the host puts them together
-        packed_leaves = packed_leaves if apart or not packed_leaves else _each_on_one(packed_leaves)
+        several = any(len(array.devices()) > 1 for array in packed_leaves)
+        apart = several and not all(array.is_fully_replicated for array in packed_leaves)  # the host joins the parts
+        packed_leaves = _each_on_one(packed_leaves) if several and not apart else packed_leaves
         there = [] if apart or all(map(_on_host, packed_leaves)) else [DeviceArray(array) for array in packed_leaves]
         place = {leaf: index for index, leaf in enumerate(sorted(self.direct))}
         result: list[Sequence[np.ndarray | DeviceBlock]] = []
