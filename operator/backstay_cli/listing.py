@@ -18,8 +18,9 @@ from backstay_client.jobfiles.jobfile import BadInput
 from backstay_client.kube import ApiRequestError
 from backstay_client.show.curve import bar
 from backstay_client.view import explain
+from backstay_client.view.facts import cells
 from backstay_client.view.follow import JobView, ready_of, view_of
-from backstay_client.words import clock, count, duration, number, shortened
+from backstay_client.words import count, duration, shortened
 
 __all__ = ["as_rows", "notes", "table", "top_table", "views", "views_of_runs", "without_old"]
 
@@ -135,13 +136,12 @@ def table(found: Sequence[JobView], *, everywhere: bool, now: float | None = Non
     for view in found:
         fraction = explain.progress_of(view)
         workers = view.roles.get("Worker")
-        left = view.seconds_left
         made.add_row(
             *([view.namespace] if everywhere else []),
             view.name,
             Text(view.phase, _PHASES.get(view.phase, "")),
             "–" if fraction is None else f"{100 * fraction:.0f} %",
-            "–" if left is None else clock(left),
+            cells(view).get("time left", "–"),
             "–" if workers is None else ready_of(view, workers),
             str(view.restarts + view.disruptions),
             duration(max(0.0, now - _created(view))),
@@ -161,7 +161,7 @@ def top_table(found: Sequence[JobView], *, everywhere: bool, width: int, now: fl
     left_side = frozenset({"namespace", "name", "phase", "progress", "last death"})
     made = _columns(names, left=left_side, shrinks="last death" if wide else "name")
     for view in found:
-        fraction, workers, left = explain.progress_of(view), view.roles.get("Worker"), view.seconds_left
+        fraction, workers, known = explain.progress_of(view), view.roles.get("Worker"), cells(view)
         size = 16 if widest else 8
         progress = "–" if fraction is None else f"{bar(fraction, size)} {100 * fraction:3.0f} %"
         row: list[str | Text] = [
@@ -169,8 +169,7 @@ def top_table(found: Sequence[JobView], *, everywhere: bool, width: int, now: fl
             Text(view.name, no_wrap=True, overflow="ellipsis"),
             Text(view.phase, _PHASES.get(view.phase, "")),
         ]
-        row += [progress, "–" if left is None else clock(left), number(view.report.examples_per_second, 3)]
-        row.append(number(view.report.loss))
+        row += [progress, *(known.get(label, "–") for label in ("time left", "examples/s", "loss"))]
         if wide:
             row.append("–" if view.goodput is None else f"{100 * view.goodput:.0f} %")
         if widest:

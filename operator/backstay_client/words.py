@@ -107,10 +107,13 @@ def number(value: float | None, digits: int = 4) -> str:
 
 def loss(report: ReportedStatus) -> str:
     """Returns the newest loss to print; empty if it is not known."""
-    is_of_before = report.non_finite_loss is not None and report.non_finite_loss == report.step
-    if report.loss is not None and not is_of_before:
-        return number(report.loss)
-    return "" if report.non_finite_loss is None else f"NaN or infinite, first at step {number(report.non_finite_loss)}"
+    newest = report.newest_loss
+    if newest is None:
+        return ""
+    if math.isfinite(newest):
+        return number(newest)
+    first = report.non_finite_loss
+    return "NaN or infinite" + ("" if first is None else f", first at step {number(first)}")
 
 
 def step_of_goal(report: ReportedStatus) -> str:

@@ -239,6 +239,13 @@ class ReportedStatus(StatusModel):
     """The ranks that the updates of the last minutes waited for, the longest first; at most three. Async: the ranks
     that took longer than the median of all ranks for their contributions."""
 
+    @property
+    def newest_loss(self) -> float | None:
+        """The loss of the newest update, which is NaN if it was not finite, and None if it is not known."""
+        if self.loss is not None and (self.non_finite_loss is None or self.non_finite_loss != self.step):
+            return self.loss
+        return None if self.non_finite_loss is None else math.nan
+
 
 class JobReport(ReportedStatus):
     """The state of training, as shard 0's server measured it."""

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from backstay_cli import listing, report
 from backstay_cli.picture import Picture, page
 from backstay_client.show.curve import Losses, bar, curve, thin
-from backstay_client.show.html import job_card
+from backstay_client.show.html import job_card, job_rows
 from backstay_client.show.lines import LineDisplay
 from backstay_client.view import explain
 from backstay_client.view.facts import facts
@@ -203,6 +203,14 @@ def test_jobs_that_run_come_first_and_wide_terminals_get_more() -> None:
     long = listing.views([job("a-job-with-quite-a-long-name")])
     assert "Running  " in text_of(listing.top_table(long, everywhere=False, width=80, now=NOW), 80)[1]
     json.dumps(listing.as_rows(found, NOW), allow_nan=False)
+
+
+def test_a_loss_that_was_not_finite_is_nan_in_tables_and_a_job_that_has_ended_has_no_rate() -> None:
+    found = listing.views([job("a", loss=0.25, step=9, nonFiniteLoss=9), job("b", phase="Succeeded")])
+    head, *lines = text_of(listing.top_table(found, everywhere=False, width=120, now=NOW), 120)
+    rate, loss = (head.index(name) + len(name) for name in ("examples/s", "loss"))
+    assert [(line[:rate].split()[-1], line[:loss].split()[-1]) for line in lines] == [("128", "NaN"), ("–", "0.25")]
+    assert "<td>NaN</td>" in job_rows([status_of(view) for view in found])
 
 
 # ---- Curves and durations ----

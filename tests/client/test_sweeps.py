@@ -71,13 +71,14 @@ class FakeJob:
         loss = self.params["rate"]
         view = JobView(self.name, "default", phase=phase)
         status = JobStatus(self.name, "default", phase, "Why", "because", self.step, loss, view=view)
+        reported: dict[str, Any] = {"step": self.step, "goal_steps": GOAL, "loss": loss}
         if self.report != JobReport():
-            return replace(status, report=self.report.model_copy(update={"step": self.step, "goal_steps": GOAL}))
+            return replace(status, report=self.report.model_copy(update=reported))
         if self.lacks:
-            return status
+            return replace(status, report=JobReport(**reported))
         if self.non_finite:
-            return replace(status, report=JobReport(step=self.step, goal_steps=GOAL, non_finite_metrics=["accuracy"]))
-        return replace(status, metrics={"accuracy": 1 - loss}, report=JobReport(step=self.step, goal_steps=GOAL))
+            return replace(status, report=JobReport(**reported, non_finite_metrics=["accuracy"]))
+        return replace(status, metrics={"accuracy": 1 - loss}, report=JobReport(**reported))
 
     async def curve(self) -> TrainingCurve:
         evaluations = {step: metrics for step, metrics in self.evaluations.items() if step <= self.step}

@@ -9,10 +9,10 @@ from html import escape
 
 from backstay_client.show.curve import thin
 from backstay_client.view.explain import progress_of
-from backstay_client.view.facts import facts
+from backstay_client.view.facts import cells, facts
 from backstay_client.view.follow import JobView
 from backstay_client.view.status import JobStatus
-from backstay_client.words import duration, number, plain, shown, step_of_goal
+from backstay_client.words import duration, number, plain, shown
 
 __all__ = ["job_card", "job_rows", "line_chart", "table"]
 
@@ -53,17 +53,12 @@ def job_card(status: JobStatus, curve: Sequence[tuple[float, float]] = ()) -> st
 
 def job_rows(jobs: Iterable[JobStatus]) -> str:
     """A table with a row for each job."""
-    rows = [
-        (
-            escape(one.name),
-            _phase(one),
-            escape(step_of_goal(one.report)),
-            escape(number(one.loss)),
-            escape(shown(one.metrics)),
-            f"{one.workers_ready} of {one.workers}",
-        )
-        for one in jobs
-    ]
+    rows = []
+    for one in jobs:
+        known = {} if one.view is None else cells(one.view)
+        step, loss = (escape(known.get(label, "–")) for label in ("step", "loss"))
+        ready = f"{one.workers_ready} of {one.workers}"
+        rows.append((escape(one.name), _phase(one), step, loss, escape(shown(one.metrics)), ready))
     return table(("job", "phase", "step", "loss", "evaluation", "workers"), rows)
 
 

@@ -329,11 +329,7 @@ def _last_trained(
     if value is not None and (step or 0) >= (status.step or 0):
         return step, value
     if objective == "loss":
-        is_of_before = report.non_finite_loss is not None and report.non_finite_loss == report.step
-        last = None if is_of_before else status.loss
-        not_finite = report.non_finite_loss is not None
+        last = report.newest_loss
     else:
-        last, not_finite = report.train_metrics.get(objective), objective in report.non_finite_metrics
-    if last is None and not_finite:
-        last = math.nan
+        last = report.train_metrics.get(objective, math.nan if objective in report.non_finite_metrics else None)
     return (step, value) if last is None else (status.step, last)

@@ -6,6 +6,7 @@ A format chooses sections. It decides only about width, colours and line breaks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -14,7 +15,7 @@ from backstay_client.view.follow import JobView, carried, ready_of, spent
 from backstay_client.words import clock, count, loss, number, on_one_line, printable, shown, step_of_goal
 from backstay_spec.job_report import JobReport, shown_rows
 
-__all__ = ["JobFact", "facts"]
+__all__ = ["JobFact", "cells", "facts"]
 
 Section: TypeAlias = Literal["progress", "numbers", "metrics", "results", "costs", "pods", "deaths"]
 Tone: TypeAlias = Literal["", "warn", "bad"]
@@ -55,6 +56,16 @@ def facts(view: JobView, *sections: Section) -> list[JobFact]:
         sections: the sections to list; none: all.
     """
     return [fact for fact in _known(view) if not sections or fact.section in sections]
+
+
+def cells(view: JobView) -> Mapping[str, str]:
+    """The facts of the sections ``progress`` and ``numbers`` for a table of jobs, by label.
+
+    An unknown fact is absent. A loss that was not finite is ``NaN``.
+    """
+    found = {fact.label: fact.text for fact in facts(view, "progress", "numbers")}
+    newest = view.report.newest_loss
+    return found if newest is None or math.isfinite(newest) else {**found, "loss": "NaN"}
 
 
 def _known(view: JobView) -> Iterator[JobFact]:
