@@ -11,7 +11,7 @@ from backstay_spec.grace import grace_seconds
 from backstay_spec.manifests import owner_reference
 from backstay_spec.merge import merged
 from backstay_spec.runtime import BestConfig, CheckpointConfig, RuntimeConfig, Trained, WireConfig
-from backstay_spec.types import Json, TrainingJob, TrainingJobSpec
+from backstay_spec.types import Json, PodsOfRank, TrainingJob, TrainingJobSpec
 
 CODE_VOLUME: Final = "backstay-code"
 CHECKPOINT_VOLUME: Final = "backstay-checkpoints"
@@ -123,12 +123,16 @@ def pod(
     if trained is not None:
         value = trained.model_dump_json().replace("$(", "$$(")
         environment.insert(0, {"name": contract.ENV_TRAINED, "value": value})
+    rank = None
+    if slot.role == contract.ROLE_WORKER:
+        own_name = names.pod_name(meta.name, meta.uid, slot, incarnation)
+        rank = PodsOfRank(slot.index, own_name, job.spec.workers.pods_per_rank)
     built = {
         "metadata": {
-            "labels": {**job.spec.scheduling.pod_labels(), **labels},
+            "labels": {**job.spec.scheduling.pod_labels(rank), **labels},
             "annotations": {
                 "kubectl.kubernetes.io/default-container": contract.CONTAINER,
-                **job.spec.scheduling.pod_annotations(),
+                **job.spec.scheduling.pod_annotations(rank),
             },
         },
         "spec": _pod_spec(job.spec, slot.role, environment, reads_checkpoint=trained is not None),

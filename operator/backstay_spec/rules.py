@@ -167,7 +167,7 @@ BOUNDS: Final[tuple[FieldBound, ...]] = (
     _named("spec.scheduling.priorityClassName"),
     _named("spec.scheduling.schedulerName"),
     _named("spec.scheduling.queue", max_length=63),
-    _named("spec.scheduling.gang.podGroup", max_length=63),
+    _named("spec.scheduling.gang.podGroup", max_length=57),
     FieldBound(
         "spec.scheduling.groupTopologyKey",
         min_length=1,

@@ -7,6 +7,7 @@ JSON names are camelCase. The docstring under a field is its description in the 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -29,6 +30,7 @@ __all__ = [
     "ObjectMeta",
     "ParameterCodec",
     "ParameterServers",
+    "PodsOfRank",
     "RunPolicy",
     "Scheduling",
     "TrainingJob",
@@ -259,11 +261,15 @@ class RunPolicy(SpecModel):
 
 
 class Gang(SpecModel):
-    """All pods join a PodGroup, so that a gang scheduler starts them together. The PodGroup is yours: the
+    """Pods join a PodGroup, so that a gang scheduler starts them together. The PodGroup is yours: the
     job names it."""
 
     pod_group: str
     """Name of a PodGroup in the job's namespace."""
+
+    by: Literal["Job", "Rank"] = "Job"
+    """With `Job`, all pods join the PodGroup. With `Rank`, the worker pods of rank 3 join the one with the name of
+    `podGroup` and `-3`, and servers join none."""
 
     kind: Literal["Coscheduling", "Volcano"] = "Coscheduling"
     """The API of the PodGroup, which is the scheduler plug-in Coscheduling (scheduling.x-k8s.io), or Volcano."""
@@ -282,7 +288,8 @@ class Scheduling(SpecModel):
     """Start all pods together or none."""
 
     queue: str | None = None
-    """Name of a Kueue LocalQueue that admits each of the job's pods (label `kueue.x-k8s.io/queue-name`)."""
+    """Name of a Kueue LocalQueue that admits the job's pods (label `kueue.x-k8s.io/queue-name`). It admits the pods of
+    a rank together, and all others one by one."""
 
     group_topology_key: str | None = None
     """Place the pods of a rank (`workers.podsPerRank`) on nodes with the same value of this label, such as
@@ -291,20 +298,50 @@ class Scheduling(SpecModel):
     group_topology: GroupTopology = "Preferred"
     """With `Required`, the pods of a rank start only on such nodes, and otherwise stay pending."""
 
-    def pod_labels(self) -> dict[str, str]:
-        """Labels that every pod gets so that `queue` and `gang` take effect."""
+    def pod_labels(self, rank: PodsOfRank | None = None) -> dict[str, str]:
+        """Labels that a pod gets so that `queue` and `gang` take effect. `rank`: the worker's; None: another role."""
         labels = {}
         if self.queue is not None:
             labels["kueue.x-k8s.io/queue-name"] = self.queue
-        if self.gang is not None and self.gang.kind == "Coscheduling":
-            labels["scheduling.x-k8s.io/pod-group"] = self.gang.pod_group
+            if rank is not None and rank.pods > 1:
+                labels["kueue.x-k8s.io/pod-group-name"] = rank.name
+        group = self._group_of(rank)
+        if self.gang is not None and self.gang.kind == "Coscheduling" and group:
+            labels["scheduling.x-k8s.io/pod-group"] = group
         return labels
 
-    def pod_annotations(self) -> dict[str, str]:
-        """Annotations that every pod gets so that `gang` takes effect."""
-        if self.gang is not None and self.gang.kind == "Volcano":
-            return {"scheduling.k8s.io/group-name": self.gang.pod_group}
-        return {}
+    def pod_annotations(self, rank: PodsOfRank | None = None) -> dict[str, str]:
+        """Annotations for the same purpose. See `pod_labels`."""
+        annotations = {}
+        if self.queue is not None and rank is not None and rank.pods > 1:
+            annotations["kueue.x-k8s.io/pod-group-total-count"] = str(rank.pods)
+            # The pods that replace these are another group, so Kueue must not wait for them.
+            annotations["kueue.x-k8s.io/retriable-in-group"] = "false"
+        group = self._group_of(rank)
+        if self.gang is not None and self.gang.kind == "Volcano" and group:
+            annotations["scheduling.k8s.io/group-name"] = group
+        return annotations
+
+    def _group_of(self, rank: PodsOfRank | None) -> str:
+        """The PodGroup of a gang scheduler that a pod joins; empty: none."""
+        if self.gang is None or (self.gang.by == "Rank" and rank is None):
+            return ""
+        return self.gang.pod_group if self.gang.by == "Job" or rank is None else f"{self.gang.pod_group}-{rank.index}"
+
+
+@dataclass(frozen=True)
+class PodsOfRank:
+    """The worker pods of a rank that are created together.
+
+    Attributes:
+        index: the rank.
+        name: a name that no other pods have.
+        pods: how many there are.
+    """
+
+    index: int
+    name: str
+    pods: int
 
 
 class TrainingJobSpec(SpecModel):

@@ -66,6 +66,29 @@ def test_a_rank_has_its_pods_and_counts_once(running):
     assert open_to["from"][0]["podSelector"]["matchLabels"][contract.LABEL_ROLE] == WORKER
 
 
+def test_a_queue_and_a_gang_have_a_group_for_each_incarnation_of_a_rank(running):
+    gang = {"podGroup": "mnist", "by": "Rank"}
+    cluster = running(GROUPS | {"scheduling": {"queue": "gpus", "gang": gang}})
+
+    def groups(rank, incarnation):
+        made = [cluster.pods[name]["metadata"] for name in pods_of(cluster, rank, incarnation)]
+        counts = {pod["annotations"]["kueue.x-k8s.io/pod-group-total-count"] for pod in made}
+        assert (len(made), counts) == (3, {"3"})
+        labels = "kueue.x-k8s.io/pod-group-name", "scheduling.x-k8s.io/pod-group"
+        (found,) = {tuple(pod["labels"][label] for label in labels) for pod in made}
+        return found
+
+    first, other = groups(0, 1), groups(1, 1)
+    end(cluster, pods_of(cluster, 0)[1], 137)
+    cluster.settle()
+    again = groups(0, 2)
+    assert len({first[0], other[0], again[0]}) == 3, "Kueue waits for the pods of one name"
+    assert (first[1], other[1], again[1]) == ("mnist-0", "mnist-1", "mnist-0")
+    (server,) = (pod for pod in cluster.pods.values() if pod["metadata"]["labels"][contract.LABEL_ROLE] != WORKER)
+    assert "kueue.x-k8s.io/queue-name" in server["metadata"]["labels"]
+    assert not {"kueue.x-k8s.io/pod-group-name", "scheduling.x-k8s.io/pod-group"} & set(server["metadata"]["labels"])
+
+
 def test_the_pods_of_a_rank_are_counted_one_by_one(running):
     cluster = running(GROUPS)
     assert ready_of(cluster) == "7 of 7 pods are ready"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -17,7 +18,6 @@ from backstay.testing import Forker, Job, Pod
 SCRIPT = Path(__file__).with_name("tiny.py")
 ROOT = Path(__file__).parents[2]
 LIBRARY = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT / 'operator'}:{ROOT / 'images/trainer'}"}
-_REFERENCES: dict[str, dict[str, np.ndarray]] = {}
 
 
 @pytest.fixture(autouse=True)
@@ -46,17 +46,19 @@ class TinyJob(Job):
         put(self._let, str(10**9 if step is None else step))
 
     def reference(self) -> dict[str, np.ndarray]:
-        """The parameters of the plain loop in one process (T4); computed once for each script."""
+        """The parameters of the plain loop in one process (T4); computed once for each script, by one process of
+        pytest for all."""
         environment = {**self.environment, "WORLD": str(self.workers)}
         environment.pop("HOLD_AT", None)
-        key = json.dumps(environment, sort_keys=True)
-        if key not in _REFERENCES:
+        key = hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()
+        found = Path(self.forker.environ["JAX_COMPILATION_CACHE_DIR"]).with_name(f"reference-{key}.npz")
+        if not found.exists():
             out, log = self.folder / "reference.npz", self.folder / "reference.log"
             loop = {**self.forker.environ, **environment, "OUT": str(out)}
             done = self.forker.start([sys.executable, str(SCRIPT)], loop, log)
             assert done.wait(LONG) == 0, log.read_text(errors="replace")
-            _REFERENCES[key] = dict(np.load(out))
-        return _REFERENCES[key]
+            out.replace(found)  # two processes may do this, with the same parameters
+        return dict(np.load(found))
 
     def params(self, pod: Pod) -> dict[str, np.ndarray]:
         return dict(np.load(self.folder / f"{pod.name}.npz"))

@@ -98,7 +98,8 @@ def evaluate(params, state=None):
         print("evaluate waits", flush=True)
         while not EVALUATE.exists():
             time.sleep(0.01)
-    return {"squares": sum(float(jnp.sum(leaf**2)) for leaf in jax.tree.leaves(params))}
+    # Not by JAX, for which each pod would compile.
+    return {"squares": sum(float(np.sum(np.square(leaf))) for leaf in jax.tree.leaves(params))}
 
 
 # Two threads may wait for a held batch. The third one prepares the batch that is requested after a rollback.

@@ -138,7 +138,10 @@ SPECS = st.fixed_dictionaries(
             groupTopology=st.sampled_from(["Preferred", "Required", "Never"]),
             gang=st.fixed_dictionaries(
                 {"podGroup": st.sampled_from(["g", "G"])},
-                optional={"kind": st.sampled_from(["Coscheduling", "Volcano", "Other"])},
+                optional={
+                    "kind": st.sampled_from(["Coscheduling", "Volcano", "Other"]),
+                    "by": st.sampled_from(["Job", "Rank", "Pod"]),
+                },
             ),
         ),
     },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
@@ -10,7 +11,7 @@ from pydantic import ValidationError
 
 from backstay_spec.contract import ROLE_WORKER
 from backstay_spec.status_model import format_time
-from backstay_spec.types import Scheduling, TrainingJobSpec
+from backstay_spec.types import PodsOfRank, Scheduling, TrainingJobSpec
 from backstay_spec.types_status import Backoff, TrainingJobStatus, slot_key
 
 
@@ -55,3 +56,21 @@ def test_a_queue_and_a_gang_are_labels_of_the_pods() -> None:
     assert volcano.pod_labels() == {}
     assert volcano.pod_annotations() == {"scheduling.k8s.io/group-name": "g"}
     assert read({}).pod_labels() == read({}).pod_annotations() == {}
+
+
+def test_the_pods_of_a_rank_are_admitted_together() -> None:
+    """Kueue counts the pods with a name, and a rank that is created again has another one."""
+    read, rank = Scheduling.model_validate, PodsOfRank(3, "llama-worker-3-2-x", 4)
+    queued = read({"queue": "q"})
+    assert queued.pod_labels(rank) == {"kueue.x-k8s.io/queue-name": "q", "kueue.x-k8s.io/pod-group-name": rank.name}
+    assert queued.pod_annotations(rank) == {
+        "kueue.x-k8s.io/pod-group-total-count": "4",
+        "kueue.x-k8s.io/retriable-in-group": "false",
+    }
+    alone = replace(rank, pods=1)
+    assert (queued.pod_labels(alone), queued.pod_annotations(alone)) == (queued.pod_labels(), {})
+    coscheduling = read({"gang": {"podGroup": "g", "by": "Rank"}})
+    assert coscheduling.pod_labels(rank) == {"scheduling.x-k8s.io/pod-group": "g-3"}
+    volcano = read({"gang": {"podGroup": "g", "by": "Rank", "kind": "Volcano"}})
+    assert volcano.pod_annotations(rank) == {"scheduling.k8s.io/group-name": "g-3"}
+    assert coscheduling.pod_labels() == volcano.pod_annotations() == {}
