@@ -76,11 +76,8 @@ async def workers(on: BenchCluster, kills: int, pods_per_rank: int) -> None:
         slot, goal = f"worker-1-{pods_per_rank - 1}", "1.5 s with a cache"
     for cache in (False, True):
         name = "cached" if cache else "uncached"
-        env = (
-            {"JAX_COMPILATION_CACHE_DIR": str(on.folder / "compilations")}
-            if cache
-            else {"JAX_COMPILATION_CACHE_DIR": ""}
-        )
+        # With the cluster's own cache, pods are forked, as those of `backstay run`.
+        env = {} if cache else {"JAX_COMPILATION_CACHE_DIR": ""}
         job = BenchJob(on, name, steps=4000, workers=2, pause=0.05, env=env, pods_per_rank=pods_per_rank)
         await begin(job)
         found = []
