@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import pkgutil
 import sys
 import threading
 import time
@@ -19,7 +20,6 @@ from jax.sharding import PartitionSpec
 
 import backstay
 from backstay import _timeouts
-from backstay._compute._device_encoding import DeviceEncoder
 
 if "STOP" in os.environ:
     _timeouts.use(replace(_timeouts.current(), stop=float(os.environ["STOP"])))
@@ -201,13 +201,14 @@ def connect_late():
 
 def count_as_accelerators():
     """Let the devices of this pod count as accelerators, which encode what they have."""
-    encode = DeviceEncoder.encode
+    encoder = "backstay._compute._device_encoding.DeviceEncoder"
+    encode = pkgutil.resolve_name(encoder).encode
 
     def encoded(*arguments, **more):
         print("encoded on an accelerator", flush=True)
         return encode(*arguments, **more)
 
-    patch.object(DeviceEncoder, "encode", encoded).start()
+    patch(f"{encoder}.encode", encoded).start()
     patch("backstay._transport._tensors._divided.shares_host_memory", lambda device: False).start()
 
 
