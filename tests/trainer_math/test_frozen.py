@@ -251,7 +251,7 @@ def test_an_invalid_selection_of_state_is_refused(still, text):
         train(init=pair, loss=means, frozen_state=still, **arguments)
     with pytest.raises(TreeError, match="frozen_state is given, and init returns no arrays of the model state"):
         train(init=lambda key: (init(key), {}), loss=means, frozen_state=still, **arguments)
-    with pytest.raises(ConfigurationError, match="frozen_state is given without has_state"):
+    with pytest.raises(ConfigurationError, match="frozen_state is given, and the model has no state"):
         train(init=init, loss=loss, frozen_state=still, **arguments | {"has_state": False})
 
 

@@ -234,7 +234,7 @@ def describe(tree: Any, *, has_state: bool = False, frozen: Any = None, frozen_s
     frozen, frozen_state = (None if _is_false(one) else one for one in (frozen, frozen_state))
     params, state = tree, None
     if frozen_state is not None and not has_state:
-        raise TreeError("frozen_state is given without has_state: a model without state has nothing in it")
+        raise TreeError("frozen_state is given, and the model has no state: leave it out, or give it with has_state")
     if has_state:
         if type(tree) is not tuple or len(tree) != 2:
             what = f"a tuple of {len(tree)}" if isinstance(tree, tuple) else type(tree).__name__

@@ -227,7 +227,8 @@ def read_start(
         )
     log = _LOG.warning if report.missing or report.unexpected or report.resized else _LOG.info
     kind = "trained " if others is None else "frozen " if others else ""
-    log("start_from: %d of %d %sparameters come from %s%s", report.taken, len(leaves), kind, where, report.text())
+    what = f"{kind}parameters" if all(leaf.trained for leaf in leaves) else f"{kind}arrays of the model"
+    log("start_from: %d of %d %s come from %s%s", report.taken, len(leaves), what, where, report.text())
     return StartValues(values, of_init)
 
 
