@@ -153,12 +153,12 @@ class PackedContribution:
         """
         Args:
             key: as in `Start`.
-            result: its leaves are what `Layout.pack` returned.
+            result: its leaves are what `Layout.pack` returned. They are taken from it.
             layout: the layout of the partition's blocks.
         """
         self.key = key
         self._result = result
-        self.blocks = layout.gradient_blocks(result.leaves)
+        self.blocks = layout.gradient_blocks(result.take())
 
     def wait(self) -> None:
         self._result.finite  # noqa: B018  # waits: all results of a jitted function are ready together

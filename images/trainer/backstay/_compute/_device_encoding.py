@@ -5,7 +5,7 @@ The processor would need as long for it as a step takes, and all bytes would tra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,9 @@ __all__ = ["DeviceEncoder", "EncodedThere"]
 
 Place = tuple[int, int]
 """Shard and block."""
+
+_Coded = tuple[tuple[Any, ...], Any]
+"""The sections of a codec, and all tails."""
 
 
 @dataclass
@@ -39,11 +42,11 @@ class _CodedKind:
     size: int = 0
     numbers: Any = None
 
-    def add(self, array: int, start: int, stop: int) -> _Found:
-        """Append elements of an array."""
+    def add(self, array: int, start: int, stop: int, part: int) -> _Found:
+        """Append elements of an array, which are a part of a block."""
         body = body_of(stop - start)
         behind = sum(last - first for _, first, last in self.tails)
-        found = _Found(self, self.size, body, behind, stop - start - body)
+        found = _Found(self, part, self.size, body, behind, stop - start - body)
         if self.segments and self.segments[-1][0] == array and self.segments[-1][2] == start:
             self.segments[-1] = array, self.segments[-1][1], start + body  # so that few parts are copied
         else:
@@ -59,17 +62,19 @@ class _Found:
     """The place of a part of a block.
 
     Attributes:
+        part: the number of the part in its block.
         start, body: its first element in the array of its kind, and how many there are.
         behind, tail: its first element in all tails, and how many there are.
     """
 
     kind: _CodedKind
+    part: int
     start: int
     body: int
     behind: int
     tail: int
 
-    def views(self, made: tuple[tuple[Any, ...], Any]) -> list[np.ndarray[Any, Any]]:
+    def views(self, made: _Coded) -> list[np.ndarray[Any, Any]]:
         """The sections and the tail of the part on the host, out of those of its kind; waits until they are there."""
         codec, dtype = self.kind.first.codec, self.kind.first.dtype
         assert codec is not None
@@ -85,17 +90,23 @@ class EncodedThere:
     """A contribution that accelerators have encoded, or are encoding."""
 
     def __init__(self) -> None:
-        self._of: dict[Place, list[tuple[int, _Found, tuple[tuple[Any, ...], Any]]]] = {}
+        self._made: list[tuple[Mapping[Place, Sequence[_Found]], Mapping[int, _Coded]]] = []
 
-    def add(self, place: Place, part: int, found: _Found, made: tuple[tuple[Any, ...], Any]) -> None:
-        """Add a part of a block, out of what its accelerator made of its kind."""
-        self._of.setdefault(place, []).append((part, found, made))
+    def add(self, found: Mapping[Place, Sequence[_Found]], made: Mapping[int, _Coded]) -> None:
+        """Add what one accelerator encodes.
+
+        Args:
+            found: the parts of each block that it has.
+            made: the sections and the tails of each kind, by its identity.
+        """
+        self._made.append((found, made))
 
     def block(self, place: Place, wire: BlockWire) -> Encoded:
         """One block on the host, as views if it has one part; waits until it is encoded and copied."""
         assert wire.codec is not None
-        parts = [found.views(made) for _, found, made in sorted(self._of[place], key=lambda each: each[0])]
-        *sections, tail = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
+        parts = [(each, made) for found, made in self._made for each in found.get(place, ())]
+        views = [each.views(made[id(each.kind)]) for each, made in sorted(parts, key=lambda one: one[0].part)]
+        *sections, tail = views[0] if len(views) == 1 else map(np.concatenate, zip(*views, strict=True))
         return Encoded(tuple(sections), tail, wire.codec, wire.size, wire.dtype)
 
 
@@ -117,8 +128,9 @@ class DeviceEncoder:
             device: the `jax.Device`.
             feedback: whether there are residuals.
         """
-        arrays = _arrays_of(blocks, device)
-        number = {id(array): index for index, array in enumerate(arrays)}
+        arrays: list[DeviceArray] = []
+        self._firsts: list[tuple[int, int, int]] = []  # the shard, the block and the part that begin each array
+        number: dict[int, int] = {}
         found = []
         for shard, (own, those) in enumerate(zip(wires, blocks, strict=True)):
             for index, (wire, block) in enumerate(zip(own, those, strict=True)):
@@ -127,24 +139,27 @@ class DeviceEncoder:
                 group = 0
                 for part, (array, start, stop) in enumerate(block.parts):
                     if array.device == device:
+                        if id(array) not in number:
+                            number[id(array)] = len(arrays)
+                            arrays.append(array)
+                            self._firsts.append((shard, index, part))
                         found.append((number[id(array)], start, stop, group, (shard, index), part))
                     group += body_of(stop - start) // GROUP
         kinds: dict[tuple[Any, np.dtype[Any]], _CodedKind] = {}
         numbers: dict[tuple[Any, np.dtype[Any]], list[Any]] = {}
-        self._places: list[tuple[Place, int, _Found]] = []
+        self._found: dict[Place, list[_Found]] = {}
         for used, start, stop, group, (shard, index), part in sorted(found):
             wire = wires[shard][index]
             key = wire.codec, wire.dtype
-            added = kinds.setdefault(key, _CodedKind(wire)).add(used, start, stop)
-            self._places.append(((shard, index), part, added))
+            added = kinds.setdefault(key, _CodedKind(wire)).add(used, start, stop, part)
+            self._found.setdefault((shard, index), []).append(added)
             numbers.setdefault(key, []).append(wire.numbers[group : group + added.body // GROUP])
         self._kinds = list(kinds.values())
-        self._used = sorted({array for kind in self._kinds for array, _, _ in (*kind.segments, *kind.tails)})
-        self._device, self._feedback = device, feedback
+        self._feedback = feedback
         self._function: Callable[..., Any] | None = None
         self._place: Any = None  # the sharding of arrays on the device
         if self._kinds:
-            example = arrays[self._used[0]]
+            example = arrays[0]
             for key, kind in kinds.items():
                 kind.numbers = jax.device_put(np.concatenate(numbers[key]), device)
             self._place = example.array.sharding
@@ -174,16 +189,14 @@ class DeviceEncoder:
         """
         if self._function is None:
             return []
-        arrays = _arrays_of(blocks, self._device)
+        arrays = [blocks[shard][index].parts[part][0].array for shard, index, part in self._firsts]
         numbers = [kind.numbers for kind in self._kinds]
-        made, left = self._function([arrays[index].array for index in self._used], numbers, words, list(residuals))
-        of = {id(kind): each for kind, each in zip(self._kinds, made, strict=True)}
-        for place, part, found in self._places:
-            into.add(place, part, found, of[id(found.kind)])
+        made, left = self._function(arrays, numbers, words, list(residuals))
+        into.add(self._found, {id(kind): each for kind, each in zip(self._kinds, made, strict=True)})
         return list(left)
 
     def _encode(self, arrays: Sequence[Any], numbers: Sequence[Any], words: Any, residuals: Sequence[Any]) -> Any:
-        flat = {index: array.reshape(-1) for index, array in zip(self._used, arrays, strict=True)}
+        flat = [array.reshape(-1) for array in arrays]
 
         def joined(parts: Sequence[tuple[int, int, int]], dtype: np.dtype[Any]) -> Any:
             values = [jax.lax.slice(flat[array], (start,), (stop,)) for array, start, stop in parts]
@@ -201,9 +214,3 @@ class DeviceEncoder:
                 sections = codec.encode(values, numbers[place], words)
             made.append((sections, joined(kind.tails, dtype)))
         return made, left
-
-
-def _arrays_of(blocks: Sequence[Sequence[DeviceBlock]], device: Any) -> list[DeviceArray]:
-    """The arrays on a device that blocks have parts of, each once, in the order in which they appear."""
-    parts = (part for those in blocks for block in those for part in block.parts)
-    return list({id(array): array for array, _, _ in parts if array.device == device}.values())

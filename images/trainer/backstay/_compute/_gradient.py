@@ -73,6 +73,11 @@ class Gradient:
         loss, metrics, finite = placement.first((loss, metrics, finite))
         return cls(leaves if packed else placement.first(leaves), loss, metrics, finite, examples)
 
+    def take(self) -> list[jax.Array]:
+        """Return the leaves and forget them, so that copies of them on other devices are freed."""
+        leaves, self.leaves = self.leaves, []
+        return leaves
+
     @property
     def loss(self) -> float:
         """The loss of this batch, before the update."""

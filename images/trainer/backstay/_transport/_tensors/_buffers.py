@@ -98,7 +98,7 @@ class Arrangement:
                 several.
 
         Returns:
-            ``[s][b]``, which keep `packed_leaves` alive. On the CPU, 1-D views of the memory of `packed_leaves`, of
+            ``[s][b]``, which keep alive what they need of `packed_leaves`. On the CPU, 1-D views of that memory, of
             which reading one waits until it is computed. Divided arrays are first copied to the host.
         """
         several = any(len(array.devices()) > 1 for array in packed_leaves)
@@ -183,12 +183,14 @@ def _on_host(array: jax.Array) -> bool:
 def _each_on_one(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Arrays that each device has whole, as they are on one of the devices. Accelerators get about the same number of
     bytes each, so that all of them encode, and all their links are used."""
+    if all(map(_on_host, arrays)):
+        return [array.addressable_data(0) for array in arrays]
     on = [{shard.device: shard.data for shard in array.addressable_shards} for array in arrays]
-    loads = {device: 0 for copies in on for device in (list(copies)[:1] if _on_host(arrays[0]) else copies)}
+    loads = dict.fromkeys(on[0], 0)
     result = list(arrays)
     for index in sorted(range(len(arrays)), key=lambda index: (-arrays[index].nbytes, index)):
-        device = min((device for device in on[index] if device in loads), key=loads.__getitem__)
-        loads[device] += arrays[index].nbytes
+        device = min(on[index], key=lambda device: loads.get(device, 0))
+        loads[device] = loads.get(device, 0) + arrays[index].nbytes
         result[index] = on[index][device]
     return result
 
@@ -281,7 +283,7 @@ class BufferSlot:
         tree = arrangement.partition.tree.leaves
         if self._pinned:
             arrangement.fill_edges(self._leaves, self._areas)
-            placed = placed_from(self._pinned, self._device)
+            placed = placed_from(self._pinned, [self._device] * len(self._pinned))
             if replacing and not any(leaf.is_deleted() for leaf in replacing):
                 return arrangement.settle(placed, replacing)
         else:

@@ -12,6 +12,7 @@ collectives do both, between the devices of the rank. A process never has more t
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ from ._buffers import owner_of
 from ._memory import aligned_empty
 
 __all__ = ["DividedArrangement", "DividedSlot"]
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -192,16 +195,17 @@ class DividedArrangement:
             Each with the number of the array, the device that has the part, and its first element there, and the one
             after the last.
         """
-        found = []
-        for index, start, stop in self._places(s, b, block) if block.member == self.member else ():
-            each = self._arrays[index].padded // len(self.devices)
-            for part in range(start // each, (stop - 1) // each + 1):
-                first = part * each
-                found.append((index, part, max(start, first) - first, min(stop, first + each) - first))
-        return found
+        return [
+            (index, *span)
+            for index, start, stop in self._places(s, b, block)
+            for span in _spans(start, stop, self._arrays[index].padded // len(self.devices))
+        ]
 
     def _places(self, s: int, b: int, block: Block) -> list[tuple[int, int, int]]:
-        """The array of each part of a block, its first element in this member's row, and the one after its last."""
+        """The array of each part of a block, its first element in this member's row, and the one after its last;
+        nowhere if the block belongs to another member."""
+        if block.member != self.member:
+            return []
         if block.pieces[0].leaf in self._divided:
             return [self._place(piece) for piece in block.pieces]
         area, start, stop = self._areas[self.member].place(s, b, block)
@@ -220,23 +224,22 @@ class DividedArrangement:
         """New memory of the host for this member's rows, which its devices copy by themselves if they can.
 
         Returns:
-            By array, the part of each device, zero where no element is used. Then by device, the arrays of JAX in the
-            same memory; empty if it is ordinary memory.
+            By array, the whole row, or the part of each device; zero where no element is used. Then by array, the
+            arrays of JAX that have the parts, or nothing if a row is whole.
         """
         count = len(self.devices)
         own: list[list[np.ndarray]] = []
-        pinned: list[list[Any]] = [[] for _ in self.devices]
+        pinned: list[list[Any]] = []
         for rows in self._arrays:
-            each = rows.padded // count
-            made = [None if self._on_host else pinned_memory((each,), rows.dtype, device) for device in self.devices]
-            own.append([])
-            for part, found in enumerate(made):
-                view = aligned_empty(each * rows.dtype.itemsize).view(rows.dtype) if found is None else found[1]
-                view[max(0, rows.length - part * each) :] = 0
-                own[-1].append(view)
-                if found is not None:
-                    pinned[part].append(found[0])
-        return own, pinned if all(pinned) else []
+            found = [] if self._on_host else _pinned(rows.padded // count, rows.dtype, self.devices)
+            if found:
+                own.append([view for _, view in found])
+                pinned.append([array for array, _ in found])
+            else:
+                own.append([aligned_empty(rows.padded * rows.dtype.itemsize).view(rows.dtype)])
+                pinned.append([])
+                own[-1][0].fill(0)
+        return own, pinned
 
     def receive_views(
         self, own: Sequence[Sequence[np.ndarray]]
@@ -250,7 +253,11 @@ class DividedArrangement:
         for s, layout in enumerate(self.partition.shards):
             here: list[Bytes] = []
             for b, block in enumerate(layout.blocks):
-                places = [own[index][part][start:stop] for index, part, start, stop in self._spans(s, b, block)]
+                places = [
+                    own[index][part][start:stop]
+                    for index, whole_start, whole_stop in self._places(s, b, block)
+                    for part, start, stop in _spans(whole_start, whole_stop, own[index][0].size)
+                ]
                 memory = np.empty(0, block.dtype) if not places else places[0]
                 if len(places) > 1:
                     memory = aligned_empty(block.nbytes).view(block.dtype)
@@ -264,12 +271,12 @@ class DividedArrangement:
 
         From pinned memory they are copied before this returns.
         """
-        if pinned:
-            copies = [placed_from(parts, device) for parts, device in zip(pinned, self.devices, strict=True)]
-            return [list(row) for row in zip(*copies, strict=True)]
         count = len(self.devices)
-        arrays = jax.device_put([part for row in own for part in row], list(self.devices) * len(own), may_alias=True)
-        return [arrays[at : at + count] for at in range(0, len(arrays), count)]
+        whole = [part for row, parts in zip(own, pinned, strict=True) if not parts for part in np.split(row[0], count)]
+        put = iter(jax.device_put(whole, list(self.devices) * (len(whole) // count), may_alias=True))
+        copied = [array for parts in pinned for array in parts]
+        there = iter(placed_from(copied, list(self.devices) * (len(copied) // count)))
+        return [[next(there if parts else put) for _ in self.devices] for parts in pinned]
 
     def unpack(self, placed: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
         """The leaves of the tree, in order, with the shardings of the script. All members call it together.
@@ -320,11 +327,10 @@ class DividedSlot:
             for place in places:
                 place[:] = values[at : at + place.size]
                 at += place.size
-        if self._pinned:
-            return self._arrangement.placed((), self._pinned)
         lent = [[owner_of(part) for part in row] for row in self.own]
-        self._lent = [weakref.ref(owner) for row in lent for owner in row]
-        return self._arrangement.placed(lent, ())
+        # What is pinned was copied when `placed` returns.
+        self._lent = [weakref.ref(row[0]) for row, parts in zip(lent, self._pinned, strict=True) if not parts]
+        return self._arrangement.placed(lent, self._pinned)
 
     def host(self) -> list[np.ndarray]:
         """A member has no leaf in the memory of its host."""
@@ -345,6 +351,23 @@ class _MemberBlocks(LazyBlocks[np.ndarray]):
 
     def block(self, index: int) -> np.ndarray:
         return self._arrangement.block(self._shard, index, self._own)
+
+
+def _pinned(size: int, dtype: np.dtype[Any], devices: Sequence[Any]) -> list[tuple[Any, np.ndarray]]:
+    """New pinned memory of each device, see `pinned_memory`; none if a device has none, or no room in it."""
+    try:
+        found = [pinned_memory((size,), dtype, device) for device in devices]
+    except jax.errors.JaxRuntimeError as error:
+        _LOG.warning("parameters arrive in ordinary memory, which is slower, because pinned memory is full: %s", error)
+        return []
+    return [one for one in found if one is not None] if None not in found else []
+
+
+def _spans(start: int, stop: int, each: int) -> list[tuple[int, int, int]]:
+    """The parts of a range over arrays of `each` elements: the number of the array, the first element in it, and the
+    one after the last."""
+    parts = range(start // each, (stop - 1) // each + 1) if stop > start else ()
+    return [(part, max(start, part * each) - part * each, min(stop, (part + 1) * each) - part * each) for part in parts]
 
 
 def _devices_of(mesh: Any, members: int, member: int) -> list[Any]:

@@ -56,9 +56,10 @@ def _place(device: Any, kind: str) -> Any:
     return sharding(device, memory_kind=kind)
 
 
-def placed_from(arrays: Sequence[Any], device: Any) -> list[Any]:
-    """Copies of arrays in pinned memory on the device; waits until they are made."""
-    copies: list[Any] = jax.device_put(list(arrays), _place(device, device.default_memory().kind))
+def placed_from(arrays: Sequence[Any], devices: Sequence[Any]) -> list[Any]:
+    """Copies of arrays in pinned memory, each on its device; waits until all are made."""
+    places = [_place(device, device.default_memory().kind) for device in devices]
+    copies: list[Any] = jax.device_put(list(arrays), places)
     for copy in copies:
         copy.block_until_ready()
     return copies
