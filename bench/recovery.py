@@ -1,7 +1,7 @@
 """Times of recovery, on the embedded cluster with real processes, all in one run.
 
 1. The time from kill -9 of a worker to the first applied gradient of its replacement, with each part of this time. It
-   is measured with a compilation cache that all incarnations share, and without one.
+   is measured with pods that are forked and have a compilation cache, and with pods that import JAX and have none.
 2. Updates while workers are killed one after another, with a backup. The longest time without an update around each
    death is compared with the time before the first death.
 3. The time from kill -9 of a server to the next update, and the redone updates. With ``--standbys 1`` it is also
@@ -76,7 +76,8 @@ async def workers(on: BenchCluster, kills: int, pods_per_rank: int) -> None:
         slot, goal = f"worker-1-{pods_per_rank - 1}", "1.5 s with a cache"
     for cache in (False, True):
         name = "cached" if cache else "uncached"
-        # With the cluster's own cache, pods are forked, as those of `backstay run`.
+        # With the cluster's own cache, pods are forked, as those of `backstay run`. With another one they are executed,
+        # and import JAX.
         env = {} if cache else {"JAX_COMPILATION_CACHE_DIR": ""}
         job = BenchJob(on, name, steps=4000, workers=2, pause=0.05, env=env, pods_per_rank=pods_per_rank)
         await begin(job)
@@ -86,8 +87,8 @@ async def workers(on: BenchCluster, kills: int, pods_per_rank: int) -> None:
             await asyncio.sleep(1.0)
         await job.delete()
         total = [f[PARTS[-1]] for f in found]
-        with_cache = "with" if cache else "without"
-        row(f"worker killed -> first gradient applied, {with_cache} compilation cache", f"{median(total):.2f} s", goal)
+        how = "forked, with a compilation cache" if cache else "executed, without a compilation cache"
+        row(f"worker killed -> first gradient applied, {how}", f"{median(total):.2f} s", goal)
         row("  the slowest of " + str(kills), f"{max(total):.2f} s")
         before = [0.0] * kills
         for part in PARTS:

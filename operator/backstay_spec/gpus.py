@@ -32,6 +32,15 @@ def shared(container: Mapping[str, Any]) -> bool:
     return any(str(name).startswith(_PARTS) for name in limits)
 
 
+def whole(workers: Mapping[str, Any]) -> bool:
+    """Whether workers in ranks of several pods get whole GPUs.
+
+    NCCL refuses two processes on one GPU, and a part of a GPU has no fast way to another one.
+    """
+    containers = ((workers.get("template") or {}).get("spec") or {}).get("containers") or ()
+    return workers["podsPerRank"] == 1 or not any(shared(container) for container in containers)
+
+
 def prepare(spec: dict[str, Any], container: dict[str, Any], role: str, members: int = 1) -> None:
     """Add to a pod what its GPUs need, unless the template says something else.
 

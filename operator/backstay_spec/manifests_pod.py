@@ -126,7 +126,10 @@ def pod(
     rank = None
     if slot.role == contract.ROLE_WORKER:
         own_name = names.pod_name(meta.name, meta.uid, slot, incarnation)
-        rank = PodsOfRank(slot.index, own_name, job.spec.workers.pods_per_rank)
+        theirs = (template_of(job.spec, slot.role).get("metadata") or {}).get("labels") or {}
+        # A template may have its pods in a group of Kueue that is the user's.
+        together = 1 if "kueue.x-k8s.io/pod-group-name" in theirs else job.spec.workers.pods_per_rank
+        rank = PodsOfRank(slot.index, own_name, together)
     built = {
         "metadata": {
             "labels": {**job.spec.scheduling.pod_labels(rank), **labels},

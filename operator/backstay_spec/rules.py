@@ -167,7 +167,7 @@ BOUNDS: Final[tuple[FieldBound, ...]] = (
     _named("spec.scheduling.priorityClassName"),
     _named("spec.scheduling.schedulerName"),
     _named("spec.scheduling.queue", max_length=63),
-    _named("spec.scheduling.gang.podGroup", max_length=57),
+    _named("spec.scheduling.gang.podGroup", max_length=63),
     FieldBound(
         "spec.scheduling.groupTopologyKey",
         min_length=1,
@@ -226,10 +226,6 @@ def _few_backups(spec: Any) -> bool:
     return not isinstance(backups, int) or backups == 0 or backups < spec["workers"]["replicas"]
 
 
-def _backups_in_sync(update: Any) -> bool:
-    return update["mode"] == "Sync" or update["backups"] in (0, "0%")
-
-
 def _bytes(text: str) -> int:
     """The bytes of a string as an argument of a program, with the byte that ends it."""
     return len(text.encode("utf-8", "replace")) + 1
@@ -247,12 +243,6 @@ def _strings_of(container: Any) -> int:
 
 def _has_image(container: Any) -> bool:
     return container["name"] == CONTAINER or "image" in container
-
-
-def _whole_gpus(workers: Any) -> bool:
-    """NCCL refuses two processes on one GPU, and a part of a GPU has no fast way to another one."""
-    containers = ((workers.get("template") or {}).get("spec") or {}).get("containers") or ()
-    return workers["podsPerRank"] == 1 or not any(gpus.shared(container) for container in containers)
 
 
 def _good_name(job: Any) -> bool:
@@ -301,7 +291,7 @@ RULES: Final[tuple[FieldRule, ...]] = (
         field="backups",
         reads=("mode", "backups"),
         cel="self.mode == 'Sync' || (type(self.backups) == int ? self.backups == 0 : self.backups == '0%')",
-        holds=_backups_in_sync,
+        holds=lambda update: update["mode"] == "Sync" or update["backups"] in (0, "0%"),
         message="must be left out in mode Async, which never waits for a worker; backups are for mode Sync",
     ),
     FieldRule(
@@ -458,9 +448,17 @@ RULES: Final[tuple[FieldRule, ...]] = (
         field="podsPerRank",
         reads=("podsPerRank", "template.spec.containers"),
         cel=None,
-        holds=_whole_gpus,
+        holds=gpus.whole,
         message="must be 1 where pods get a part of a GPU (nvidia.com/mig-* or nvidia.com/gpu.shared): NCCL connects "
         "whole GPUs only",
+    ),
+    FieldRule(
+        at="spec.scheduling.gang",
+        field="podGroup",
+        reads=("podGroup", "by"),
+        cel="self.by != 'Rank' || size(self.podGroup) <= 58",
+        holds=lambda gang: gang["by"] != "Rank" or len(gang["podGroup"]) <= 58,
+        message="must be at most 58 characters with by: Rank, because a hyphen and the rank follow it",
     ),
     *(
         FieldRule(

@@ -269,7 +269,7 @@ class Gang(SpecModel):
 
     by: Literal["Job", "Rank"] = "Job"
     """With `Job`, all pods join the PodGroup. With `Rank`, the worker pods of rank 3 join the one with the name of
-    `podGroup` and `-3`, and servers join none."""
+    `podGroup` and `-3`, and other pods join none."""
 
     kind: Literal["Coscheduling", "Volcano"] = "Coscheduling"
     """The API of the PodGroup, which is the scheduler plug-in Coscheduling (scheduling.x-k8s.io), or Volcano."""
@@ -317,6 +317,8 @@ class Scheduling(SpecModel):
             annotations["kueue.x-k8s.io/pod-group-total-count"] = str(rank.pods)
             # The pods that replace these are another group, so Kueue must not wait for them.
             annotations["kueue.x-k8s.io/retriable-in-group"] = "false"
+            # A pod of an old incarnation that is still alive is refused by all others, so nothing waits for its end.
+            annotations["kueue.x-k8s.io/safe-to-forcefully-delete"] = "true"
         group = self._group_of(rank)
         if self.gang is not None and self.gang.kind == "Volcano" and group:
             annotations["scheduling.k8s.io/group-name"] = group
@@ -324,9 +326,11 @@ class Scheduling(SpecModel):
 
     def _group_of(self, rank: PodsOfRank | None) -> str:
         """The PodGroup of a gang scheduler that a pod joins; empty: none."""
-        if self.gang is None or (self.gang.by == "Rank" and rank is None):
+        if self.gang is None:
             return ""
-        return self.gang.pod_group if self.gang.by == "Job" or rank is None else f"{self.gang.pod_group}-{rank.index}"
+        if self.gang.by == "Job":
+            return self.gang.pod_group
+        return "" if rank is None else f"{self.gang.pod_group}-{rank.index}"
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ SPECS = st.fixed_dictionaries(
             groupTopologyKey=st.sampled_from(["rack", "topology.kubernetes.io/zone", "a b", "/x"]),
             groupTopology=st.sampled_from(["Preferred", "Required", "Never"]),
             gang=st.fixed_dictionaries(
-                {"podGroup": st.sampled_from(["g", "G"])},
+                {"podGroup": st.sampled_from(["g", "G", "g" * 59])},
                 optional={
                     "kind": st.sampled_from(["Coscheduling", "Volcano", "Other"]),
                     "by": st.sampled_from(["Job", "Rank", "Pod"]),

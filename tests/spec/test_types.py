@@ -66,6 +66,7 @@ def test_the_pods_of_a_rank_are_admitted_together() -> None:
     assert queued.pod_annotations(rank) == {
         "kueue.x-k8s.io/pod-group-total-count": "4",
         "kueue.x-k8s.io/retriable-in-group": "false",
+        "kueue.x-k8s.io/safe-to-forcefully-delete": "true",
     }
     alone = replace(rank, pods=1)
     assert (queued.pod_labels(alone), queued.pod_annotations(alone)) == (queued.pod_labels(), {})

@@ -233,6 +233,12 @@ BAD = [
     ("spec/scheduling/queue", "A", f'spec.scheduling.queue: is "A": {NAMED}'),
     ("spec/scheduling/gang", {}, f"spec.scheduling.gang.podGroup: is missing: {NAMED}"),
     (
+        "spec/scheduling/gang",
+        {"podGroup": "g" * 59, "by": "Rank"},
+        f'spec.scheduling.gang.podGroup: is "{"g" * 59}...: must be at most 58 characters with by: Rank, because a '
+        "hyphen and the rank follow it",
+    ),
+    (
         "spec/env/0",
         {"name": "BACKSTAY_ROLE", "value": "x"},
         'spec.env[0].name: is "BACKSTAY_ROLE": must not begin with BACKSTAY_: this prefix is '

@@ -50,11 +50,12 @@ class Losses:
 
     def add(self, view: JobView) -> None:
         """Add the loss of the newest update. After a rollback, the losses of the redone steps are dropped."""
-        if view.report.step is None or view.report.loss is None or not view.report.step:
+        step, loss = view.report.step, view.report.newest_loss
+        if not step or loss is None or not math.isfinite(loss):
             return
-        while self.points and self.points[-1][0] >= view.report.step:
+        while self.points and self.points[-1][0] >= step:
             self.points.pop()
-        self.points = thin([*self.points, (float(view.report.step), view.report.loss)], self._most)
+        self.points = thin([*self.points, (float(step), loss)], self._most)
 
     def lines(self, width: int, height: int) -> list[str]:
         """The curve; see `curve`."""

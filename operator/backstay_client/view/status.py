@@ -23,7 +23,7 @@ class JobStatus:
         reason: the reason of the phase, one CamelCase word; empty: there is none.
         message: the reason in a sentence. Of a failed job, it has the exception of the script.
         step: the number of updates that are applied.
-        loss: the newest loss.
+        loss: the newest finite loss.
         metrics: the newest result of `evaluate`.
         seconds_left: the time until the last update, at this rate.
         goodput: the fraction of the workers' time that was spent on updates that count.
