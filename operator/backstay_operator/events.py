@@ -64,7 +64,7 @@ class EventSender:
             memory.sent_events[content] = SentEvent(name, 1)
         except errors.KubeError as error:
             self._metrics.errors.labels("event").inc()
-            log.warning("job %s/%s: an event could not be sent: %s", *key, error)
+            log.warning("job %s/%s: an event could not be sent, and is in the status only: %s", *key, error)
 
 
 def _body(name: str, key: JobKey, job: Json, event: Event, instance: str, stamp: str) -> Json:

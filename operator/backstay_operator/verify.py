@@ -70,7 +70,7 @@ class Verifier:
             try:
                 await self.compare()
             except errors.KubeError as error:
-                log.warning("the watches could not be compared with a list: %s", error)
+                log.warning("the watches could not be compared with a list, and are compared again later: %s", error)
                 self._metrics.errors.labels(error.kind).inc()
 
     async def compare(self) -> list[tuple[ResourceKind, str]]:

@@ -38,7 +38,8 @@ DEATHS: Final[Mapping[Cause, str]] = {
     Cause.OUT_OF_MEMORY: "A container ended as OOMKilled.",
     Cause.EXITED_EARLY: "Exit code 0 before the job was done.",
     Cause.STALLED: "A worker sends no heartbeats, or a server does not answer and another process confirms it.",
-    Cause.UNRESPONSIVE: "A server does not answer, and no other process could confirm it.",
+    Cause.UNRESPONSIVE: "A server does not answer, and no other process could confirm it. Or the pods of a rank "
+    "lost each other.",
     Cause.EVICTED: "The condition DisruptionTarget, or the kubelet needs memory or disk.",
     Cause.PREEMPTED: "The scheduler or the kubelet needs the place for another pod.",
     Cause.NODE_LOST: "The node is gone, or does not know the container any more.",

@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 from itertools import product
 from typing import Any, get_args
 
-from backstay_spec import states, status
-from backstay_spec.causes import Blocked, Cause
+from backstay_spec import contract, states, status
+from backstay_spec.causes import Blocked, Cause, verdict_of
 from backstay_spec.types_status import Condition, Phase
 
 
@@ -15,6 +15,13 @@ def test_each_state_has_a_row() -> None:
     assert set(states.JOBS) == set(get_args(Phase))
     assert set(states.DEATHS) == set(Cause)
     assert set(states.OBSTACLES) == set(Blocked)
+
+
+def test_the_loss_of_a_rank_has_its_evidence_in_the_row_of_its_cause() -> None:
+    lost = {"state": {"terminated": {"exitCode": contract.GROUP_LOST_EXIT}}, "name": contract.CONTAINER}
+    verdict = verdict_of({"status": {"phase": "Failed", "containerStatuses": [lost]}})
+    assert "the pods of its rank lost each other" in verdict.text
+    assert "the pods of a rank lost each other" in states.DEATHS[verdict.cause]
 
 
 def test_an_obstacle_that_ends_the_job_immediately_is_not_retried() -> None:

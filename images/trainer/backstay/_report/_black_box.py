@@ -92,7 +92,7 @@ class BlackBox:
             dead = [e for e in entries if "incarnation" in e and "slot" in e and not e.get("report")]
             deaths = [(str(e["slot"]), int(e["incarnation"]), e) for e in dead]
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            _LOG.warning("the operator sent a history that cannot be read: %s", error)
+            _LOG.warning("the operator sent a history that cannot be read, and pods get no reports from it: %s", error)
             found, deaths = {}, []
         with self._lock:
             self._recorded = record_id

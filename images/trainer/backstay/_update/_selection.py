@@ -1,4 +1,7 @@
-"""A `Selection` names the part of the parameters that travels, in memory and in answers. Nothing else does. Pure."""
+"""A `Selection` names the part of the parameters that travels, in memory and in answers. Pure.
+
+The blocks of one member of a rank follow from the address of a contribution (`ShardWire.pushed`).
+"""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class ManifestStorage:
         try:
             self._store.prune(keep=self._requested.keep, newest=newest, best=self._identity.best, pinned=self._pinned)
         except CheckpointError as error:
-            _LOG.warning("old checkpoints could not be deleted: %s", error)
+            _LOG.warning("old checkpoints could not be deleted, and are deleted after the next one: %s", error)
 
     def pin(self, manifest: str) -> None:
         """Keep this checkpoint until `evaluated` is called, or another one is pinned."""
@@ -251,7 +251,7 @@ class ManifestStorage:
             except (CheckpointInUse, Superseded) as error:
                 _LOG.debug("the checkpoint folder is lost: %s", error)  # the lease has reported it
             except BackstayError as error:
-                _LOG.warning("cannot read the newest checkpoint: %s", error)
+                _LOG.warning("cannot read the newest checkpoint, so the status has none until the next one: %s", error)
 
         # Workers wait for this server: the name of a checkpoint is not worth a gap in training (decision 0075).
         thread = threading.Thread(target=look, name="backstay-newest", daemon=True)

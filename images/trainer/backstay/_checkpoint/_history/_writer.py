@@ -48,7 +48,7 @@ def open_store(environment: Environment, *, probes: bool) -> CheckpointStore | N
         except StorageError as error:
             if first:
                 raise
-            _LOG.warning("checkpoints cannot be stored now: %s", error)
+            _LOG.warning("checkpoints cannot be stored now, and training continues without them: %s", error)
     return store
 
 

@@ -328,7 +328,7 @@ class DividedSlot:
                 place[:] = values[at : at + place.size]
                 at += place.size
         lent = [[owner_of(part) for part in row] for row in self.own]
-        # What is pinned was copied when `placed` returns.
+        # Pinned memory was copied when `placed` returns.
         self._lent = [weakref.ref(row[0]) for row, parts in zip(lent, self._pinned, strict=True) if not parts]
         return self._arrangement.placed(lent, self._pinned)
 
@@ -364,8 +364,11 @@ def _pinned(size: int, dtype: np.dtype[Any], devices: Sequence[Any]) -> list[tup
 
 
 def _spans(start: int, stop: int, each: int) -> list[tuple[int, int, int]]:
-    """The parts of a range over arrays of `each` elements: the number of the array, the first element in it, and the
-    one after the last."""
+    """The parts of a range over arrays of `each` elements.
+
+    Returns:
+        Of each part the number of the array, the first element in it, and the one after the last.
+    """
     parts = range(start // each, (stop - 1) // each + 1) if stop > start else ()
     return [(part, max(start, part * each) - part * each, min(stop, (part + 1) * each) - part * each) for part in parts]
 

@@ -121,7 +121,9 @@ def trace(optimizer: optax.GradientTransformation, tree: TreeSpec) -> Trace:
 def _same(tree: TreeSpec, optimizer: Any, new_params: Any, state: Any, new_state: Any) -> None:
     for leaf, new in zip(tree.leaves, jax.tree_util.tree_leaves(new_params), strict=True):
         if (tuple(new.shape), np.dtype(new.dtype)) != (leaf.shape, leaf.dtype):
-            raise OptimizerError(f"optimizer turns parameter {leaf} into {new.dtype}{list(new.shape)}")
+            raise OptimizerError(
+                f"optimizer turns parameter {leaf} into {new.dtype}{list(new.shape)}: must keep its shape and dtype"
+            )
     structures: list[Any] = [jax.tree_util.tree_structure(each) for each in (state, new_state)]
     if structures[0] != structures[1]:
         raise OptimizerError(
