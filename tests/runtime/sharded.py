@@ -213,7 +213,7 @@ def count_as_accelerators():
 
 
 if __name__ == "__main__":
-    if os.environ["BACKSTAY_ROLE"] == "worker" and os.environ["BACKSTAY_INDEX"] == os.environ.get("ACCELERATED"):
+    if os.environ.get("BACKSTAY_ROLE") == "worker" and os.environ["BACKSTAY_INDEX"] == os.environ.get("ACCELERATED"):
         count_as_accelerators()
     if "LATE" in os.environ:
         connect_late()
