@@ -52,9 +52,9 @@ def combine(
             "report": report,
             "unreadable": unreadable,
             "worker_seconds": dict(_worker_seconds(coordinator, taken)),
-            "reports": tuple(
+            "death_reports": tuple(
                 StoredReport(each.slot, each.incarnation, each.uri)
-                for each in coordinator.reports
+                for each in coordinator.death_reports
                 if len(each.uri) <= _LONGEST_URI
             ),
             "done": coordinator.done,

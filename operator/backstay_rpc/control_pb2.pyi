@@ -732,7 +732,7 @@ class Stalled(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ProgressReply(_message.Message):
-    __slots__ = ("incarnation", "term", "step", "world", "stalled", "stragglers", "lost", "done", "failed", "contributed", "live_workers", "standby", "beating", "worker_seconds", "recorded", "reports", "report")
+    __slots__ = ("incarnation", "term", "step", "world", "stalled", "stragglers", "lost", "done", "failed", "contributed", "live_workers", "standby", "beating", "worker_seconds", "recorded", "death_reports", "report")
     class ContributedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -762,7 +762,7 @@ class ProgressReply(_message.Message):
     BEATING_FIELD_NUMBER: _ClassVar[int]
     WORKER_SECONDS_FIELD_NUMBER: _ClassVar[int]
     RECORDED_FIELD_NUMBER: _ClassVar[int]
-    REPORTS_FIELD_NUMBER: _ClassVar[int]
+    DEATH_REPORTS_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     term: int
@@ -779,9 +779,9 @@ class ProgressReply(_message.Message):
     beating: _containers.ScalarMap[int, int]
     worker_seconds: _containers.RepeatedCompositeFieldContainer[WorkerSeconds]
     recorded: str
-    reports: _containers.RepeatedCompositeFieldContainer[StoredReport]
+    death_reports: _containers.RepeatedCompositeFieldContainer[StoredReport]
     report: bytes
-    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., step: _Optional[int] = ..., world: _Optional[int] = ..., stalled: _Optional[_Iterable[_Union[Stalled, _Mapping]]] = ..., stragglers: _Optional[_Iterable[_Union[Straggler, _Mapping]]] = ..., lost: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., done: bool = ..., failed: _Optional[str] = ..., contributed: _Optional[_Mapping[int, int]] = ..., live_workers: _Optional[int] = ..., standby: _Optional[int] = ..., beating: _Optional[_Mapping[int, int]] = ..., worker_seconds: _Optional[_Iterable[_Union[WorkerSeconds, _Mapping]]] = ..., recorded: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[StoredReport, _Mapping]]] = ..., report: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., step: _Optional[int] = ..., world: _Optional[int] = ..., stalled: _Optional[_Iterable[_Union[Stalled, _Mapping]]] = ..., stragglers: _Optional[_Iterable[_Union[Straggler, _Mapping]]] = ..., lost: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., done: bool = ..., failed: _Optional[str] = ..., contributed: _Optional[_Mapping[int, int]] = ..., live_workers: _Optional[int] = ..., standby: _Optional[int] = ..., beating: _Optional[_Mapping[int, int]] = ..., worker_seconds: _Optional[_Iterable[_Union[WorkerSeconds, _Mapping]]] = ..., recorded: _Optional[str] = ..., death_reports: _Optional[_Iterable[_Union[StoredReport, _Mapping]]] = ..., report: _Optional[bytes] = ...) -> None: ...
 
 class StoredReport(_message.Message):
     __slots__ = ("slot", "incarnation", "uri")

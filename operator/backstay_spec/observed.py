@@ -62,7 +62,7 @@ class Progress:
         stalled: the workers that hang.
         contributed: rank -> the incarnation that has handed in a gradient: its crashes do not back off (O4).
         beating: rank -> the incarnation whose heartbeats a server receives.
-        reports: about pods that died, as far as this coordinator stored them.
+        death_reports: about pods that died, as far as this coordinator stored them.
         done: the last step's checkpoint is whole, and the pods are leaving.
     """
 
@@ -78,7 +78,7 @@ class Progress:
     worker_seconds: Mapping[tuple[int, int], SecondsReport] = field(default_factory=dict)
     last: tuple[int, int] | None = None
     step_before_term: int | None = None
-    reports: tuple[StoredReport, ...] = ()
+    death_reports: tuple[StoredReport, ...] = ()
     done: bool = False
 
     def followed(self, shard: int, serving: int) -> bool:

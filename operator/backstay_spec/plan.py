@@ -34,9 +34,9 @@ from backstay_spec.planner import (
     conditions,
     end,
     history,
+    new_status,
     order,
     replacement,
-    report,
     same_exception,
     script_mistake,
     services,
@@ -48,9 +48,9 @@ from backstay_spec.planner.effects import NOTHING, Creation, Decision, Effects, 
 from backstay_spec.planner.facts import Facts, desired_slots, facts_of
 from backstay_spec.planner.last_messages import LastMessages, last_messages
 from backstay_spec.planner.last_step import last_step
+from backstay_spec.planner.new_status import NewStatus
 from backstay_spec.planner.pods import own_pods
 from backstay_spec.planner.record import Record, standby_key
-from backstay_spec.planner.report import NewStatus
 from backstay_spec.runtime import Trained
 from backstay_spec.types import ObjectMeta, TrainingJob
 from backstay_spec.types_status import Role, TrainingJobStatus
@@ -114,7 +114,7 @@ def plan(job: TrainingJob, observed: Observed, now: datetime, settings: PlanSett
         fields={**outline.fields, **_scale(facts, effects.actions)},
         all_created=outline.all_created,
     )
-    written = report.judge(job.metadata, job.status, new, facts.observed, now)
+    written = new_status.judge(job.metadata, job.status, new, facts.observed, now)
     return _plan(written, replace(effects, events=effects.events + events), job.status, now)
 
 
@@ -150,12 +150,12 @@ def refuse(
         return Plan(actions=actions)
     desired = {role: r.desired for role, r in old.roles.items()}
     new = NewStatus(record=record, conditions=updated, desired=desired, ready={}, fields=fields)
-    written = report.judge(metadata, old, new, Observed(), now)
+    written = new_status.judge(metadata, old, new, Observed(), now)
     return _plan(written, Effects(actions=actions, events=events), old, now)
 
 
-def _plan(written: report.PlannedStatus, effects: Effects, old: TrainingJobStatus, now: datetime) -> Plan:
-    written = report.with_history(written, old, effects.events, now)
+def _plan(written: new_status.PlannedStatus, effects: Effects, old: TrainingJobStatus, now: datetime) -> Plan:
+    written = new_status.with_history(written, old, effects.events, now)
     wake = earliest((written.wake, effects.wake))
     return Plan(
         status=written.status,

@@ -383,9 +383,9 @@ def test_o7_seconds_of_workers_that_cannot_be_true_are_ignored(wrong: dict[str, 
 
 def test_o7_a_place_of_a_report_that_is_too_long_for_the_status_is_ignored() -> None:
     reports = [pb.StoredReport(slot="worker-0", uri="x" * size) for size in (2_000, 2_001)]
-    seen = combine({0: pb.ProgressReply(term=1, reports=reports)}, NOW)
+    seen = combine({0: pb.ProgressReply(term=1, death_reports=reports)}, NOW)
     assert seen is not None
-    assert [len(one.uri) for one in seen.reports] == [2_000]
+    assert [len(one.uri) for one in seen.death_reports] == [2_000]
 
 
 def test_o7_a_report_that_cannot_be_read_is_logged_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:

@@ -25,7 +25,7 @@ from backstay_spec.job_report import (
     exported_rows,
 )
 from backstay_spec.observed import Progress
-from backstay_spec.planner.report import with_progress
+from backstay_spec.planner.new_status import with_progress
 from backstay_spec.types_status import TrainingJobStatus
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from backstay_spec import contract
 from backstay_spec.events import MAX_EVENT, normal, one_line, warning
-from backstay_spec.planner.report import PlannedStatus, with_history
+from backstay_spec.planner.new_status import PlannedStatus, with_history
 from backstay_spec.records import merged
 from backstay_spec.types_status import TrainingJobStatus
 

@@ -248,10 +248,10 @@ def test_a_report_about_a_dead_pod_is_named_once_and_its_death_remembers_it(runn
     assert "report" not in death
     reports = (StoredReport("worker-0", 1, "/ck/report-1"), StoredReport("worker-9", 1, "/ck/of-nobody"))
     for _ in range(2):
-        job.answer(term=1, step=6, reports=reports)
+        job.answer(term=1, step=6, death_reports=reports)
         job.settle()
     job.restart_operator()
-    job.answer(term=1, step=7, reports=reports)
+    job.answer(term=1, step=7, death_reports=reports)
     job.settle()
     assert sent_events(job, "ReportStored") == [("ReportStored", "the report about worker-0 #1 is /ck/report-1")]
     (death,) = [entry for entry in job.status["history"] if entry.get("slot") == "worker-0"]

@@ -103,7 +103,7 @@ def test_a_report_has_the_stacks_and_the_last_spans_of_the_pod_that_died(tmp_pat
     )
     reply = box.reply()
     assert reply.recorded == "a"
-    assert [(each.slot, each.incarnation, each.uri) for each in reply.reports] == [("worker-3", 1, str(file))]
+    assert [(each.slot, each.incarnation, each.uri) for each in reply.death_reports] == [("worker-3", 1, str(file))]
 
 
 def test_a_report_survives_spans_that_cannot_be_read_and_has_those_of_its_incarnation(tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ from between import LONG
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backstay._transport._streams import _sockets as sockets
+from backstay._transport._streams import _frame_stream as sockets
 from backstay._transport._streams._bytes import byte_stream
+from backstay._transport._streams._frame_stream import Frames
 from backstay._transport._streams._interfaces import PLACED, Bytes, Refusal
-from backstay._transport._streams._sockets import Frames
 from backstay._transport._streams._tcp import ClientStream, Listener
 from backstay.errors import PeerLost
 from backstay_rpc.control_pb2 import (

@@ -38,20 +38,20 @@ from backstay_spec.planner.creating import create, look_up
 from backstay_spec.planner.effects import Decision, Effects, JobFailure
 from backstay_spec.planner.end import Success
 from backstay_spec.planner.facts import Facts
-from backstay_spec.planner.last_messages import LEADER, SHARD_0, LastMessages
+from backstay_spec.planner.last_messages import SHARD_0, WORKER_0, LastMessages
+from backstay_spec.planner.new_status import checkpoint_status
 from backstay_spec.planner.pods import PodView, cause_due, ended_at, has_worked, is_restored
 from backstay_spec.planner.record import Record
-from backstay_spec.planner.report import checkpoint_status
 
 __all__ = [
     "AFTER_TRAINING",
-    "LEADER",
+    "WORKER_0",
     "Act",
     "Ended",
     "HasResult",
-    "LeaderPod",
     "TrainingEnded",
     "Verdict",
+    "Worker0Pod",
     "interrupted",
     "judge",
     "restored_from",
@@ -108,7 +108,7 @@ class Ended:
 Verdict: TypeAlias = Ended | Decision
 
 
-class LeaderPod(Enum):
+class Worker0Pod(Enum):
     """The newest pod of worker 0 after training."""
 
     DUE = "is to be created, or its creation was refused"
@@ -146,15 +146,15 @@ def _row(present: Act, uncertain: Act, absent: Act) -> Mapping[HasResult, Act]:
 
 # A pod that may have the result may have done the work of the script, which a replacement would do again. If it failed,
 # it ended by itself: with the result in the code after training, and otherwise within `train`, before that code.
-AFTER_TRAINING: Final[Mapping[LeaderPod, Mapping[HasResult, Act]]] = {
-    LeaderPod.DUE: _row(Act.REPLACE, Act.REPLACE, Act.REPLACE),
-    LeaderPod.UNSEEN: _row(Act.LOOK_UP, Act.LOOK_UP, Act.REPLACE),
-    LeaderPod.GONE: _row(Act.LOSE, Act.LOSE, Act.REPLACE),
-    LeaderPod.RUNS: _row(Act.WAIT, Act.WAIT, Act.REPLACE),
-    LeaderPod.ENDS: _row(Act.WAIT, Act.WAIT, Act.WAIT),
-    LeaderPod.DONE: _row(Act.COMPLETE, Act.COMPLETE, Act.REPLACE),
-    LeaderPod.LOST: _row(Act.LOSE, Act.LOSE, Act.REPLACE),
-    LeaderPod.FAILED: _row(Act.FAIL, Act.REPLACE, Act.REPLACE),
+AFTER_TRAINING: Final[Mapping[Worker0Pod, Mapping[HasResult, Act]]] = {
+    Worker0Pod.DUE: _row(Act.REPLACE, Act.REPLACE, Act.REPLACE),
+    Worker0Pod.UNSEEN: _row(Act.LOOK_UP, Act.LOOK_UP, Act.REPLACE),
+    Worker0Pod.GONE: _row(Act.LOSE, Act.LOSE, Act.REPLACE),
+    Worker0Pod.RUNS: _row(Act.WAIT, Act.WAIT, Act.REPLACE),
+    Worker0Pod.ENDS: _row(Act.WAIT, Act.WAIT, Act.WAIT),
+    Worker0Pod.DONE: _row(Act.COMPLETE, Act.COMPLETE, Act.REPLACE),
+    Worker0Pod.LOST: _row(Act.LOSE, Act.LOSE, Act.REPLACE),
+    Worker0Pod.FAILED: _row(Act.FAIL, Act.REPLACE, Act.REPLACE),
 }
 
 
@@ -213,7 +213,7 @@ def _served_until(facts: Facts, record: Record, end: TrainingEnded) -> datetime 
 
 def judge(facts: Facts, record: Record, end: TrainingEnded) -> Verdict:
     """The verdict about worker 0 after training, which is the job's end, or the next actions."""
-    verdict = _judge_leader(facts, record, end)
+    verdict = _judge_worker_0(facts, record, end)
     if isinstance(verdict, Ended):
         return verdict
     if verdict.effects.failure is not None:
@@ -256,23 +256,23 @@ def restored_from(end: TrainingEnded, facts: Facts) -> runtime.Trained | None:
     return runtime.Trained(step=end.checkpoint.step, checkpoint=end.checkpoint.uri, metrics=dict(metrics))
 
 
-def _judge_leader(facts: Facts, record: Record, end: TrainingEnded) -> Verdict:
-    current = record.current(LEADER)
-    pod = facts.pod(LEADER, current)
+def _judge_worker_0(facts: Facts, record: Record, end: TrainingEnded) -> Verdict:
+    current = record.current(WORKER_0)
+    pod = facts.pod(WORKER_0, current)
     if end.served_until is not None and not end.returned and not _has_ended_in_order(pod):
-        return replacement.judge(facts, record, LEADER)  # as before the end: the servers have the result
-    before = facts.pod(LEADER, end.returned) if end.returned else None
+        return replacement.judge(facts, record, WORKER_0)  # as before the end: the servers have the result
+    before = facts.pod(WORKER_0, end.returned) if end.returned else None
     if before is not None and _is_done(before):
         return _complete(facts, record, end, before)
     if end.returned and current > end.returned and not (pod is not None and is_restored(pod)):
         return _lost(end, f"incarnation {end.returned} of worker 0 had the result and was lost")
-    act = AFTER_TRAINING[_leader_pod(facts, record, pod)][_has_result(facts, end, pod)]
+    act = AFTER_TRAINING[_worker_0_pod(facts, record, pod)][_has_result(facts, end, pod)]
     if act is Act.LOOK_UP:
-        return Decision(record, look_up(facts, LEADER, current))
+        return Decision(record, look_up(facts, WORKER_0, current))
     if act is Act.REPLACE:
         return _replaced(facts, record, end, pod)
     if pod is None:
-        return _lost(end, f"worker 0 (pod {facts.pod_name(LEADER, current)}) no longer exists")
+        return _lost(end, f"worker 0 (pod {facts.pod_name(WORKER_0, current)}) no longer exists")
     match act:
         case Act.WAIT:
             return Decision(record, Effects(wake=None if pod.alive else cause_due(pod)))
@@ -287,22 +287,22 @@ def _judge_leader(facts: Facts, record: Record, end: TrainingEnded) -> Verdict:
             return _once_server_left(facts, record, end, pod, failed)
 
 
-def _leader_pod(facts: Facts, record: Record, pod: PodView | None) -> LeaderPod:
-    if record.waits_until(LEADER.key) is not None:
-        return LeaderPod.DUE
+def _worker_0_pod(facts: Facts, record: Record, pod: PodView | None) -> Worker0Pod:
+    if record.waits_until(WORKER_0.key) is not None:
+        return Worker0Pod.DUE
     if pod is None:
-        current = record.current(LEADER)
-        if facts.refusal(LEADER, current) is not None:
-            return LeaderPod.DUE
-        return LeaderPod.GONE if facts.pod_name(LEADER, current) in facts.observed.missing else LeaderPod.UNSEEN
+        current = record.current(WORKER_0)
+        if facts.refusal(WORKER_0, current) is not None:
+            return Worker0Pod.DUE
+        return Worker0Pod.GONE if facts.pod_name(WORKER_0, current) in facts.observed.missing else Worker0Pod.UNSEEN
     if pod.alive:
-        return LeaderPod.RUNS
+        return Worker0Pod.RUNS
     cause_by = cause_due(pod)
     if cause_by is not None and facts.now < cause_by:
-        return LeaderPod.ENDS
+        return Worker0Pod.ENDS
     if _is_done(pod):
-        return LeaderPod.DONE
-    return LeaderPod.FAILED if verdict_of(pod.raw).cause.charged else LeaderPod.LOST
+        return Worker0Pod.DONE
+    return Worker0Pod.FAILED if verdict_of(pod.raw).cause.charged else Worker0Pod.LOST
 
 
 def _has_result(facts: Facts, end: TrainingEnded, pod: PodView | None) -> HasResult:
@@ -368,9 +368,9 @@ def _replaced(facts: Facts, record: Record, end: TrainingEnded, pod: PodView | N
     """
     if restored_from(end, facts) is None:
         return _failed(end, "worker 0 died before it had the result of the training, and the servers have ended")
-    if pod is None or not pod.alive or record.waits_until(LEADER.key) is not None:
-        return replacement.judge(facts, record, LEADER)
-    return create(record, LEADER, None) if facts.can_create else Decision(record)
+    if pod is None or not pod.alive or record.waits_until(WORKER_0.key) is not None:
+        return replacement.judge(facts, record, WORKER_0)
+    return create(record, WORKER_0, None) if facts.can_create else Decision(record)
 
 
 def _complete(facts: Facts, record: Record, end: TrainingEnded, pod: PodView) -> Verdict:

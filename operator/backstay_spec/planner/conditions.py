@@ -18,9 +18,9 @@ from backstay_spec.planner.effects import Effects, JobFailure, Obstructed, earli
 from backstay_spec.planner.end import Success
 from backstay_spec.planner.facts import Facts
 from backstay_spec.planner.last_messages import SHARD_0
+from backstay_spec.planner.new_status import ALL_CREATED
 from backstay_spec.planner.pods import PodView, created_at, has_worked
 from backstay_spec.planner.record import Record, standby_key
-from backstay_spec.planner.report import ALL_CREATED
 from backstay_spec.status_model import format_time
 from backstay_spec.types_status import Condition
 

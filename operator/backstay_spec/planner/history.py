@@ -170,7 +170,7 @@ def _metrics(facts: Facts, progress: Progress) -> Changes:
 
 def _reports(facts: Facts, progress: Progress) -> Changes:
     """Name each report about a pod that died once, because the entry of the death remembers it."""
-    stored = {(report.slot, report.incarnation): report.uri for report in progress.reports}
+    stored = {(report.slot, report.incarnation): report.uri for report in progress.death_reports}
     entries, events = [], []
     for entry in facts.old.history:
         uri = None if entry.slot is None or entry.incarnation is None else stored.get((entry.slot, entry.incarnation))

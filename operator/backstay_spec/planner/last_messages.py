@@ -17,9 +17,9 @@ from backstay_spec.planner.facts import Facts
 from backstay_spec.planner.pods import PodView, created_at
 from backstay_spec.planner.record import Record
 
-__all__ = ["LEADER", "SHARD_0", "LastMessages", "last_messages"]
+__all__ = ["SHARD_0", "WORKER_0", "LastMessages", "last_messages"]
 
-LEADER = Slot(contract.ROLE_WORKER, 0)
+WORKER_0 = Slot(contract.ROLE_WORKER, 0)
 SHARD_0 = Slot(contract.ROLE_SERVER, 0)
 
 
@@ -71,12 +71,12 @@ def last_messages(facts: Facts, record: Record) -> LastMessages:
         and (outcome.succeeded or outcome.returned_from_train)
         and _counts(facts, record, pod, outcome)
     ]
-    found.sort(key=lambda each: (each[0] == LEADER) + 2 * (each[0] == SHARD_0))
+    found.sort(key=lambda each: (each[0] == WORKER_0) + 2 * (each[0] == SHARD_0))
     current = record.current(SHARD_0)
     return LastMessages(
         tuple(outcome for _, _, outcome in found),
         next((outcome for slot, pod, outcome in found if slot == SHARD_0 and pod.incarnation == current), None),
-        max((pod.incarnation for slot, pod, _ in found if slot == LEADER), default=0),
+        max((pod.incarnation for slot, pod, _ in found if slot == WORKER_0), default=0),
         _failure(facts, current),
     )
 

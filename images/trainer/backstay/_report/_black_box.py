@@ -151,7 +151,7 @@ class BlackBox:
         """Returns the answer to the operator, which names the recorded state and the existing reports."""
         with self._lock:
             reply.recorded = self._recorded
-            reply.reports.extend(self._stored)
+            reply.death_reports.extend(self._stored)
 
     def _make(self, slot: str, incarnation: int, entry: Mapping[str, Any]) -> bool:
         """Whether the report will be written."""

@@ -27,7 +27,7 @@ _SLOW = 1.5
 
 
 @dataclass
-class _Member:
+class _Known:
     peer: Peer
     joined: float
     beat: float
@@ -46,7 +46,7 @@ class Liveness:
     def __init__(self, mode: Mode, timeouts: Timeouts | None = None) -> None:
         self._waiting: Waiting = MODES[mode]
         self._times = timeouts or Timeouts()
-        self._members: dict[tuple[str, int], _Member] = {}
+        self._peers: dict[tuple[str, int], _Known] = {}
         self._version = 0
         self._version_since = 0.0
         self._ticked: float | None = None
@@ -65,44 +65,44 @@ class Liveness:
             return now if self._ticked is None else max(now, self._ticked)
         self._ticked = now
         self._version_since += still
-        for member in self._members.values():
-            member.joined += still
-            member.beat += still
-            member.activity_since += still
-            member.ready_since += still
-            if member.handed_in is not None:
-                member.handed_in += still
+        for known in self._peers.values():
+            known.joined += still
+            known.beat += still
+            known.activity_since += still
+            known.ready_since += still
+            if known.handed_in is not None:
+                known.handed_in += still
         return now
 
     def joined(self, now: float, peer: Peer) -> bool:
         """A peer introduced itself, or did so again. Returns whether this incarnation of it is new here."""
         now = self._wake(now)
         key = peer.role, peer.index
-        old = self._members.get(key)
+        old = self._peers.get(key)
         if old is not None and old.peer.incarnation == peer.incarnation:
             old.beat = now
             return False
-        self._members[key] = _Member(peer, joined=now, beat=now, activity_since=now)
+        self._peers[key] = _Known(peer, joined=now, beat=now, activity_since=now)
         return True
 
     def beat(self, now: float, peer: Peer, activity: Activity, step_seconds: float) -> None:
         """A heartbeat arrived. The heartbeat of a peer that did not join is ignored."""
         now = self._wake(now)
-        member = self._member(peer)
-        if member is None:
+        known = self._known(peer)
+        if known is None:
             return
-        member.beat = now
-        if activity != member.activity:
-            if member.activity in _PREPARING:
-                member.ready_since = now
-            member.activity, member.activity_since = activity, now
+        known.beat = now
+        if activity != known.activity:
+            if known.activity in _PREPARING:
+                known.ready_since = now
+            known.activity, known.activity_since = activity, now
         if step_seconds > 0:
-            member.step_seconds.append(step_seconds)
+            known.step_seconds.append(step_seconds)
 
     def left(self, peer: Peer) -> None:
         """A peer left on purpose."""
-        if self._member(peer) is not None:
-            del self._members[peer.role, peer.index]
+        if self._known(peer) is not None:
+            del self._peers[peer.role, peer.index]
 
     def moved(self, now: float, version: int) -> None:
         """An update was decided: from now on, workers of a Sync job owe the next gradient."""
@@ -112,36 +112,36 @@ class Liveness:
     def handed_in(self, now: float, rank: int, incarnation: int, version: int) -> None:
         """A gradient arrived."""
         now = self._wake(now)
-        member = self._members.get(("worker", rank))
-        if member is None or member.peer.incarnation != incarnation:
+        known = self._peers.get(("worker", rank))
+        if known is None or known.peer.incarnation != incarnation:
             return
-        since = self._owing_since(member)
-        member.handed_in, member.handed_version = now, version
+        since = self._owing_since(known)
+        known.handed_in, known.handed_version = now, version
         if since is not None:
-            member.periods.append(now - since)
+            known.periods.append(now - since)
 
     def stalled(self, now: float, stall_seconds: float, world: int) -> list[Stalled]:
         """Workers of the world that hang."""
         now = self._wake(now)
         found = []
-        for (role, index), member in sorted(self._members.items()):
+        for (role, index), known in sorted(self._peers.items()):
             if role != "worker" or index >= world:
                 continue
-            reason = self._why_stalled(now, member, stall_seconds)
+            reason = self._why_stalled(now, known, stall_seconds)
             if reason:
-                found.append(Stalled(rank=index, incarnation=member.peer.incarnation, reason=reason))
+                found.append(Stalled(rank=index, incarnation=known.peer.incarnation, reason=reason))
         return found
 
     def stragglers(self, now: float, world: int) -> list[Straggler]:
         """Living workers of the world whose gradient takes more than `_SLOW` times the median of the others."""
         now = self._wake(now)
         times = {
-            index: median(member.step_seconds)
-            for (role, index), member in self._members.items()
+            index: median(known.step_seconds)
+            for (role, index), known in self._peers.items()
             if role == "worker"
             and index < world
-            and now - member.beat < self._times.silent
-            and len(member.step_seconds) >= 3
+            and now - known.beat < self._times.silent
+            and len(known.step_seconds) >= 3
         }
         found = []
         for rank, own in sorted(times.items()):
@@ -153,39 +153,39 @@ class Liveness:
     def lost(self, now: float) -> list[Peer]:
         """Peers that are silent and did not leave."""
         now = self._wake(now)
-        return [member.peer for _, member in sorted(self._members.items()) if now - member.beat >= self._times.silent]
+        return [known.peer for _, known in sorted(self._peers.items()) if now - known.beat >= self._times.silent]
 
     def live(self, now: float, role: str) -> dict[int, int]:
         """Returns the indices of the living peers of a role, with their incarnations."""
         now = self._wake(now)
         return {
-            index: member.peer.incarnation
-            for (member_role, index), member in self._members.items()
-            if member_role == role and now - member.beat < self._times.silent
+            index: known.peer.incarnation
+            for (of_role, index), known in self._peers.items()
+            if of_role == role and now - known.beat < self._times.silent
         }
 
-    def _member(self, peer: Peer) -> _Member | None:
-        member = self._members.get((peer.role, peer.index))
-        return member if member is not None and member.peer.incarnation == peer.incarnation else None
+    def _known(self, peer: Peer) -> _Known | None:
+        known = self._peers.get((peer.role, peer.index))
+        return known if known is not None and known.peer.incarnation == peer.incarnation else None
 
-    def _owing_since(self, member: _Member) -> float | None:
-        worker = Contributor(member.joined, member.handed_in, member.handed_version)
+    def _owing_since(self, known: _Known) -> float | None:
+        worker = Contributor(known.joined, known.handed_in, known.handed_version)
         return self._waiting.owed_since(worker, self._version, self._version_since)
 
     def _silent_after(self, stall_seconds: float) -> float:
         """Returns the silence that is reported; the operator verifies it (decision 0073). Tests shorten it."""
         return silence.worker_silence(stall_seconds).reported * self._times.silent / silence.LOST
 
-    def _why_stalled(self, now: float, member: _Member, stall_seconds: float) -> str:
-        if now - member.beat >= self._silent_after(stall_seconds):
-            return f"{contract.NO_HEARTBEAT} for {now - member.beat:.0f} s"
-        if member.activity in _PREPARING:
-            limit, since, what = max(stall_seconds, self._times.compile), member.activity_since, "starting or compiling"
+    def _why_stalled(self, now: float, known: _Known, stall_seconds: float) -> str:
+        if now - known.beat >= self._silent_after(stall_seconds):
+            return f"{contract.NO_HEARTBEAT} for {now - known.beat:.0f} s"
+        if known.activity in _PREPARING:
+            limit, since, what = max(stall_seconds, self._times.compile), known.activity_since, "starting or compiling"
         else:
-            own = median(member.periods) if member.periods else 0.0
-            owing = self._owing_since(member)
+            own = median(known.periods) if known.periods else 0.0
+            owing = self._owing_since(known)
             if owing is None:
                 return ""
             # Compiling has its own limit, so its time does not count for the gradient after it.
-            limit, since, what = max(stall_seconds, _MEDIANS * own), max(owing, member.ready_since), "no gradient"
+            limit, since, what = max(stall_seconds, _MEDIANS * own), max(owing, known.ready_since), "no gradient"
         return f"{what} for {now - since:.0f} s" if now - since >= limit else ""

@@ -28,8 +28,8 @@ from ..._process import Address, Bounds, Caller, Callers, Unwelcome, listening_s
 from ..._timeouts import Timeouts
 from ...errors import PeerLost
 from ._bytes import byte_stream, cut
+from ._frame_stream import Frames, encoded
 from ._interfaces import Bytes, Place, Refusal, ServerStream
-from ._sockets import Frames, encoded
 from .frames import refused
 
 __all__ = ["ClientStream", "Listener", "PortTaken"]
