@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(CURDIR)/.tools/bin:$(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test quick lint style types types-of-bench collected prose docs lowest bench tools generate pictures lock clean chaos
+.PHONY: demo test quick cluster lint style types types-of-bench collected prose docs lowest bench tools generate pictures lock clean chaos
 .DEFAULT_GOAL := test
 
 $(VENV)/.installed: requirements.lock pyproject.toml operator/backstay_cluster/pyproject.toml
@@ -45,6 +45,9 @@ docs: $(VENV)/.installed  ## the documentation's site, in site/; a broken link i
 
 quick: $(VENV)/.installed  ## the tests of the pure parts: coordinator, planner, spec; half a minute
 	$(BIN)/python -m pytest -n auto -q tests/coordination tests/plan tests/spec
+
+cluster: $(VENV)/.installed  ## the tests of the embedded cluster alone
+	$(BIN)/python -m pytest -n auto -q -c pyproject.toml --rootdir . operator/backstay_cluster/tests
 
 test:  ## everything that CI runs, the cheap stages first; ends with a summary
 	$(PYTHON) tests/stages.py

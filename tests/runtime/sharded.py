@@ -140,7 +140,11 @@ LAYOUTS = {
 MORE = {
     "": {"optimizer": optax.adamw(1e-2), "clip_norm": 0.5},
     "local": {"local": backstay.LocalSteps(2, optax.adam(1e-2), inner_state="keep")},
-    "frozen": {"optimizer": optax.sgd(1e-1, momentum=0.9), "frozen": lambda name: name == "stages"},
+    "frozen": {
+        "optimizer": optax.sgd(1e-1, momentum=0.9),
+        "frozen": lambda name: name == "stages",
+        "frozen_state": lambda name: name == "mean",
+    },
     "rows": {
         "batches": backstay.from_dataset(SAMPLES, batch_size=8, shuffle=False),
         "optimizer": optax.adamw(1e-2),
