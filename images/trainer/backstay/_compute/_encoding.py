@@ -48,8 +48,8 @@ class Encoder:
 
         Without this call `sending` does it, behind all that was dispatched to the accelerator meanwhile.
         """
-        if _accelerators(contribution):
-            self._begun = [*self._begun[-1:], self._sending(contribution)]
+        if devices := _accelerators(contribution):
+            self._begun = [*self._begun[-1:], self._sending(contribution, devices)]
 
     @contextmanager
     def sending(self, contribution: ComputedContribution) -> Iterator[Sending]:
@@ -60,7 +60,7 @@ class Encoder:
         """
         begun = [one for one in self._begun if one.of is contribution]
         self._begun = [one for one in self._begun if one.of is not contribution]
-        sending = begun[0] if begun else self._sending(contribution)
+        sending = begun[0] if begun else self._sending(contribution, _accelerators(contribution))
         kept: Residuals = {}
         try:
             yield sending
@@ -69,19 +69,17 @@ class Encoder:
             if self._feedback:
                 self._residuals = kept
 
-    def _sending(self, contribution: ComputedContribution) -> Sending:
+    def _sending(self, contribution: ComputedContribution, devices: Sequence[Any]) -> Sending:
         selected = tuple(wire.select(wire.selection([contribution.key.step])) for wire in self._wires)
         wires = [wire.gradients for wire in selected]
         words = seed_of(self._seed, contribution.key.step, contribution.key.rank)
-        there: Sequence[DeviceEncoder] | None = None
-        if devices := _accelerators(contribution):
+        if devices and selected not in self._there:
             blocks: Any = contribution.blocks
-            if selected not in self._there:
-                self._there[selected] = [
-                    DeviceEncoder(wires, blocks, device, feedback=self._feedback) for device in devices
-                ]
-            there = self._there[selected]
-        return Sending(wires, contribution, words, self._residuals if self._feedback else None, there)
+            self._there[selected] = [
+                DeviceEncoder(wires, blocks, device, feedback=self._feedback) for device in devices
+            ]
+        residuals = self._residuals if self._feedback else None
+        return Sending(wires, contribution, words, residuals, self._there[selected] if devices else ())
 
 
 class Sending:
@@ -99,14 +97,14 @@ class Sending:
         contribution: ComputedContribution,
         words: np.ndarray,
         residuals: Residuals | None,
-        there: Sequence[DeviceEncoder] | None,
+        there: Sequence[DeviceEncoder],
     ) -> None:
         self.of = contribution
         self._residuals = residuals
         self._new: dict[Any, Any] = {}
         self.left: Residuals = {}
         self.blocks: list[Sequence[Any]] = list(contribution.blocks)
-        if there is not None:
+        if there:
             self._encode_there(wires, there, words)
             return
         coded = [shard for shard, blocks in enumerate(wires) if any(wire.codec is not None for wire in blocks)]

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._update import GROUP, Block, LeafSpec, Piece
+from ..._update import GROUP, Block, LeafSpec, Partition, Piece
 from ._memory import ALIGNMENT
 
-__all__ = ["Area", "Areas", "leaf_in", "parts_of"]
+__all__ = ["Area", "Areas", "coded_in", "leaf_in", "numbered", "parts_of"]
 
 
 @dataclass
@@ -85,6 +85,16 @@ class Areas:
         area = self._of[s, b]
         start = self.every[area].starts[s, b]
         return area, start, start + block.size
+
+
+def numbered(partition: Partition) -> list[tuple[int, int, Block]]:
+    """Each block of a partition, with its shard and its index there."""
+    return [(s, b, block) for s, layout in enumerate(partition.shards) for b, block in enumerate(layout.blocks)]
+
+
+def coded_in(blocks: Iterable[tuple[int, int, Block]]) -> set[int]:
+    """The leaves of which a codec may encode a part."""
+    return {piece.leaf for _, _, block in blocks if block.coded for piece in block.pieces}
 
 
 Part: TypeAlias = tuple[int, int, int]

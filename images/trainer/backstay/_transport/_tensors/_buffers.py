@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
@@ -29,7 +30,7 @@ from ..._update import (
     shares_host_memory,
 )
 from .._streams._interfaces import Bytes
-from ._areas import Areas, leaf_in, parts_of
+from ._areas import Areas, coded_in, leaf_in, numbered, parts_of
 from ._memory import aligned_empty
 
 __all__ = ["DIRECT_BYTES", "Arrangement", "BufferSlot", "ParamBuffers"]
@@ -44,11 +45,11 @@ class Arrangement:
     def __init__(self, partition: Partition) -> None:
         self.partition = partition
         leaves = partition.tree.leaves
-        blocks = [(s, b, block) for s, layout in enumerate(partition.shards) for b, block in enumerate(layout.blocks)]
+        blocks = numbered(partition)
         self.direct = frozenset(
             block.pieces[0].leaf for _, _, block in blocks if len(block.pieces) == 1 and block.nbytes >= DIRECT_BYTES
         )
-        coded = {piece.leaf for _, _, block in blocks if block.coded for piece in block.pieces}
+        coded = coded_in(blocks)
         # A block lies in its leaf when it is part of one direct leaf only; else in an area. So does the tail of a coded
         # leaf, because an accelerator copies no array that it has encoded.
         self._in_leaf: dict[tuple[int, int], Piece] = {
@@ -186,11 +187,11 @@ def _each_on_one(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     if all(map(_on_host, arrays)):
         return [array.addressable_data(0) for array in arrays]
     on = [{shard.device: shard.data for shard in array.addressable_shards} for array in arrays]
-    loads = dict.fromkeys(on[0], 0)
+    loads = Counter[Any]()
     result = list(arrays)
     for index in sorted(range(len(arrays)), key=lambda index: (-arrays[index].nbytes, index)):
-        device = min(on[index], key=lambda device: loads.get(device, 0))
-        loads[device] = loads.get(device, 0) + arrays[index].nbytes
+        device = min(on[index], key=loads.__getitem__)
+        loads[device] += arrays[index].nbytes
         result[index] = on[index][device]
     return result
 

@@ -38,7 +38,7 @@ from ..._update import (
 )
 from ...errors import ConfigurationError
 from .._streams._interfaces import Bytes
-from ._areas import Areas, leaf_in, parts_of
+from ._areas import Areas, coded_in, leaf_in, numbered, parts_of
 from ._buffers import owner_of
 from ._memory import aligned_empty
 
@@ -84,8 +84,8 @@ class DividedArrangement:
         self._by_row = NamedSharding(mesh, spec(tuple(mesh.axis_names)))
         leaves, members = partition.tree.leaves, range(partition.members)
         self._divided = {leaf: index for index, leaf in enumerate(sorted(partition.divided))}
-        blocks = [(s, b, block) for s, layout in enumerate(partition.shards) for b, block in enumerate(layout.blocks)]
-        coded = {piece.leaf for _, _, block in blocks if block.coded for piece in block.pieces}
+        blocks = numbered(partition)
+        coded = coded_in(blocks)
         rows = [
             self._rows(leaves[leaf].dtype, range_length(leaves[leaf].size, len(members)), leaf in coded)
             for leaf in self._divided
