@@ -118,7 +118,7 @@ def urgent(before: Progress | None, after: Progress) -> bool:
     """Whether `after` contains news for which a plan is needed now, and not in ten seconds."""
     if before is None:
         return True
-    fields = ("reached", "stalled", "contributed", "in_sync", "reports", "done")
+    fields = ("reached", "stalled", "contributed", "in_sync", "death_reports", "done")
     rows = ("term", "world", "checkpoint_error", "evaluation_error")
     return any(getattr(before, name) != getattr(after, name) for name in fields) or any(
         getattr(before.report, name) != getattr(after.report, name) for name in rows

@@ -129,7 +129,7 @@ def test_a_server_that_took_over_makes_no_report_twice_and_has_its_position(tmp_
         box.record(str(number), DEATH)
         box.box.tick(every=True)
         assert len(box.files("report")) == 1
-        assert len(box.reply().reports) == 1
+        assert len(box.reply().death_reports) == 1
 
 
 def test_the_history_survives_what_the_status_drops_and_states_how_the_job_ended(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_a_server_that_takes_over_makes_the_reports_that_are_missing(tmp_path: P
     until(made)
     box.box.tick()
     assert len(box.files("report")) == 30
-    assert len(box.reply().reports) == 30
+    assert len(box.reply().death_reports) == 30
 
 
 def test_a_history_that_cannot_be_written_stays_as_it_was(tmp_path: Path) -> None:

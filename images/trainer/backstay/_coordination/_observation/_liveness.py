@@ -27,7 +27,7 @@ _SLOW = 1.5
 
 
 @dataclass
-class _Known:
+class _KnownPeer:
     peer: Peer
     joined: float
     beat: float
@@ -46,7 +46,7 @@ class Liveness:
     def __init__(self, mode: Mode, timeouts: Timeouts | None = None) -> None:
         self._waiting: Waiting = MODES[mode]
         self._times = timeouts or Timeouts()
-        self._peers: dict[tuple[str, int], _Known] = {}
+        self._peers: dict[tuple[str, int], _KnownPeer] = {}
         self._version = 0
         self._version_since = 0.0
         self._ticked: float | None = None
@@ -82,7 +82,7 @@ class Liveness:
         if old is not None and old.peer.incarnation == peer.incarnation:
             old.beat = now
             return False
-        self._peers[key] = _Known(peer, joined=now, beat=now, activity_since=now)
+        self._peers[key] = _KnownPeer(peer, joined=now, beat=now, activity_since=now)
         return True
 
     def beat(self, now: float, peer: Peer, activity: Activity, step_seconds: float) -> None:
@@ -164,11 +164,11 @@ class Liveness:
             if of_role == role and now - known.beat < self._times.silent
         }
 
-    def _known(self, peer: Peer) -> _Known | None:
+    def _known(self, peer: Peer) -> _KnownPeer | None:
         known = self._peers.get((peer.role, peer.index))
         return known if known is not None and known.peer.incarnation == peer.incarnation else None
 
-    def _owing_since(self, known: _Known) -> float | None:
+    def _owing_since(self, known: _KnownPeer) -> float | None:
         worker = Contributor(known.joined, known.handed_in, known.handed_version)
         return self._waiting.owed_since(worker, self._version, self._version_since)
 
@@ -176,7 +176,7 @@ class Liveness:
         """Returns the silence that is reported; the operator verifies it (decision 0073). Tests shorten it."""
         return silence.worker_silence(stall_seconds).reported * self._times.silent / silence.LOST
 
-    def _why_stalled(self, now: float, known: _Known, stall_seconds: float) -> str:
+    def _why_stalled(self, now: float, known: _KnownPeer, stall_seconds: float) -> str:
         if now - known.beat >= self._silent_after(stall_seconds):
             return f"{contract.NO_HEARTBEAT} for {now - known.beat:.0f} s"
         if known.activity in _PREPARING:
