@@ -11,7 +11,7 @@ from backstay_spec.grace import grace_seconds
 from backstay_spec.manifests import owner_reference
 from backstay_spec.merge import merged
 from backstay_spec.runtime import BestConfig, CheckpointConfig, RuntimeConfig, Trained, WireConfig
-from backstay_spec.types import Json, PodsOfRank, TrainingJob, TrainingJobSpec
+from backstay_spec.types import KUEUE_GROUP, KUEUE_LABELS, Json, PodsOfRank, TrainingJob, TrainingJobSpec
 
 CODE_VOLUME: Final = "backstay-code"
 CHECKPOINT_VOLUME: Final = "backstay-checkpoints"
@@ -148,12 +148,21 @@ def pod(
     result = merged(built, template_of(job.spec, slot.role))
     metadata, spec = result.setdefault("metadata", {}), result.setdefault("spec", {})
     metadata["labels"] = {**(metadata.get("labels") or {}), **labels}
+    if built["metadata"]["labels"].keys() >= KUEUE_LABELS and not metadata["labels"].keys() >= KUEUE_LABELS:
+        _leave_group(metadata)
     metadata.update(name=name, namespace=meta.namespace, ownerReferences=[owner_reference(meta)])
     metadata.pop("generateName", None)
     spec["restartPolicy"] = "Never"
     ours = _protect_container(spec, built["spec"]["containers"][0], environment)
     gpus.prepare(spec, ours, slot.role, 1 if member is None else job.spec.workers.pods_per_rank)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def _leave_group(metadata: dict[str, Any]) -> None:
+    """Remove what belongs to a group of Kueue from a pod whose template removes the queue or the group."""
+    for part in ("labels", "annotations"):
+        own = metadata.get(part) or {}
+        metadata[part] = {name: value for name, value in own.items() if name not in KUEUE_GROUP}
 
 
 def _apart(selector: dict[str, str]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ JSON names are camelCase. The docstring under a field is its description in the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
@@ -19,6 +19,8 @@ from backstay_spec.template import EnvFrom, EnvVar, PodTemplate, Shape, Volume
 from backstay_spec.types_status import TrainingJobStatus
 
 __all__ = [
+    "KUEUE_GROUP",
+    "KUEUE_LABELS",
     "CheckpointSpec",
     "CleanPods",
     "Code",
@@ -331,6 +333,20 @@ class Scheduling(SpecModel):
         if self.gang.by == "Job":
             return self.gang.pod_group
         return "" if rank is None else f"{self.gang.pod_group}-{rank.index}"
+
+
+KUEUE_LABELS: Final = frozenset({"kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/pod-group-name"})
+"""The labels that a pod of a group of Kueue needs."""
+
+KUEUE_GROUP: Final = frozenset(
+    {
+        "kueue.x-k8s.io/pod-group-name",
+        "kueue.x-k8s.io/pod-group-total-count",
+        "kueue.x-k8s.io/retriable-in-group",
+        "kueue.x-k8s.io/safe-to-forcefully-delete",
+    }
+)
+"""The labels and annotations that make a pod a part of a group of Kueue."""
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,25 @@ def test_a_queue_and_a_gang_have_a_group_for_each_incarnation_of_a_rank(running)
     assert not {"kueue.x-k8s.io/pod-group-name", "scheduling.x-k8s.io/pod-group"} & set(server["metadata"]["labels"])
 
 
+@pytest.mark.parametrize("labels", [None, {"kueue.x-k8s.io/queue-name": None}])
+def test_a_template_that_removes_the_queue_removes_the_group(running, labels):
+    workers = GROUPS["workers"] | {"template": {"metadata": {"labels": labels}}}
+    cluster = running(GROUPS | {"workers": workers, "scheduling": {"queue": "gpus"}})
+    for name in pods_of(cluster, 0):
+        metadata = cluster.pods[name]["metadata"]
+        assert not [key for key in (*metadata["labels"], *metadata["annotations"]) if key.startswith("kueue")]
+
+
+def test_a_group_of_kueue_in_the_template_stays(running):
+    labels, annotations = {"kueue.x-k8s.io/pod-group-name": "mine"}, {"kueue.x-k8s.io/pod-group-total-count": "6"}
+    workers = GROUPS["workers"] | {"template": {"metadata": {"labels": labels, "annotations": annotations}}}
+    cluster = running(GROUPS | {"workers": workers})
+    for name in pods_of(cluster, 0):
+        metadata = cluster.pods[name]["metadata"]
+        found = {**metadata["labels"], **metadata["annotations"]}
+        assert {key: value for key, value in found.items() if key.startswith("kueue")} == labels | annotations
+
+
 def test_the_pods_of_a_rank_are_counted_one_by_one(running):
     cluster = running(GROUPS)
     assert ready_of(cluster) == "7 of 7 pods are ready"

@@ -227,7 +227,7 @@ def read_start(
         )
     log = _LOG.warning if report.missing or report.unexpected or report.resized else _LOG.info
     kind = "trained " if others is None else "frozen " if others else ""
-    what = f"{kind}parameters" if all(leaf.trained for leaf in leaves) else f"{kind}arrays of the model"
+    what = f"{kind}parameters" if all(leaf.trained for leaf in leaves) else "arrays of the model"
     log("start_from: %d of %d %s come from %s%s", report.taken, len(leaves), what, where, report.text())
     return StartValues(values, of_init)
 

@@ -80,6 +80,7 @@ class DividedArrangement:
         mesh = shardings[0].mesh
         self.devices = _devices_of(mesh, partition.members, member)
         self._on_host = all(map(shares_host_memory, self.devices))
+        self._is_full = False  # the pinned memory
         spec: Any = jax.sharding.PartitionSpec  # which JAX leaves untyped
         self._by_row = NamedSharding(mesh, spec(tuple(mesh.axis_names)))
         leaves, members = partition.tree.leaves, range(partition.members)
@@ -231,7 +232,7 @@ class DividedArrangement:
         own: list[list[np.ndarray]] = []
         pinned: list[list[Any]] = []
         for rows in self._arrays:
-            found = [] if self._on_host else _pinned(rows.padded // count, rows.dtype, self.devices)
+            found = [] if self._on_host or self._is_full else self._pinned(rows.padded // count, rows.dtype)
             if found:
                 own.append([view for _, view in found])
                 pinned.append([array for array, _ in found])
@@ -240,6 +241,16 @@ class DividedArrangement:
                 pinned.append([])
                 own[-1][0].fill(0)
         return own, pinned
+
+    def _pinned(self, size: int, dtype: np.dtype[Any]) -> list[tuple[Any, np.ndarray]]:
+        """New pinned memory of each device, see `pinned_memory`; none if a device has none, or no room in it."""
+        try:
+            found = [pinned_memory((size,), dtype, device) for device in self.devices]
+        except jax.errors.JaxRuntimeError as error:
+            self._is_full = True  # each further failure would take as long
+            _LOG.warning("parameters arrive in ordinary memory, which is slower: pinned memory is full: %s", error)
+            return []
+        return [one for one in found if one is not None] if None not in found else []
 
     def receive_views(
         self, own: Sequence[Sequence[np.ndarray]]
@@ -351,16 +362,6 @@ class _MemberBlocks(LazyBlocks[np.ndarray]):
 
     def block(self, index: int) -> np.ndarray:
         return self._arrangement.block(self._shard, index, self._own)
-
-
-def _pinned(size: int, dtype: np.dtype[Any], devices: Sequence[Any]) -> list[tuple[Any, np.ndarray]]:
-    """New pinned memory of each device, see `pinned_memory`; none if a device has none, or no room in it."""
-    try:
-        found = [pinned_memory((size,), dtype, device) for device in devices]
-    except jax.errors.JaxRuntimeError as error:
-        _LOG.warning("parameters arrive in ordinary memory, which is slower, because pinned memory is full: %s", error)
-        return []
-    return [one for one in found if one is not None] if None not in found else []
 
 
 def _spans(start: int, stop: int, each: int) -> list[tuple[int, int, int]]:
