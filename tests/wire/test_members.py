@@ -172,6 +172,26 @@ def test_t2_parts_that_come_after_the_update_are_late(kit: SimpleNamespace, shar
     assert shard.runtime.memory.taken == 0
 
 
+def test_t8_a_part_that_begins_after_the_others_were_rejected_is_answered(
+    kit: SimpleNamespace, make_shard: Make
+) -> None:
+    """The record ends with the stream of the part that is here. A new one would wait for parts that have come."""
+    timeouts = kit.Timeouts(peer_check=0.01)
+    shard = make_shard((4, 3, 2, 5, 6), wire=wire_of((4, 3, 2, 5, 6)), mode="Async", timeouts=timeouts)
+    gradient = kit.gid(0)
+    found = []
+    for member in range(MEMBERS):
+        incoming = begin(kit, shard, member, gradient)
+        if member == 0:
+            shard.runtime.deliver(Reject(id=gradient, reason=kit.reasons.STALE, next_key_step=9))
+        assert shard.runtime.moved_on(incoming)
+        shard.runtime.complete(incoming, GradientInfo())
+        found.append(shard.runtime.answer(incoming, 0, lambda: False))
+    assert [(answer.outcome, answer.next_key_step) for answer in found] == [(kit.reasons.STALE, 9)] * MEMBERS
+    assert not shard.coordination.of("staged")
+    assert shard.runtime.memory.taken == 0
+
+
 def test_a_part_whose_member_is_gone_loses_the_contribution(kit: SimpleNamespace, make_shard: Make) -> None:
     """T8: the stream that waits for the answer ends, and with it the memory."""
     timeouts = kit.Timeouts(peer_check=0.01)

@@ -122,6 +122,7 @@ class ShardRuntime:
         self._occupied_again = 0.0
         # By rank: an absent gradient that was examined last, and how often in a row.
         self._absent: dict[int, tuple[GradientKey, int]] = {}
+        self._rejected: dict[int, Reject] = {}  # by rank: the newest whose parts had not all begun to arrive
         self._examined: dict[int, float] = {}  # when a gradient of the rank was examined last
 
         lock = threading.Lock()
@@ -292,6 +293,9 @@ class ShardRuntime:
                 f"{describe(push)} is ahead of shard {self._shard}, which is at version {self.version}",
             )
         begun = self._gradients.begin(part)
+        late = self._rejected.get(push.rank)
+        if late is not None and key_of(late.id) == key_of(push):  # the other members have their answers
+            begun.gradient.outcome, begun.gradient.next_key_step = late.reason, late.next_key_step
         if len(begun.gradient.parts) < begun.gradient.members:
             self._credits.wake()  # the other members of the rank need not wait for memory
         return begun
@@ -443,6 +447,8 @@ class ShardRuntime:
             self._applier.forget(reject.id)
             gradient.outcome = reject.reason
             gradient.next_key_step = reject.next_key_step
+            if len(gradient.parts) < gradient.members:
+                self._rejected[gradient.id.rank] = reject
             if gradient.complete:  # else the stream that fills it stops by `moved_on`
                 self._gradients.give(self._gradients.remove(gradient))
             self._changed.notify_all()
