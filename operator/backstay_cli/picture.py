@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
@@ -19,6 +18,7 @@ from backstay_client.view.pods import PodRow, rows, summary
 from backstay_client.view.waiting import no_update, waiting_for
 from backstay_client.words import clock, count, duration, number
 from backstay_spec import contract
+from backstay_spec.job_report import WaitedForStatus
 
 __all__ = ["Picture", "page"]
 
@@ -165,20 +165,15 @@ def _words(fact: JobFact) -> Text:
     return words
 
 
-_WINDOW = 300.0  # seconds that the job's status adds up
-
-
-def blame_words(view: JobView, entry: Mapping[str, Any]) -> str:
+def blame_words(view: JobView, entry: WaitedForStatus) -> str:
     """A wait in words, such as ``worker 2 on node-7, its input batches: 31 s in 40 updates of the last 5 min``."""
-    rank, shard, part = entry.get("rank"), entry.get("shard"), str(entry.get("part", ""))
+    rank, shard = entry.rank, entry.shard
     who = f"worker {rank}" if shard is None else f"server {shard}, receiving from worker {rank}"
     found = rows(view)
     node = next((row.node for row in found if row.slot == who), "")
     where = f" on {node}" if node and len({row.node for row in found}) > 1 else ""
-    what = "" if shard is not None else f", {contract.SLOW_PARTS.get(part, part)}"
-    seconds, updates = float(entry.get("seconds") or 0.0), int(entry.get("updates") or 0)
-    window = duration(float(entry.get("windowSeconds") or _WINDOW))
-    return f"{who}{where}{what}: {duration(seconds)} in {count(updates, 'update')} of the last {window}"
+    what = "" if shard is not None else f", {contract.SLOW_PARTS.get(entry.part, entry.part)}"
+    return f"{who}{where}{what}: {duration(entry.seconds)} in {count(entry.updates, 'update')} of the last 5 min"
 
 
 def page(view: JobView, now: float, cluster: str) -> Group:
@@ -191,7 +186,7 @@ def page(view: JobView, now: float, cluster: str) -> Group:
     steps = list(explain.next_steps(view, now))
     is_async = ((view.job.get("spec") or {}).get("update") or {}).get("mode") == "Async"
     label = "slower than others  " if is_async else "waited for  "
-    blame = [_line((label, "dim"), blame_words(view, entry)) for entry in view.blame[:3]]
+    blame = [_line((label, "dim"), blame_words(view, entry)) for entry in view.report.waited_for]
     parts += [Picture(view, elapsed, now=lambda: now, whole=True), *blame]
     parts += [Text.assemble(("next  ", "bold"), step) for step in steps]
     if not view.live and not view.ended and view.report.step is not None:

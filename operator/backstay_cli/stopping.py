@@ -15,6 +15,7 @@ from backstay_client.pod_ends import until_stopped
 from backstay_client.view.follow import JobView
 from backstay_client.words import number, shortened
 from backstay_spec import contract
+from backstay_spec.job_report import CheckpointStatus
 
 __all__ = [
     "closing_lines",
@@ -63,12 +64,11 @@ def with_stored(view: JobView, logs: Path) -> JobView:
     job."""
     newest = stored(view, logs)
     if newest is None:
-        return replace(view, checkpoint=None) if _is_missing(view, view.checkpoint or "") else view
-    return replace(
-        view,
-        report=view.report.model_copy(update={"step": max(newest[0], view.report.step or 0)}),
-        checkpoint=newest[1],
-    )
+        missing = _is_missing(view, view.checkpoint or "")
+        return replace(view, report=view.report.model_copy(update={"checkpoint": None})) if missing else view
+    step, uri = newest
+    rows = {"step": max(step, view.report.step or 0), "checkpoint": CheckpointStatus(step=step, uri=uri)}
+    return replace(view, report=view.report.model_copy(update=rows))
 
 
 def with_former(view: JobView, pods: Sequence[dict[str, Any]]) -> JobView:

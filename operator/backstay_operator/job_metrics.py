@@ -73,7 +73,7 @@ FAMILIES: Final = (
     _Family(
         _G,
         "checkpoint_timestamp_seconds",
-        "Unix time at which the operator first observed the newest complete checkpoint. No series before the first.",
+        "Unix time at which the newest complete checkpoint was stored. No series before the first.",
     ),
     _Family(
         _G,

@@ -95,9 +95,8 @@ class JobMemory:
         if message is None or "result" in message or known is None:
             return
         report = JobReport.in_message(message)
-        before, after = known.report, (report.term, report.step)
-        if None not in after and (before.term or 0, before.step or 0) <= after:
-            self.progress = replace(known, report=report.over(before))
+        if None not in (report.term, report.step) and known.report.reached <= report.reached:
+            self.progress = replace(known, report=report.over(known.report))
 
     def prune(self, job: str, incarnations: dict[str, int], active: dict[str, int]) -> None:
         """Drop entries about pods that are neither the newest of their slot nor serve it."""

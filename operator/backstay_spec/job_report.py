@@ -17,6 +17,7 @@ from functools import cache
 from typing import Annotated, Any, Final, Self, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
+from pydantic.alias_generators import to_camel
 
 from backstay_spec.status_model import StatusModel, Time
 
@@ -57,6 +58,8 @@ class ReportRow:
         with_event: whether the planner stores the value, together with an event that it sends once.
         metric: the text of the operator's metric `backstay_job_<name>`; empty: there is none.
         counts: whether that metric is a counter.
+        dropped: the place in the order in which a termination message that is too long leaves rows out; 0: it has to
+            have the row. Rows of one place belong together.
         shown: the words beside the value where people see the job: the unit of a number, or the name of numbers by
             name; empty: `backstay_client.view.facts` has other words for it, or none.
     """
@@ -68,6 +71,7 @@ class ReportRow:
     with_event: bool = False
     metric: str = ""
     counts: bool = False
+    dropped: int = 0
     shown: str = ""
 
 
@@ -102,7 +106,13 @@ class CheckpointStatus(StatusModel):
     """The URI of its manifest, which `backstay.load` reads."""
 
     time: Time | None = None
-    """When the operator first observed it."""
+    """When it was stored."""
+
+    def dated(self, known: CheckpointStatus | None) -> CheckpointStatus:
+        """Returns `known` if that is the same checkpoint with a time, which is public already."""
+        if known is None or known.time is None or (known.step, known.uri) != (self.step, self.uri):
+            return self
+        return known
 
 
 class WaitedForStatus(StatusModel):
@@ -195,19 +205,23 @@ class ReportedStatus(StatusModel):
     loss: Annotated[float | None, ReportRow(digits=6, metric="The newest loss.")] = None
     """Loss of the newest update; absent when it is not finite."""
 
-    metrics: Numbers = Field(default_factory=dict)
+    metrics: Annotated[Numbers, ReportRow(dropped=7)] = Field(default_factory=dict)
     """The newest result of `evaluate`; finite values only."""
 
-    evaluated_step: Annotated[Count | None, ReportRow(unit="updates", with_event=True)] = None
+    evaluated_step: Annotated[Count | None, ReportRow(unit="updates", with_event=True, dropped=7)] = None
     """The step of `metrics`."""
 
     failed_evaluation: Annotated[Count | None, ReportRow(unit="updates", with_event=True)] = None
     """The newest step whose evaluation failed; absent: none did. It has no `metrics`."""
 
-    untrained_leaves: Annotated[list[str], FailFast(), ReportRow(with_event=True)] = Field(default_factory=list)
+    untrained_leaves: Annotated[list[str], FailFast(), ReportRow(with_event=True, dropped=5)] = Field(
+        default_factory=list
+    )
     """Parameters whose gradient was zero in the first updates of every worker; at most 20."""
 
-    unchanged_leaves: Annotated[list[str], FailFast(), ReportRow(with_event=True)] = Field(default_factory=list)
+    unchanged_leaves: Annotated[list[str], FailFast(), ReportRow(with_event=True, dropped=6)] = Field(
+        default_factory=list
+    )
     """Parameters and model state that did not change in the first updates and are most of what travels; at most 20."""
 
     mistakes_of_batches: Annotated[list[str], FailFast(), ReportRow(with_event=True)] = Field(default_factory=list)
@@ -219,10 +233,12 @@ class ReportedStatus(StatusModel):
     non_finite_metrics: Annotated[list[str], FailFast(), ReportRow(with_event=True)] = Field(default_factory=list)
     """Metrics of `evaluate` and `loss` that were NaN or infinite at some step; at most 20."""
 
-    train_metrics: Annotated[Numbers, ReportRow(digits=6, shown="metrics of loss")] = Field(default_factory=dict)
+    train_metrics: Annotated[Numbers, ReportRow(digits=6, shown="metrics of loss", dropped=2)] = Field(
+        default_factory=dict
+    )
     """The metrics that `loss` returned, mean of the newest update; finite values only."""
 
-    traffic: Annotated[Numbers, ReportRow(unit="bytes", digits=3)] = Field(default_factory=dict)
+    traffic: Annotated[Numbers, ReportRow(unit="bytes", digits=3, dropped=4)] = Field(default_factory=dict)
     """The bytes of tensors that a worker sends and receives for an update, mean over workers and updates. `carried` are
     those of the job, and `exact` those without codecs."""
 
@@ -235,7 +251,7 @@ class ReportedStatus(StatusModel):
     checkpoint: CheckpointStatus | None = None
     """The newest complete checkpoint."""
 
-    waited_for: Annotated[list[WaitedForStatus], FailFast()] = Field(default_factory=list)
+    waited_for: Annotated[list[WaitedForStatus], FailFast(), ReportRow(dropped=1)] = Field(default_factory=list)
     """The ranks that the updates of the last minutes waited for, the longest first; at most three. Async: the ranks
     that took longer than the median of all ranks for their contributions."""
 
@@ -252,9 +268,6 @@ class JobReport(ReportedStatus):
 
     model_config = ConfigDict(ser_json_inf_nan="constants")  # a diverged loss is news
 
-    checkpoint_stored: Annotated[float | None, ReportRow(unit="s")] = None
-    """Unix time at which `checkpoint` was stored."""
-
     checkpoint_error: str = ""
     """The reason why the newest attempt at a checkpoint failed; empty when it did not."""
 
@@ -267,7 +280,7 @@ class JobReport(ReportedStatus):
     ending: str = ""
     """The event that the end of the job waits for after the last update; empty: there will be updates."""
 
-    term_start: TermStart | None = None
+    term_start: Annotated[TermStart | None, ReportRow(dropped=3)] = None
     """Where the current term began."""
 
     steps_redone: Annotated[
@@ -324,14 +337,15 @@ class JobReport(ReportedStatus):
         """The rows in a termination message. Values of another type are ignored, because a script may have written it.
 
         The message of a worker, or of an older server, has metrics without their step, which is the last one. In the
-        message of the end, the checkpoint is a URI; in that of a server that stops, a row.
+        message of the end, the checkpoint is the URI of that of the last step; in that of a server that stops, a row.
         """
-        of_rows = (name for name in message if name != "checkpoint" or isinstance(message[name], Mapping))
-        found = cls.valid({name: message[name] for name in of_rows})
+        found = cls.valid(message)
         update: dict[str, Any] = {}
+        if isinstance(uri := message.get("checkpoint"), str) and uri and found.step is not None:
+            update["checkpoint"] = CheckpointStatus(step=found.step, uri=uri)
         if found.metrics and found.evaluated_step is None:
             update["evaluated_step"] = found.step
-        if found.evaluated_step is not None or update:
+        if found.evaluated_step is not None or "evaluated_step" in update:
             update["evaluation_error"] = found.evaluation_error  # an empty one is known, too
         return found.model_copy(update=update)
 
@@ -351,6 +365,11 @@ class JobReport(ReportedStatus):
                 if name in _OF_NUMBERS and inner and isinstance(value, dict):
                     kept[name] = {key: one for key, one in value.items() if (name, key) not in wrong}
 
+    @property
+    def reached(self) -> tuple[int, int]:
+        """The term and the step, which order the reports about a job."""
+        return self.term or 0, self.step or 0
+
     def over(self, older: JobReport) -> JobReport:
         """The report with the rows that are known here, and with those of `older` for the others.
 
@@ -367,6 +386,8 @@ class JobReport(ReportedStatus):
         }
         if self.evaluated_step is not None:
             known["metrics"] = self.metrics
+        if self.checkpoint is not None:
+            known["checkpoint"] = self.checkpoint.dated(older.checkpoint)
         diverges = self.non_finite_loss is not None or older.non_finite_loss is not None
         if diverges and self.loss is None and self.step is not None and self.step > (older.step or 0):
             known["loss"] = None
@@ -425,14 +446,10 @@ _NOT_LAST: Final = {"checkpoint", "waits_for", "ending"}
 """Rows that a termination message lacks. It has the URI of the checkpoint, and nothing follows."""
 
 
-LEAST_NEEDED: Final = (
-    ("waitedFor",),
-    ("trainMetrics",),
-    ("termStart",),
-    ("traffic",),
-    ("untrainedLeaves",),
-    ("unchangedLeaves",),
-    ("metrics", "evaluatedStep"),
+_DROPPED: Final = [(row.dropped, to_camel(name)) for name, row in _rows(JobReport).items() if row.dropped]
+
+LEAST_NEEDED: Final = tuple(
+    tuple(name for place, name in _DROPPED if place == at) for at in sorted({at for at, _ in _DROPPED})
 )
 """Rows that a termination message that is too long leaves out, in this order, by their names in JSON."""
 

@@ -15,7 +15,7 @@ from backstay_cli.dry_run import CheckOutcome, checks_of, dry_job, lines, run_dr
 from backstay_cli.main import app
 from backstay_client.jobfiles.jobfile import ScriptOptions, job_of_script, localise_script
 from backstay_client.view.follow import JobView
-from backstay_spec.job_report import JobReport, ReportedStatus
+from backstay_spec.job_report import CheckpointStatus, JobReport
 from backstay_spec.validation import parse_job
 
 SCRIPT = Path(__file__)
@@ -29,9 +29,9 @@ def job(**options: Any) -> dict[str, Any]:
 
 def end(phase: str = "Succeeded", **more: Any) -> JobView:
     rows = {"step": 2, "goal_steps": 2, "loss": 0.5}
-    rows |= {name: more.pop(name) for name in ReportedStatus.model_fields if name in more and name != "checkpoint"}
-    rows["evaluation_error"] = more.pop("evaluation_error", "")
-    return JobView("a", "default", phase=phase, report=JobReport(**rows), **{"checkpoint": "uri", **more})
+    rows["checkpoint"] = CheckpointStatus(step=2, uri="uri")
+    rows |= {name: more.pop(name) for name in JobReport.model_fields if name in more}
+    return JobView("a", "default", phase=phase, report=JobReport(**rows), **more)
 
 
 def readable(uri: str) -> tuple[bool, str]:

@@ -12,7 +12,7 @@ from backstay_cli.main import command_again
 from backstay_cli.stopping import closing_lines, stored_step, stores, with_former, with_stored
 from backstay_client.view.follow import JobView
 from backstay_spec import contract
-from backstay_spec.job_report import JobReport
+from backstay_spec.job_report import CheckpointStatus, JobReport
 
 AGAIN = "backstay run --checkpoint ck train.py"
 
@@ -80,12 +80,9 @@ def test_the_log_of_a_pod_that_is_deleted_meanwhile_counts(tmp_path: Path) -> No
 
 def test_a_checkpoint_of_a_pod_that_is_gone_counts_if_it_has_the_newest_step(tmp_path: Path) -> None:
     pods = (server(2),)
-    assert (
-        stored_step(JobView("a", "default", report=JobReport(step=90), checkpoint_step=90, pods=pods), tmp_path) == 90
-    )
-    assert (
-        stored_step(JobView("a", "default", report=JobReport(step=97), checkpoint_step=90, pods=pods), tmp_path) is None
-    )
+    for step, stored in ((90, 90), (97, None)):
+        report = JobReport(step=step, checkpoint=CheckpointStatus(step=90))
+        assert stored_step(JobView("a", "default", report=report, pods=pods), tmp_path) == stored
 
 
 def stored_in(folder: Path, step: int) -> str:
@@ -100,11 +97,9 @@ def test_a_checkpoint_that_is_not_there_or_not_the_last_step_is_shown_as_such(tm
     view = JobView(
         "a",
         "default",
-        report=JobReport(step=107),
+        report=JobReport(step=107, checkpoint=CheckpointStatus(step=50, uri=str(folder / "50.json"))),
         pods=(server(1),),
         job=job,
-        checkpoint=str(folder / "50.json"),
-        checkpoint_step=50,
     )
     lines = list(closing_lines(view, job, tmp_path, AGAIN, "stopped"))
     assert lines[0] == "stopped at step 107; nothing is left running"

@@ -25,7 +25,7 @@ from backstay_client.view.starting import newest_line
 from backstay_client.view.waiting import no_update, waiting_for
 from backstay_client.words import number, on_one_line, plain, printable, shortened, without_folder
 from backstay_spec import contract
-from backstay_spec.job_report import JobReport
+from backstay_spec.job_report import CheckpointStatus, JobReport
 
 TRACEBACK = """Traceback (most recent call last):
   File "/x/train.py", line 3, in <module>
@@ -318,10 +318,13 @@ def test_a_message_of_several_lines_stays_one_entry() -> None:
 def test_the_report_has_the_call_that_loads_the_best_checkpoint() -> None:
     """Without a value of its metric, no checkpoint is the best."""
     job = {"spec": {"checkpoint": {"uri": "/ck", "keepBest": {"metric": "loss", "mode": "Min"}}}}
-    view = JobView("a", "b", checkpoint="/ck/step-9", job=job, report=JobReport(step=9, metrics={"loss": 0.5}))
+    stored = CheckpointStatus(step=9, uri="/ck/step-9")
+    with_loss = JobReport(step=9, checkpoint=stored, metrics={"loss": 0.5})
+    view = JobView("a", "b", job=job, report=with_loss)
     load = "    backstay.load('/ck', best=True)  # the best, by loss"
     assert load in list(report.lines(view, 1.0, Path("/logs")))
-    for other in (replace(view, report=JobReport(step=9)), replace(view, job={"spec": {"checkpoint": {"uri": "/ck"}}})):
+    without = replace(view, report=JobReport(step=9, checkpoint=stored))
+    for other in (without, replace(view, job={"spec": {"checkpoint": {"uri": "/ck"}}})):
         assert not any("best=True" in line for line in report.lines(other, 1.0, Path("/logs")))
 
 

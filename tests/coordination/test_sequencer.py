@@ -119,6 +119,26 @@ def test_t6_reports_of_a_replaced_link_are_ignored_and_its_end_has_no_effect() -
     assert not sequencer.is_current(0, new)
 
 
+def test_t8_reports_before_the_attachment_follow_the_position_in_their_order() -> None:
+    """A server that takes over serves workers before it gives its position; no report is lost or counted twice."""
+    sequencer, observer = sequencer_of(shards=1), Silent()
+    own = Link(sequencer, 0)
+    for term, version in ((0, 0), (1, 0), (1, 0), (1, 1)):  # of a history that was left, counted, repeated, the next
+        gradient = GradientId(term=term, version=version, key_step=version, attempt=version + 1)
+        staged = Staged(id=gradient, info=GradientInfo(finite=True, examples=1))
+        sequencer.report(0.0, 0, staged)
+    list(taken(sequencer, observer))
+    assert sequencer.coordinator.state.version == 0
+    sequencer.attach(0.0, own, ServerPosition(0, 1, 0))
+    list(taken(sequencer, observer))
+    commits = [message for message in own.received if isinstance(message, Commit)]
+    assert [(commit.version, len(commit.contributions)) for commit in commits] == [(0, 1), (1, 1)]
+    sequencer.report(0.0, 0, Applied(version=2))
+    own.stage(1, 2)
+    list(taken(sequencer, observer))
+    assert sequencer.coordinator.state.version == 3
+
+
 @given(st.data())
 def test_a_link_gets_what_was_decided_while_it_was_attached(data: st.DataObject) -> None:
     """A decision goes to the links of its moment, in the order of decisions, at any time of taking them."""

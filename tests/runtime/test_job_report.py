@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 
 from backstay._coordination import CoordinatorState, PeerTable
 from backstay._report._job import JobObserver
@@ -48,14 +49,14 @@ def test_the_answer_to_the_operator_has_the_report_and_the_position() -> None:
         evaluated_step=2,
         failed_evaluation=3,
         evaluation_error="ValueError: no data",
-        checkpoint=CheckpointStatus(step=2, uri="/c/2"),
-        checkpoint_stored=7.0,
+        checkpoint=CheckpointStatus(step=2, uri="/c/2", time=datetime.fromtimestamp(7, UTC)),
     )
     assert JobReport.decoded(reply.report) == expected
     assert observer.evaluations.of(3) == {}, "it failed"
     start = Rollback(term=2, version=2, checkpoint="/c/2")
     message = {**observer.last_report(state, start), "checkpoint": "/c/2", "result": "Succeeded"}
     found = JobReport.in_message(json.loads(json.dumps(message)))
-    without = {"checkpoint": None, "examples_per_second": None}  # the message has the URI; nothing is measured yet
-    assert found.model_copy(update={"checkpoint": None}) == expected.model_copy(update=without)
+    # The message has the URI, which is that of its step; nothing is measured yet.
+    last = {"checkpoint": CheckpointStatus(step=3, uri="/c/2"), "examples_per_second": None}
+    assert found == expected.model_copy(update=last)
     assert found.evaluation_failed == "at step 3: ValueError: no data"

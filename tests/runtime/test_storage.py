@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import urllib.request
+from datetime import UTC, datetime
 from pathlib import Path
 
 from between import LONG, put
@@ -47,7 +48,7 @@ def test_t7_training_continues_without_storage_and_the_last_version_is_stored_wh
     failures = next(line for line in lines if line.startswith("backstay_checkpoint_failures_total"))
     assert float(failures.split()[-1]) >= 2
     stored = next(line for line in lines if line.startswith("backstay_checkpoint_timestamp_seconds"))
-    assert float(stored.split()[-1]) == found.checkpoint_stored
+    assert found.checkpoint.time == datetime.fromtimestamp(int(float(stored.split()[-1])), UTC)
     point_to(real)
     assert [server.wait(), worker.wait()] == [0, 0]
     assert server.final_message()["result"] == "Succeeded"

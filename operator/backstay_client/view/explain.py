@@ -20,7 +20,7 @@ __all__ = ["DeadPod", "JobEvent", "as_object", "deaths", "job_events", "next_ste
 
 _CAUSES = {str(cause) for cause in Cause}
 _BUDGET = 0.8
-_SHOWN_OTHERWISE = {"checkpoint", "waited_for"}
+_SHOWN_OTHERWISE = {"checkpoint"}
 _CHECKPOINTS_LATE = 3  # intervals
 
 
@@ -141,7 +141,6 @@ def as_object(view: JobView, now: float | None = None) -> dict[str, Any]:
         }
         if view.checkpoint
         else None,
-        "blame": [dict(entry) for entry in view.blame],
         "deaths": [
             {
                 "secondsAgo": None if death.at is None else round(max(0.0, now - death.at), 1),

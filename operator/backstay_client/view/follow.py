@@ -91,7 +91,6 @@ class JobView:
     phase: str = "Pending"
     message: str = ""
     report: JobReport = field(default_factory=JobReport)  # the newest numbers of training
-    checkpoint: str | None = None
     roles: dict[str, RoleView] = field(default_factory=dict)
     standbys: int = 0  # of all shards; `roles` counts them as parameter servers
     events: tuple[tuple[str, str, str], ...] = ()  # (type, reason, message), oldest first
@@ -104,11 +103,8 @@ class JobView:
     worker_seconds: Mapping[str, float] = field(default_factory=dict)  # by part, see backstay_spec.goodput
     started: float | None = None  # Unix time
     completed: float | None = None
-    checkpoint_step: int | None = None
-    checkpoint_time: float | None = None  # Unix time at which it was stored, or first seen
     history: tuple[ShownEntry, ...] = ()  # oldest first
     doings: Mapping[str, PodActivity] = field(default_factory=dict)  # by the name of the pod
-    blame: tuple[Mapping[str, Any], ...] = ()  # the ranks that updates waited for, the longest first
     waits: Mapping[str, Any] = field(default_factory=dict)  # what the next update waits for
     newest_line: tuple[str, str] = ("", "")  # of the log of a pod that starts, after its name, if it takes long
     live: bool = False  # shard 0's server answered: the numbers are current
@@ -119,6 +115,22 @@ class JobView:
     def ended(self) -> bool:
         """Whether the job's phase is final."""
         return self.phase in TERMINAL
+
+    @property
+    def checkpoint(self) -> str | None:
+        """The URI of the newest checkpoint."""
+        return None if self.report.checkpoint is None else self.report.checkpoint.uri or None
+
+    @property
+    def checkpoint_step(self) -> int | None:
+        """The step of the newest checkpoint."""
+        return None if self.report.checkpoint is None else self.report.checkpoint.step
+
+    @property
+    def checkpoint_time(self) -> float | None:
+        """The Unix time at which the newest checkpoint was stored."""
+        stored = self.report.checkpoint
+        return None if stored is None or stored.time is None else stored.time.timestamp()
 
     @property
     def restarts(self) -> int:
@@ -168,7 +180,6 @@ def view_of(
         phase=status.get("phase") or "Pending",
         message=_message_of(status),
         report=_report(status, ending),
-        checkpoint=ending.get("checkpoint") or (status.get("checkpoint") or {}).get("uri"),
         roles=roles,
         standbys=int(servers.get("replicas", 1)) * int(servers.get("standbys", 0)),
         seen=bool(status),
@@ -180,10 +191,7 @@ def view_of(
         worker_seconds=status.get("workerSeconds") or {},
         started=unix_time(status.get("startTime")),
         completed=unix_time(status.get("completionTime")),
-        checkpoint_step=(status.get("checkpoint") or {}).get("step"),
-        checkpoint_time=unix_time((status.get("checkpoint") or {}).get("time")),
         history=_history(status, events),
-        blame=tuple(status.get("waitedFor") or ()),
         job=job,
     )
     if before is None:
@@ -198,21 +206,13 @@ def _report(status: dict[str, Any], ending: dict[str, Any]) -> JobReport:
 
 
 def _merged(view: JobView, before: JobReport) -> JobReport:
-    """Returns the newest rows, where `view` is from the API, and `before` may be from the page, which is newer."""
+    """Returns the newest rows, where `view` is from the API, and `before` may be from the page, which is newer.
+
+    The termination message is the newest source. The status has at most the page's rows of the same step, rounded.
+    """
     seen = view.report
-    update: dict[str, Any] = {}
-    if not (view.ended and seen.step is not None):
-        update["step"] = max((value for value in (seen.step, before.step) if value is not None), default=None)
-    if (seen.evaluated_step or -1) < (before.evaluated_step or -1):
-        update |= {"metrics": before.metrics, "evaluated_step": before.evaluated_step}
-    if before.train_metrics and not view.concluded:
-        update["train_metrics"] = before.train_metrics
-    if before.traffic and not view.concluded:
-        update["traffic"] = before.traffic
-    # The termination message is the newest source, then the metrics that were seen last, then the status.
-    if view.ended and not view.concluded:
-        update["loss"] = before.loss
-    return seen.over(before).model_copy(update=update)
+    newer = view.concluded or seen.reached > before.reached or (view.ended and seen.reached == before.reached)
+    return seen.over(before) if newer else before.over(seen)
 
 
 def unix_time(text: Any) -> float | None:
@@ -315,15 +315,10 @@ def with_page(view: JobView, page: dict[str, Any]) -> JobView:
         )
         for pod in page.get("pods") or []
     }
-    view = replace(view, doings=doings, live=True)
-    view = replace(view, blame=tuple(page.get("blame") or view.blame), waits=page.get("waits") or {})
+    view = replace(view, doings=doings, live=True, waits=page.get("waits") or {})
     report, known = JobReport.model_validate(page), view.report
     if not report.step:
         return replace(view, report=JobReport(goal_steps=report.goal_steps).over(known))
-    stored = report.checkpoint
-    if stored is not None and stored.uri:
-        at = report.checkpoint_stored or view.checkpoint_time
-        view = replace(view, checkpoint=stored.uri, checkpoint_step=stored.step, checkpoint_time=at)
     # The rates are means of 30 s. Without updates, they and the remaining time are no longer correct.
     stands = float(view.waits.get("seconds") or 0.0) >= LONG_WAIT
     merged = report.over(known).model_copy(update=NO_RATES if stands else {})

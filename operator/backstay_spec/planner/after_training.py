@@ -412,5 +412,6 @@ def _fields(facts: Facts, found: PodOutcome) -> dict[str, Any]:
     if found.step is not None:
         fields["step"] = found.step
         if found.checkpoint:
-            fields["checkpoint"] = checkpoint_status(facts.old, found.step, found.checkpoint, facts.now)
+            stored = CheckpointStatus(step=found.step, uri=found.checkpoint)
+            fields["checkpoint"] = checkpoint_status(facts.old, stored, facts.now)
     return fields

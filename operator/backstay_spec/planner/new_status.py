@@ -209,7 +209,7 @@ def with_progress(before: TrainingJobStatus, progress: Progress | None, now: dat
         # A term is recorded with the report of its start, which comes later: `history` sends its event only once.
         fields.pop("term", None)
     if report.checkpoint is not None:
-        fields["checkpoint"] = checkpoint_status(before, report.checkpoint.step, report.checkpoint.uri, now)
+        fields["checkpoint"] = checkpoint_status(before, report.checkpoint, now)
     return before.model_copy(update=fields)
 
 
@@ -229,9 +229,7 @@ def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
     return {part: shown for part, value in seconds.items() if (shown := round(value, 1))}
 
 
-def checkpoint_status(before: TrainingJobStatus, step: int, uri: str, now: datetime) -> CheckpointStatus:
-    """The newest complete checkpoint; its time stays if it was known before."""
-    known = before.checkpoint
-    if known is not None and (known.step, known.uri) == (step, uri):
-        return known
-    return CheckpointStatus(step=step, uri=uri, time=status.whole_seconds(now))
+def checkpoint_status(before: TrainingJobStatus, stored: CheckpointStatus, now: datetime) -> CheckpointStatus:
+    """The newest complete checkpoint. One whose time no server has reported was stored now."""
+    found = stored.dated(before.checkpoint)
+    return found if found.time is not None else found.model_copy(update={"time": status.whole_seconds(now)})

@@ -69,6 +69,7 @@ class Sequencer:
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator = coordinator
         self._links: dict[int, ShardSink] = {}
+        self._early: dict[int, list[Report]] = {}
         self._outbox: deque[Due] = deque()
         self._taking = False
 
@@ -78,6 +79,8 @@ class Sequencer:
         """A shard's server is connected: `sink` gets all later messages, and first those that it has missed."""
         self._links[position.shard] = sink
         self.add(now, self.coordinator.hello(now, position))
+        for report in self._early.pop(position.shard, ()):
+            self.add(now, self.coordinator.report(now, position.shard, report))
 
     def detach(self, shard: int, sink: ShardSink) -> None:
         """The connection broke. Nothing happens when another has replaced it."""
@@ -93,8 +96,14 @@ class Sequencer:
         return sink is None or self._links.get(shard) is sink
 
     def report(self, now: float, shard: int, report: Report, sink: ShardSink | None = None) -> None:
-        """A shard's report; `sink` is the link on which it arrived, as in `is_current`."""
-        if self.is_current(shard, sink):
+        """A shard's report; `sink` is the link on which it arrived, as in `is_current`.
+
+        A shard of this process may report before it is attached: a server that takes over serves workers before it
+        gives its position. The coordinator receives such reports after that position, and drops what it has left (T8).
+        """
+        if sink is None and shard not in self._links:
+            self._early.setdefault(shard, []).append(report)
+        elif self.is_current(shard, sink):
             self.add(now, self.coordinator.report(now, shard, report))
 
     @property

@@ -52,7 +52,6 @@ class Blamed:
         rank, shard, part: as in `Charge`.
         seconds: the sum of the charged seconds.
         updates: the number of updates.
-        window: seconds that the sum covers.
     """
 
     rank: int
@@ -60,7 +59,6 @@ class Blamed:
     part: str
     seconds: float
     updates: int
-    window: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +177,9 @@ class Blame:
     def worst(self, now: float, most: int = 3) -> list[Blamed]:
         """The charges of the last 5 minutes, the longest first."""
         self._forget(now)
-        window = max(1e-9, min(_WINDOW, now - self._began))
         ordered = sorted(self._sums.items(), key=lambda item: (-item[1][0], item[0][0]))
         return [
-            Blamed(rank, shard, part, max(0.0, seconds), int(updates), window)
+            Blamed(rank, shard, part, max(0.0, seconds), int(updates))
             for (rank, shard, part), (seconds, updates) in ordered[:most]
         ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from datetime import UTC, datetime
 
 from backstay_spec.job_report import CheckpointStatus, JobReport
 
@@ -26,7 +27,8 @@ class Checkpoints:
     def begin(self, uri: str, step: int, stored: float) -> None:
         """The history continues this checkpoint; `stored` is its Unix time, and 0 if that is not known."""
         with self._lock:
-            self._rows = JobReport(checkpoint=CheckpointStatus(step=step, uri=uri), checkpoint_stored=stored or None)
+            time = datetime.fromtimestamp(stored, UTC) if stored else None
+            self._rows = JobReport(checkpoint=CheckpointStatus(step=step, uri=uri, time=time))
         if stored:
             self._metrics.checkpoint_timestamp.set(stored)
 

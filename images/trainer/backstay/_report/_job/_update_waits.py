@@ -16,7 +16,7 @@ from backstay_spec import contract
 from backstay_spec.job_report import JobReport, WaitedForStatus
 
 from ... import _instrument
-from ..._coordination import AsyncBlame, Blame, Blamed
+from ..._coordination import AsyncBlame, Blame
 
 if TYPE_CHECKING:
     from ..._coordination import CoordinatorState
@@ -105,27 +105,11 @@ class UpdateWaits:
             self._term, self._version, self._world = state.term, state.version, state.world
 
     def status(self, now: float) -> dict[str, Any]:
-        """The part of `/status` about waits: the ranks that updates waited for, and those that are missing now."""
+        """The part of `/status` that is no row of the report: what the next update waits for now."""
         with self._lock:
-            worst = self._blame.worst(now)
             seconds, text = self._waiting(now)
             over = self._over
-        return {
-            "blame": [
-                {
-                    "rank": one.rank,
-                    "shard": one.shard,
-                    "part": one.part,
-                    "seconds": round(one.seconds, 3),
-                    "updates": one.updates,
-                    "windowSeconds": round(one.window, 1),
-                    "text": _text(one, sync=self._sync),
-                }
-                for one in worst
-                if one.seconds > 0
-            ],
-            "waits": {"seconds": round(seconds, 1), "text": text} | ({"over": True} if over else {}),
-        }
+        return {"waits": {"seconds": round(seconds, 1), "text": text} | ({"over": True} if over else {})}
 
     def report(self, now: float) -> JobReport:
         """The rows about waits."""
@@ -196,13 +180,3 @@ class UpdateWaits:
             return f"worker {rank} is in no part of a step"
         who = f"pod {doing.member} of worker {rank}" if doing.member else f"worker {rank}"
         return f"{who} {_instrument.DOES.get(doing.point, doing.point)}, for {doing.seconds + now - at:.0f} s"
-
-
-def _text(one: Blamed, *, sync: bool) -> str:
-    where, part = f"worker {one.rank}", contract.SLOW_PARTS.get(one.part, one.part)
-    if one.shard is not None:
-        where, part = f"server {one.shard}", f"receiving from worker {one.rank}"
-    window = f"{one.window / 60:.0f} min" if one.window >= 60 else f"{one.window:.0f} s"
-    if not sync:
-        return f"{where}, {part}: {one.seconds:.1f} s of the last {window} slower than the others"
-    return f"{where}, {part}: {one.seconds:.1f} s of the last {window}, in {one.updates} updates"

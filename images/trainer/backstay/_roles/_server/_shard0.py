@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -53,10 +52,6 @@ class Shard0(CoordinatorAccess):
         self._held, self._steps = context.held, context.script.steps
         checkpoint = environment.config.checkpoint
         self._keeps_best = checkpoint is not None and checkpoint.keep_best is not None
-        # A server that takes over serves workers before it gives its position to the coordinator, which then drops what
-        # the shard has reported (T8).
-        self._reporting = threading.Lock()
-        self._unsent: list[Report] | None = []
         self._running: ThreadedCoordinator | None = None  # None until the folder was read, which may fail
         self._storage, self.threaded = begin_history(context, job, self._folder_lost)
         self._running = self.threaded
@@ -88,9 +83,6 @@ class Shard0(CoordinatorAccess):
                 prepared=tuple(held.contributions),
             )
         self.threaded.attach(sink, position)
-        while unsent := self._take_unsent():
-            for report in unsent:
-                self.threaded.report(0, report)
 
     def tick(self, now: float, silent: set[int]) -> None:
         self.threaded.do(Coordinator.silent, silent)
@@ -115,18 +107,7 @@ class Shard0(CoordinatorAccess):
 
     # ---- The shard ----
 
-    def _take_unsent(self) -> list[Report]:
-        """Returns the reports that were not sent yet. When none is left, reports go to the coordinator directly."""
-        with self._reporting:
-            unsent = self._unsent or []
-            self._unsent = [] if unsent else None
-            return unsent
-
     def report(self, report: Report) -> None:
-        with self._reporting:
-            if self._unsent is not None:
-                self._unsent.append(report)
-                return
         self.threaded.report(0, report)
 
     def describe(self, state: ReplicaState) -> bool:
@@ -140,7 +121,7 @@ class Shard0(CoordinatorAccess):
     def stopped(self) -> dict[str, Any]:
         """The last report, with the checkpoint as a row. Nothing reports it later."""
         checkpoint = self._job.newest_checkpoint()
-        stored = {"checkpoint": {"step": checkpoint.step, "uri": checkpoint.uri}} if checkpoint.uri else {}
+        stored = {"checkpoint": checkpoint.model_dump(mode="json", exclude_none=True)} if checkpoint.uri else {}
         return self._job.last_report(self.threaded.state(), self.threaded.start_of_term) | stored
 
     def outcome(self, done: Done, term: int) -> dict[str, Any]:
