@@ -24,7 +24,7 @@ class StateDoc(NamedTuple):
 JOBS: Final[Mapping[Phase, StateDoc]] = {
     "Pending": StateDoc("The job was accepted. No container of a pod has started.", "Starting, Failed, Suspended"),
     "Starting": StateDoc(
-        "A container has started. A server, or each worker, is not ready.", "Running, Failed, Suspended"
+        "A container has started. A server, or each worker, is not ready.", "Pending, Running, Failed, Suspended"
     ),
     "Running": StateDoc("All servers and a worker are ready, or were.", "Starting, Succeeded, Failed, Suspended"),
     "Suspended": StateDoc("`spec.runPolicy.suspend` is true, and all pods have ended.", "Pending"),

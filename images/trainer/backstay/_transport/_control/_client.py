@@ -307,7 +307,7 @@ class ControlClient:
                 raise refusal from None
             code = getattr(error, "code", lambda: None)()
             why = f"shard {shard} at {self._servers[shard]}: {getattr(error, 'details', lambda: '')()}"
-            raise (Moved if code is grpc.StatusCode.FAILED_PRECONDITION else PeerLost)(why) from None
+            raise (Moved if getattr(code, "name", "") == RefusalCode.MOVED else PeerLost)(why) from None
 
 
 class Heartbeats:
