@@ -32,7 +32,8 @@ class Paragraph:
     Attributes:
         line: line of the source file where the paragraph begins, from 1.
         text: the paragraph as Markdown, on one line.
-        part: ``summary`` for the first paragraph of a docstring, ``entry`` for an entry of `Args`, else empty.
+        part: ``summary`` for the first paragraph of a docstring, ``body`` for a later one, ``entry`` for an entry of
+            `Args`, else empty.
     """
 
     line: int
@@ -99,6 +100,7 @@ def _docstring(text: str, first: int) -> Iterator[Paragraph]:
         if stripped and not _SECTION.match(stripped) and not stripped.startswith(">>>"):
             if not collected:
                 begin = number
+                part = part or ("" if indented else "body")
             text_of_line = stripped.removeprefix("* ").removeprefix("- ")
             collected.append(_ENTRY.sub("", text_of_line) if indented and (starts or entry) else text_of_line)
     yield from _joined(collected, begin, part)

@@ -129,8 +129,11 @@ def judge(prose: Prose) -> Iterator[tuple[str, str]]:
         yield "metaphors", f"{match.group()!r}: a process sends, receives, requests, reports, observes or stores"
     if prose.is_heading:
         return
-    if prose.part and (match := rules["fragments"][prose.part].match(prose.text)):
+    if (begins := rules["fragments"].get(prose.part)) and (match := begins.match(prose.text)):
         yield "fragments", f"begin with the noun, and not with {match.group()!r}: {prose.text[:60]!r}"
+    if prose.part in ("summary", "body"):
+        for match in rules["values"].finditer(prose.text):
+            yield "values", f"write 'Returns {match[1]} if', and not {match.group().strip()!r}: {prose.text[:60]!r}"
     if prose.part == "summary":
         first = _SENTENCE_END.split(rules["label"].sub("", prose.text))[0]
         head, colon, _ = first.partition(": ")
@@ -155,6 +158,7 @@ def _rules() -> dict[str, Any]:
         "metaphors": re.compile(phrase, re.IGNORECASE),
         "nameless_actor": re.compile(rf"(?:\S+: )?(?:{raw['nameless_actor']['begins']})\b"),
         "fragments": {part: re.compile(rf"(?:{begins})(?![\w-])") for part, begins in raw["fragments"].items()},
+        "values": re.compile(rf"(?:^|[.;,(] )({raw['values']['values']}): "),
         "label": re.compile(rf"^(?:{raw['colons']['labels']}): "),
         "verb": re.compile(rf"\b(?:{raw['colons']['verbs']})\b|^(?:{raw['colons']['imperatives']})\b", re.IGNORECASE),
         "sentence_length": raw["sentence_length"]["words"],

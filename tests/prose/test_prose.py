@@ -138,20 +138,32 @@ def test_a_docstring_that_begins_without_its_noun_is_found(docstring: str, found
 @pytest.mark.parametrize(
     ("docstring", "found"),
     [
-        ("None: it has no address yet.", True),
         ("The end of a job: the pods leave in any order.", True),
         ("Whether it is empty: tried with a file.", False),
         ("Returns None while the Service has no address.", False),
         ("The server ends: no stream is accepted.", False),
         ("T1, T3: the contribution is applied once.", False),
-        ("T1: None: it has no address yet.", True),
-        ("Read a file.\n\n    Empty: it has no lines.\n", False),
     ],
 )
 def test_a_docstring_with_a_colon_and_without_a_verb_is_found(docstring: str, found: bool, tmp_path: Path) -> None:
     files = written(tmp_path, {"a.py": f'def f(x):\n    """{docstring}"""\n'})
     rules = [finding.rule for finding in lint.check(files, tmp_path)]
     assert rules == ["colons"] * found
+
+
+@pytest.mark.parametrize(
+    ("docstring", "found"),
+    [
+        ("Find the address; None: it has none yet.", True),
+        ("Wait for the address. False: the Service is gone.", True),
+        ("Read a file.\n\n    None: it has no lines.\n", True),
+        ("Find the address, or return None if it has none.", False),
+        ("Read a file.\n\n    Args:\n        path: the file's path; None: standard input.\n", False),
+    ],
+)
+def test_a_value_without_a_verb_is_found_outside_of_lists(docstring: str, found: bool, tmp_path: Path) -> None:
+    files = written(tmp_path, {"a.py": f'def f(x):\n    """{docstring}"""\n'})
+    assert [finding.rule for finding in lint.check(files, tmp_path)] == ["values"] * found
 
 
 def test_an_exempt_file_may_not_get_worse_and_its_number_only_falls() -> None:
