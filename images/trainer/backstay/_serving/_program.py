@@ -80,9 +80,17 @@ class ServingProgram:
         """
         self.signature, self.sizes = signature, sizes
         self._shapes = jax.tree.map(_shape_of, first)
-        self._predict = predict
-        self.outputs = self._outputs(sizes[-1])
-        self._compiled = {size: self._compile(size) for size in sizes}
+        self._predict = jax.jit(predict)
+        lowered = {size: self._lower(size) for size in reversed(sizes)}
+        of_size = {size: _outputs(one.out_info, size) for size, one in lowered.items()}
+        self.outputs = of_size[sizes[-1]]
+        for size, outputs in of_size.items():
+            if outputs != self.outputs:
+                raise ConfigurationError(
+                    f"`predict` returns {', '.join(map(str, outputs))} for {size} examples, and "
+                    f"{', '.join(map(str, self.outputs))} for {self.largest}: only the first dimension may differ"
+                )
+        self._compiled = {size: one.compile() for size, one in lowered.items()}
 
     @property
     def largest(self) -> int:
@@ -101,7 +109,7 @@ class ServingProgram:
     def run(self, version: ServedVersion, batch: Any, rows: int) -> list[NDArray[Any]]:
         """The outputs for the first `rows` examples of a batch, which has one of `sizes`."""
         size = len(jax.tree.leaves(batch)[0])
-        leaves = jax.device_get(self._compiled[size](version.params, version.state, batch))
+        leaves = jax.tree.leaves(jax.device_get(self._compiled[size](version.params, version.state, batch)))
         return [
             np.asarray(leaf)[:rows].astype(tensor.dtype, copy=False)
             for leaf, tensor in zip(leaves, self.outputs, strict=True)
@@ -133,38 +141,27 @@ class ServingProgram:
                     "normalization must use its stored statistics), or set batch=1"
                 )
 
-    def _outputs(self, size: int) -> tuple[TensorSpec, ...]:
+    def _lower(self, size: int) -> Any:
         params, state = self._shapes
         try:
-            tree = jax.eval_shape(self._predict, params, state, self.signature.shapes(size))
+            return self._predict.lower(params, state, self.signature.shapes(size))
         except Exception as error:
             raise ConfigurationError(
                 f"`predict` raised {type(error).__name__} when it was traced with {size} examples: {error}"
             ) from error
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            name = jax.tree_util.keystr(path, simple=True, separator=".") or "output"
-            if leaf.ndim == 0 or leaf.shape[0] != size:
-                raise ConfigurationError(
-                    f"`predict` returns the shape {leaf.shape} at {name} for {size} examples: the first dimension must "
-                    f"be {size}"
-                )
-        rows = jax.tree.map(lambda leaf: _shape_of(leaf, 1), tree)
-        return tensors_of(rows, "output", "the result of `predict`")
 
-    def _compile(self, size: int) -> Any:
-        outputs = self._outputs(size)
-        if outputs != self.outputs:
+
+def _outputs(tree: Any, size: int) -> tuple[TensorSpec, ...]:
+    """The tensors of a result for `size` examples, whose shapes `tree` has."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator=".") or "output"
+        if not leaf.shape or leaf.shape[0] != size:
             raise ConfigurationError(
-                f"`predict` returns {', '.join(map(str, outputs))} for {size} examples, and "
-                f"{', '.join(map(str, self.outputs))} for {self.largest}: only the first dimension may differ"
+                f"`predict` returns the shape {leaf.shape} at {name} for {size} examples: the first dimension must "
+                f"be {size}"
             )
-
-        def flat(params: Any, state: Any, batch: Any) -> list[Any]:
-            leaves: list[Any] = jax.tree.leaves(self._predict(params, state, batch))
-            return leaves
-
-        params, state = self._shapes
-        return jax.jit(flat).lower(params, state, self.signature.shapes(size)).compile()
+    rows = jax.tree.map(lambda leaf: _shape_of(leaf, 1), tree)
+    return tensors_of(rows, "output", "the result of `predict`")
 
 
 def _shape_of(leaf: Any, first: int = 0) -> Any:
