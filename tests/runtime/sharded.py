@@ -213,7 +213,8 @@ def count_as_accelerators():
         return encode(*arguments, **more)
 
     patch(f"{encoder}.encode", encoded).start()
-    patch("backstay._transport._tensors._divided.shares_host_memory", lambda device: False).start()
+    for room in ("_transport._tensors._divided", "_compute._placement"):
+        patch(f"backstay.{room}.shares_host_memory", lambda device: False).start()
 
 
 if __name__ == "__main__":

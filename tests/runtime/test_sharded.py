@@ -68,13 +68,18 @@ def test_t4_one_process_with_a_divided_model(kind: str, more: str, parent: Forke
     assert warned == (kind in ("fsdp", "tensor"))
 
 
-@pytest.mark.parametrize(("kind", "more"), [("fsdp", ""), ("tensor", "local"), ("fsdp", "frozen"), ("pipeline", "")])
-def test_t4_a_job_with_a_divided_model(kind: str, more: str, plain, tmp_path: Path) -> None:
-    """The servers do not use the mesh."""
+@pytest.mark.parametrize(
+    ("kind", "more", "accelerated"),
+    [("fsdp", "", False), ("tensor", "local", True), ("fsdp", "frozen", True), ("pipeline", "", True)],
+)
+def test_t4_a_job_with_a_divided_model(kind: str, more: str, accelerated: bool, plain, tmp_path: Path) -> None:
+    """The servers do not use the mesh. Each accelerator receives a part, and encodes one."""
     out = tmp_path / "out.npz"
-    env = DEVICES | {"KIND": kind, "MORE": more, "OUT": str(out)}
+    env = DEVICES | {"KIND": kind, "MORE": more, "OUT": str(out), "ACCELERATED": "0" if accelerated else ""}
     job = testing.run(SCRIPT, servers=2, env=env)
     assert job.succeeded
+    (log,) = (log for name, log in job.logs.items() if name.startswith("worker"))
+    assert ("encoded on an accelerator" in log) == accelerated
     same(dict(np.load(out)), plain(more))
 
 

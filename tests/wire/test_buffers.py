@@ -12,7 +12,8 @@ import numpy as np
 import optax
 import pytest
 
-from backstay._transport._tensors._buffers import DIRECT_BYTES, Arrangement, ParamBuffers
+from backstay._transport._tensors._areas import DIRECT_BYTES
+from backstay._transport._tensors._buffers import Arrangement, ParamBuffers
 from backstay._update import Partition, analyse, describe, partition
 
 RNG = np.random.default_rng(0)

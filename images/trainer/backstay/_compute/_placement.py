@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from .._update import TreeSpec, on_host
+from .._update import TreeSpec, on_host, shares_host_memory
 from ._sharding import (
     BATCH,
     MeshAxes,
@@ -222,9 +222,14 @@ class Placement:
         return len(self.devices) == 1 and self.on("cpu")
 
     @property
+    def of_accelerators(self) -> bool:
+        """Whether it is several devices, which all have memory besides that of the host."""
+        return len(self.devices) > 1 and not any(map(shares_host_memory, self.devices))
+
+    @property
     def takes_host_memory(self) -> bool:
         """Whether `leaves` takes arrays of the host as well as those of a device."""
-        return self.on_host or (self.divided and not self.spans)
+        return self.on_host or (self.divided and not self.spans and not self.of_accelerators)
 
     @property
     def options(self) -> dict[str, Any] | None:

@@ -60,7 +60,7 @@ class Contributions:
         self._env, self._script, self._plan, self._rank = environment, script, plan, environment.index
         self._protocol, self._observer, self._heart = protocol, observer, heart
         self.arrangement: Arrangement | DividedArrangement = Arrangement(plan.partition)
-        if environment.members > 1:
+        if environment.members > 1 or script.placement.of_accelerators:
             shardings = script.placement.model(plan.partition.tree)
             self.arrangement = DividedArrangement(plan.partition, shardings, environment.member)
         self._overlaps = script.overlaps(environment.config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,10 @@ import numpy as np
 from ..._update import GROUP, Block, LeafSpec, Partition, Piece
 from ._memory import ALIGNMENT
 
-__all__ = ["Area", "Areas", "coded_in", "leaf_in", "numbered", "parts_of"]
+__all__ = ["DIRECT_BYTES", "Area", "Areas", "coded_in", "direct_in", "leaf_in", "numbered", "parts_of"]
+
+DIRECT_BYTES: Final = 64 << 10
+"""A leaf with its own block of at least this many bytes is sent from its memory."""
 
 
 @dataclass
@@ -97,6 +100,13 @@ def coded_in(blocks: Iterable[tuple[int, int, Block]]) -> set[int]:
     return {piece.leaf for _, _, block in blocks if block.coded for piece in block.pieces}
 
 
+def direct_in(blocks: Iterable[tuple[int, int, Block]]) -> frozenset[int]:
+    """The leaves that are sent from their memory."""
+    return frozenset(
+        block.pieces[0].leaf for _, _, block in blocks if len(block.pieces) == 1 and block.nbytes >= DIRECT_BYTES
+    )
+
+
 Part: TypeAlias = tuple[int, int, int]
 """The area of a part of a leaf, its first element there, and the one after the last."""
 
@@ -105,12 +115,16 @@ def parts_of(leaves: Sequence[int], pieces: Iterable[tuple[int, int, Piece]]) ->
     """The parts of some leaves, in the order of each leaf. A leaf without elements has none.
 
     Args:
-        pieces: the area of each piece, and the element where it starts.
+        pieces: the area of each piece, and the element where it starts. Pieces that follow each other are one part.
     """
     result: dict[int, list[Part]] = {leaf: [] for leaf in leaves}
     for area, start, piece in sorted(pieces, key=lambda each: (each[2].leaf, each[2].start)):
-        if piece.leaf in result:
-            result[piece.leaf].append((area, start, start + piece.size))
+        if (parts := result.get(piece.leaf)) is None:
+            continue
+        begin, stop = start, start + piece.size
+        if parts and parts[-1][0] == area and parts[-1][2] == start:
+            begin = parts.pop()[1]
+        parts.append((area, begin, stop))
     return result
 
 

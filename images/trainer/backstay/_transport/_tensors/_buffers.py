@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -30,13 +29,10 @@ from ..._update import (
     shares_host_memory,
 )
 from .._streams._interfaces import Bytes
-from ._areas import Areas, coded_in, leaf_in, numbered, parts_of
+from ._areas import Areas, coded_in, direct_in, leaf_in, numbered, parts_of
 from ._memory import aligned_empty
 
-__all__ = ["DIRECT_BYTES", "Arrangement", "BufferSlot", "ParamBuffers"]
-
-DIRECT_BYTES: Final = 64 << 10
-"""A leaf with its own block of at least this many bytes is sent from its memory."""
+__all__ = ["Arrangement", "BufferSlot", "ParamBuffers"]
 
 
 class Arrangement:
@@ -46,9 +42,7 @@ class Arrangement:
         self.partition = partition
         leaves = partition.tree.leaves
         blocks = numbered(partition)
-        self.direct = frozenset(
-            block.pieces[0].leaf for _, _, block in blocks if len(block.pieces) == 1 and block.nbytes >= DIRECT_BYTES
-        )
+        self.direct = direct_in(blocks)
         coded = coded_in(blocks)
         # A block lies in its leaf when it is part of one direct leaf only; else in an area. So does the tail of a coded
         # leaf, because an accelerator copies no array that it has encoded.
@@ -95,17 +89,15 @@ class Arrangement:
         """The blocks of every shard, out of a gradient on the device.
 
         Args:
-            packed_leaves: the result of `pack` for the gradient, on one device, whole on several, or divided over
-                several.
+            packed_leaves: the result of `pack` for the gradient, on one device or on several of the CPU.
 
         Returns:
             ``[s][b]``, which keep alive what they need of `packed_leaves`. On the CPU, 1-D views of that memory, of
-            which reading one waits until it is computed. Divided arrays are first copied to the host.
+            which reading one waits until it is computed. Arrays that several devices divide are first joined.
         """
-        several = any(len(array.devices()) > 1 for array in packed_leaves)
-        apart = several and not all(array.is_fully_replicated for array in packed_leaves)  # the host joins the parts
-        packed_leaves = _each_on_one(packed_leaves) if several and not apart else packed_leaves
-        there = [] if apart or all(map(_on_host, packed_leaves)) else [DeviceArray(array) for array in packed_leaves]
+        if any(len(array.devices()) > 1 for array in packed_leaves):
+            packed_leaves = [each.addressable_data(0) if each.is_fully_replicated else each for each in packed_leaves]
+        there = [] if all(map(_on_host, packed_leaves)) else [DeviceArray(array) for array in packed_leaves]
         place = {leaf: index for index, leaf in enumerate(sorted(self.direct))}
         result: list[Sequence[np.ndarray | DeviceBlock]] = []
         for s, layout in enumerate(self.partition.shards):
@@ -179,21 +171,6 @@ class Arrangement:
 
 def _on_host(array: jax.Array) -> bool:
     return all(shares_host_memory(device) for device in array.devices())
-
-
-def _each_on_one(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Arrays that each device has whole, as they are on one of the devices. Accelerators get about the same number of
-    bytes each, so that all of them encode, and all their links are used."""
-    if all(map(_on_host, arrays)):
-        return [array.addressable_data(0) for array in arrays]
-    on = [{shard.device: shard.data for shard in array.addressable_shards} for array in arrays]
-    loads = Counter[Any]()
-    result = list(arrays)
-    for index in sorted(range(len(arrays)), key=lambda index: (-arrays[index].nbytes, index)):
-        device = min(on[index], key=loads.__getitem__)
-        loads[device] += arrays[index].nbytes
-        result[index] = on[index][device]
-    return result
 
 
 class _HostBlocks(LazyBlocks[np.ndarray]):

@@ -1,10 +1,10 @@
-"""Arranges a model that the devices of several pods hold together, so that each pod sends and receives its own part.
+"""Arranges a model that several accelerators hold, of one pod or of the pods of a rank. Each sends and receives a part.
 
 The jitted function that computes a contribution ends with `DividedArrangement.pack`. It makes flat arrays of *rows*,
 one for each member of a rank. The rows of a leaf that the members divide (`Partition.divided`) are their ranges of it,
-with any sharding of the script. The rows of an area are the small blocks of each member, one after another. The
-devices of a member hold its row, so that it can send and receive without the others. The servers get the number of
-members, and neither the mesh nor a sharding.
+with any sharding of the script. A member alone has all of its large leaves. The rows of an area are the small blocks
+of each member, one after another. The devices of a member divide its row, so that it can send and receive without the
+others, on the links of all of them. The servers get the number of members, and neither the mesh nor a sharding.
 
 On the way back, each device gets its part of the rows, and a second jitted function makes the leaves of them. XLA's
 collectives do both, between the devices of the rank. A process never has more than its rows in the memory of its host.
@@ -38,7 +38,7 @@ from ..._update import (
 )
 from ...errors import ConfigurationError
 from .._streams._interfaces import Bytes
-from ._areas import Areas, coded_in, leaf_in, numbered, parts_of
+from ._areas import Areas, coded_in, direct_in, leaf_in, numbered, parts_of
 from ._buffers import owner_of
 from ._memory import aligned_empty
 
@@ -84,14 +84,21 @@ class DividedArrangement:
         spec: Any = jax.sharding.PartitionSpec  # which JAX leaves untyped
         self._by_row = NamedSharding(mesh, spec(tuple(mesh.axis_names)))
         leaves, members = partition.tree.leaves, range(partition.members)
-        self._divided = {leaf: index for index, leaf in enumerate(sorted(partition.divided))}
         blocks = numbered(partition)
         coded = coded_in(blocks)
+        own_rows = partition.divided if partition.members > 1 else direct_in(blocks)
+        self._divided = {leaf: index for index, leaf in enumerate(sorted(own_rows))}
+        # The tail of a coded leaf lies in an area, because an accelerator copies no array that it has encoded.
+        self._in_rows = {
+            (s, b)
+            for s, b, block in blocks
+            if all(piece.leaf in own_rows and (block.coded or piece.leaf not in coded) for piece in block.pieces)
+        }
         rows = [
             self._rows(leaves[leaf].dtype, range_length(leaves[leaf].size, len(members)), leaf in coded)
             for leaf in self._divided
         ]
-        dealt = [each for each in blocks if each[2].pieces[0].leaf not in self._divided]
+        dealt = [each for each in blocks if each[:2] not in self._in_rows]
         self._areas = [Areas([each for each in dealt if each[2].member == own]) for own in members]
         kinds = list(dict.fromkeys((area.dtype, area.coded) for areas in self._areas for area in areas.every))
         self._index = {kind: len(rows) + place for place, kind in enumerate(kinds)}  # the array of each kind of area
@@ -99,14 +106,18 @@ class DividedArrangement:
             sizes = [area.size for areas in self._areas for area in areas.every if (area.dtype, area.coded) == kind]
             rows.append(self._rows(kind[0], max(sizes), kind[1]))
         self._arrays = tuple(rows)
-        small = [leaf for leaf in range(len(leaves)) if leaf not in self._divided]
-        pieces = []
+        pieces = [
+            (self._divided[piece.leaf], piece.start, piece)
+            for s, b, block in blocks
+            if (s, b) in self._in_rows
+            for piece in block.pieces
+        ]
         for own, areas in enumerate(self._areas):
             for area in areas.every:
                 index = self._index[area.dtype, area.coded]
                 first = own * rows[index].padded
                 pieces += [(index, first + start, piece) for start, piece in area.pieces]
-        self._parts_of = parts_of(small, pieces)
+        self._parts_of = parts_of(range(len(leaves)), pieces)
         self._unpack_jit = jax.jit(self._unpack, out_shardings=list(shardings))
 
     def _rows(self, dtype: np.dtype[Any], length: int, coded: bool) -> _Rows:
@@ -174,15 +185,8 @@ class DividedArrangement:
 
     def _there(self, s: int, b: int, block: Block, there: Sequence[Sequence[DeviceArray]]) -> DeviceBlock:
         """One block on the devices of this member. `there`: the parts of its rows."""
-        parts = []
-        for index, part, start, stop in self._spans(s, b, block):
-            array = there[index][part]
-            if self._arrays[index].coded and not block.coded:
-                # The end of a leaf behind its last group. Without the copy, all of the row would go to the host.
-                parts.append((DeviceArray(array.array[start:stop]), 0, stop - start))
-            else:
-                parts.append((array, start, stop))
-        return DeviceBlock(*parts)
+        spans = self._spans(s, b, block)
+        return DeviceBlock(*((there[index][part], start, stop) for index, part, start, stop in spans))
 
     def _parts_on_devices(self, array: jax.Array) -> list[jax.Array]:
         """The parts of this member's row of an array, on its devices in the order of the mesh."""
@@ -207,7 +211,7 @@ class DividedArrangement:
         nowhere if the block belongs to another member."""
         if block.member != self.member:
             return []
-        if block.pieces[0].leaf in self._divided:
+        if (s, b) in self._in_rows:
             return [self._place(piece) for piece in block.pieces]
         area, start, stop = self._areas[self.member].place(s, b, block)
         found = self._areas[self.member].every[area]
@@ -302,13 +306,13 @@ class DividedArrangement:
         return list(self._unpack_jit(arrays))
 
     def _unpack(self, arrays: Sequence[Any]) -> list[Any]:
-        tree, made = self.partition.tree.leaves, {}
-        for leaf, index in self._divided.items():
-            rows = self._arrays[index]
-            table = arrays[index].reshape(self.partition.members, rows.padded)[:, : rows.length]
-            made[leaf] = table.reshape(-1)[: tree[leaf].size].reshape(tree[leaf].shape)
-        made |= {leaf: leaf_in(arrays, parts, tree[leaf]) for leaf, parts in self._parts_of.items()}
-        return [made[leaf] for leaf in range(len(tree))]
+        members, apart = self.partition.members, len(self._divided)
+        flat = [
+            array.reshape(members, rows.padded)[:, : rows.length].reshape(-1)
+            for array, rows in zip(arrays[:apart], self._arrays, strict=False)
+        ]
+        flat += arrays[apart:]
+        return [leaf_in(flat, self._parts_of[leaf], spec) for leaf, spec in enumerate(self.partition.tree.leaves)]
 
 
 class DividedSlot:
