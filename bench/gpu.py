@@ -312,7 +312,7 @@ class JobOfBench:
         self._job.end()
 
     def start(self, platforms: Sequence[str] | None = None) -> list[Any]:
-        """Start all pods; returns the workers. `platforms`: of each worker; None: the machine's."""
+        """Start all pods; returns the workers. `platforms` are those of each worker, or None for the machine's."""
         for shard in range(self._job.shards):
             self._job.server(shard, 1, JAX_PLATFORMS="cpu")
         ranks = range(self._job.workers)

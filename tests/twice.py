@@ -165,7 +165,7 @@ def run(arguments: list[str], folder: Path, ending: float = 20.0) -> Outcome:
 
 
 def ended(process: subprocess.Popen[bytes], place: Path, ending: float) -> int | None:
-    """The exit status of pytest; None: it did not end within `ending` seconds after its results, and was killed."""
+    """The exit status of pytest, or None if it did not end within `ending` seconds after its results and was killed."""
     try:
         results = None
         while process.poll() is None and (results is None or time.monotonic() < results + ending * slack()):

@@ -9,7 +9,7 @@ Environment variables: STEPS, WORLD, BACKUPS, MODE, PAUSE (seconds for each batc
 LOCAL, and TIMELINE (a folder for marks). COMPUTE is the time in seconds that each gradient takes without a processor.
 SIZE is the number of elements of a further parameter. HOLD is a step: its batch and the later ones wait for a file `go`
 in TIMELINE. LOG_EVERY is the time in seconds between lines of progress, which are marks. LOCAL is the number of local
-steps between two updates; 0: workers send gradients.
+steps between two updates, or 0 if workers send gradients.
 """
 
 from _timeline import follow, mark  # isort: split

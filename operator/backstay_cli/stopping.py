@@ -48,7 +48,7 @@ async def stop_job(api: ApiCalls, namespace: str, name: str) -> None:
 
 
 def stored_step(view: JobView, logs: Path) -> int | None:
-    """The step of the newest checkpoint that shard 0's servers stored in this run; None: they stored none.
+    """The step of the newest checkpoint that shard 0's servers stored in this run, or None if they stored none.
 
     The status counts too if it names a checkpoint of the job's newest step: the pod that stored it may be gone.
     """

@@ -40,7 +40,7 @@ class JobApi(Protocol):
         """The TrainingJob."""
 
     async def list_jobs(self, namespace: str | None) -> list[dict[str, Any]]:
-        """The TrainingJobs of a namespace; None: of all."""
+        """The TrainingJobs of a namespace, or of all if it is None."""
 
     async def delete_job(self, namespace: str, name: str, uid: str = "") -> dict[str, Any]:
         """Delete a TrainingJob; the API server refuses one with another `uid` than this, with 409."""
@@ -90,7 +90,7 @@ class ApiCalls(Connection):
         return job
 
     async def list_jobs(self, namespace: str | None) -> list[dict[str, Any]]:
-        """The TrainingJobs of a namespace; None: of all."""
+        """The TrainingJobs of a namespace, or of all if it is None."""
         where = "" if namespace is None else f"/namespaces/{_named('namespace', namespace)}"
         answer = await self.request("GET", f"{JOBS}{where}/{contract.PLURAL}")
         jobs: list[dict[str, Any]] = answer["items"]

@@ -45,7 +45,7 @@ def on_one_line(message: str) -> str:
 
 
 def current_folder() -> Path | None:
-    """The current folder; None: it was deleted."""
+    """The current folder, or None if it was deleted."""
     with contextlib.suppress(OSError):
         return Path.cwd()
     return None

@@ -32,7 +32,7 @@ class AssetsError(Exception):
 
 
 def assets(environ: Mapping[str, str] | None = None) -> Path | None:
-    """The folder of `etcd` and `kube-apiserver`; None: the variable is not set.
+    """The folder of `etcd` and `kube-apiserver`, or None if the variable is not set.
 
     Raises:
         AssetsError: a program is missing in the folder.

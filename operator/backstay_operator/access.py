@@ -123,7 +123,7 @@ class _ApiTokenFile:
 
 
 def _plain(kubeconfig: str) -> ApiCredentials | None:
-    """The credentials of a kubeconfig that has a token and a server; None: it is not such a file."""
+    """The credentials of a kubeconfig that has a token and a server, or None if it is not such a file."""
     try:
         config = yaml.safe_load(Path(kubeconfig).read_text())
         named = {kind: {one["name"]: one for one in config[kind]} for kind in ("contexts", "clusters", "users")}

@@ -91,7 +91,8 @@ class ClusterOverlay:
     # The state of the watches.
 
     def owed(self) -> float:
-        """Seconds without an event from a watch that has not shown one of this operator's writes; 0: all were shown.
+        """Seconds without an event from a watch that has not shown one of this operator's writes, or 0 if all were
+        shown.
 
         A watch that shows events is not dead, however late it is. With a slow API server, or after a pause of the
         operator, it catches up. A restart would only begin again.
@@ -104,7 +105,7 @@ class ClusterOverlay:
         return max(silent)
 
     def behind(self) -> float:
-        """Seconds for which the watches have not shown the oldest write of this operator; 0: all were shown."""
+        """Seconds for which the watches have not shown the oldest write of this operator, or 0 if all were shown."""
         now = self._clock()
         waits = (overlay.owed_since() for overlay in self.overlays.values())
         return max((now - since for since in waits if since is not None), default=0.0)

@@ -354,7 +354,7 @@ class JobMetrics(Collector):
 
 
 def training(job: Json) -> bool | None:
-    """The status of the condition Training; None: there is no such condition yet."""
+    """The status of the condition Training, or None if there is no such condition yet."""
     for condition in (job.get("status") or {}).get("conditions") or ():
         if condition.get("type") == status.TRAINING:
             return bool(condition.get("status") == "True")

@@ -50,7 +50,7 @@ class KnownJobs:
         self._parsed: dict[JobKey, _Parsed] = {}
 
     def memory(self, key: JobKey) -> OperatorMemory | None:
-        """The memory of a job; None: this operator has not planned it yet."""
+        """The memory of a job, or None if this operator has not planned it yet."""
         return self._memories.get(key)
 
     def remember(self, key: JobKey, job: Json) -> tuple[OperatorMemory, bool]:

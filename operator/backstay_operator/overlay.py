@@ -121,7 +121,7 @@ class Overlay(Generic[K, T]):
         return uid in self._gone
 
     def owed_since(self) -> float | None:
-        """The clock at the oldest write that the watch has not shown; None: the watch has shown all writes."""
+        """The clock at the oldest write that the watch has not shown, or None if the watch has shown all writes."""
         return min((write.at for writes in self._writes.values() for write in writes.values()), default=None)
 
     def restart_clock(self) -> None:

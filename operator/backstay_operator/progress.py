@@ -394,7 +394,7 @@ class Poller:
             poll.calls.long_missed(server.pod_uid, generation)
 
     async def _pinged(self, line: _Line, token: str) -> bool | None:
-        """Whether a server answers a call without content on its control connection. None: as in `_health`."""
+        """Whether a server answers a call without content on its control connection. Returns None as `_health` does."""
         began = self._clock()
         try:
             await line.stub.Ping(
@@ -408,7 +408,7 @@ class Poller:
 
     async def _health(self, url: str, patience: float) -> bool | None:
         """Whether a pod answers one health request; a refused connection is tried again until the time has passed.
-        None: this process was late, so the result is unknown."""
+        Returns None if this process was late, so the result is unknown."""
         began = self._clock()
         while (left := began + patience - self._clock()) > 0:
             if await self._get(f"{url}/healthz", left) is not None:

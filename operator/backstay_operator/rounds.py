@@ -30,7 +30,7 @@ def round_of(
     token: str,
     job_seconds: Callable[[], Iterable[float]],
 ) -> Round | None:
-    """The calls to a job's servers; None: no server can be called.
+    """The calls to a job's servers, or None if no server can be called.
 
     Args:
         spec, status, uid: the job.

@@ -71,7 +71,7 @@ def combine(
 
 
 def _report(reply: control_pb2.ProgressReply) -> tuple[JobReport, str]:
-    """The report of shard 0's server, and why a part of it cannot be read; empty: all of it can.
+    """The report of shard 0's server, and why a part of it cannot be read. The second is empty if all of it can.
 
     It has the position of the server, because a standby that takes over has no report yet.
     """

@@ -195,7 +195,8 @@ def terminated_state(pod: Manifest) -> Mapping[str, Any] | None:
 
 
 def outcome_of(pod: Manifest) -> PodOutcome | None:
-    """The outcome in a pod's termination message. None: the pod has not ended, or the message is not from the trainer.
+    """The outcome in a pod's termination message. Returns None if the pod has not ended, or the message is not from the
+    trainer.
 
     ``Succeeded`` counts only with exit code 0: otherwise the message may be the last lines of a log.
     """
@@ -223,8 +224,8 @@ def outcome_of(pod: Manifest) -> PodOutcome | None:
 
 
 def reached_by(pod: Manifest) -> tuple[int | None, int] | None:
-    """Term and step of the newest version in the message of a pod that has ended; the term may be missing. None: the
-    message has no step."""
+    """Term and step of the newest version in the message of a pod that has ended; the term may be missing. Returns None
+    if the message has no step."""
     state = terminated_state(pod)
     message = None if state is None else parsed(state.get("message") or "")
     step = None if message is None else _count(message.get("step"))
@@ -306,7 +307,7 @@ def _sidecars(pod: Manifest) -> set[str]:
 
 
 def _failed_init(pod: Manifest, state: Mapping[str, Any] | None) -> Verdict | None:
-    """The verdict about a pod whose trainer never ran because an init container failed; None: none did."""
+    """The verdict about a pod whose trainer never ran because an init container failed, or None if none did."""
     if state is not None and state.get("reason") != UNKNOWN_STATE:
         return None
     sidecars = _sidecars(pod)
@@ -467,7 +468,7 @@ def _log_line(line: str) -> str:
 
 
 def parsed(text: str) -> dict[str, Any] | None:
-    """A text that is one JSON object, such as a pod's termination message; None: it is not."""
+    """The object in a text that is one JSON object, such as a pod's termination message, or None if it is not one."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

@@ -151,7 +151,7 @@ def is_measured(seconds: Sequence[float]) -> bool:
 
 
 def goodput(parts: Mapping[str, float]) -> float | None:
-    """The share of the seconds whose computation was applied; None: there are no seconds yet."""
+    """The share of the seconds whose computation was applied, or None if there are no seconds yet."""
     total = sum(parts.values())
     return parts.get("applied", 0.0) / total if total > 0 else None
 

@@ -295,7 +295,7 @@ class JobReport(ReportedStatus):
 
     @property
     def evaluation_failed(self) -> str:
-        """The error of the newest evaluation, with its step; empty: it did not fail."""
+        """The error of the newest evaluation, with its step, or an empty text if it did not fail."""
         at = "" if self.failed_evaluation is None else f"at step {self.failed_evaluation}: "
         return at + self.evaluation_error if self.evaluation_error else ""
 

@@ -105,7 +105,7 @@ class SimulatedJob:
         return status
 
     def condition(self, kind: str) -> Json:
-        """The condition of this type; empty: the status has none."""
+        """The condition of this type. It is empty if the status has none."""
         found: Json = next((c for c in self.status.get("conditions", ()) if c["type"] == kind), {})
         return found
 

@@ -301,7 +301,7 @@ class Scheduling(SpecModel):
     """With `Required`, the pods of a rank start only on such nodes, and otherwise stay pending."""
 
     def pod_labels(self, rank: PodsOfRank | None = None) -> dict[str, str]:
-        """Labels that a pod gets so that `queue` and `gang` take effect. `rank`: the worker's; None: another role."""
+        """Labels that a pod gets so that `queue` and `gang` take effect. `rank` is the worker's, else None."""
         labels = {}
         if self.queue is not None:
             labels["kueue.x-k8s.io/queue-name"] = self.queue
@@ -327,7 +327,7 @@ class Scheduling(SpecModel):
         return annotations
 
     def _group_of(self, rank: PodsOfRank | None) -> str:
-        """The PodGroup of a gang scheduler that a pod joins; empty: none."""
+        """The PodGroup of a gang scheduler that a pod joins, or an empty text if it joins none."""
         if self.gang is None:
             return ""
         if self.gang.by == "Job":

@@ -22,7 +22,7 @@ class Process:
         self.stored: list[int] = []
 
     def act(self, *, leaving: bool = False, ahead: int = 2, stops_at: int = 0) -> bool:
-        """One action; False: there is none."""
+        """Takes one action. Returns False if there is none."""
         state, action = self.course.state, self.course.next(leaving=leaving, ahead=ahead)
         match action:
             case None:

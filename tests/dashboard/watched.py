@@ -313,7 +313,7 @@ class Prometheus:
         self._block.close()
 
     def query(self, expression: str, at: float | None = None) -> list[dict[str, Any]]:
-        """The samples of an instant query at a Unix time, those that are numbers; None: now."""
+        """The samples of an instant query that are numbers. The query is at a Unix time, or now if it is None."""
         given = urllib.parse.urlencode({"query": expression} | ({} if at is None else {"time": at}))
         with urllib.request.urlopen(f"{self.url}/api/v1/query?{given}", timeout=LONG) as answer:
             found = json.load(answer)["data"]["result"]

@@ -42,7 +42,7 @@ def write_certificate(folder: Path) -> None:
 
 
 def credentials_of(token: str, folder: str) -> Credentials:
-    """Credentials with this token, and with TLS by the certificate in `folder`; empty: without TLS."""
+    """Credentials with this token, and with TLS by the certificate in `folder`, or without TLS if that is empty."""
     if not folder:
         return Credentials(token)
     accepts = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -246,7 +246,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def certificates(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with a certificate for TLS; empty: without TLS."""
+    """A folder with a certificate for TLS, or an empty text without TLS."""
     if getattr(request, "param", "clear") == "clear":
         return ""
     folder = tmp_path_factory.mktemp("certificates")

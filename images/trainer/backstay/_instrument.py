@@ -288,7 +288,7 @@ def spans(since: int = 0, most: int = CAPACITY) -> list[Span]:
 
 
 def doing() -> Doing | None:
-    """The activity of the followed thread; None: no span is open there."""
+    """The activity of the followed thread, or None if no span is open there."""
     innermost = _open[-1:]
     return innermost[0].as_doing() if innermost else None
 
@@ -314,14 +314,14 @@ def follow_this_thread() -> None:
 
 
 def keep(capacity: int) -> None:
-    """Keep this many spans from now on; 0: none. Spans are numbered from 0 again."""
+    """Keep this many spans from now on, or none if it is 0. Spans are numbered from 0 again."""
     global _ring, _numbers  # noqa: PLW0603
     _ring = deque(maxlen=capacity) if capacity else None
     _numbers = itertools.count()
 
 
 def observe(point: str, observer: Callable[[float], None] | None) -> None:
-    """Call `observer` with the seconds of each span at `point` that raises nothing; None: no longer."""
+    """Call `observer` with the seconds of each span at `point` that raises nothing; with None, stop these calls."""
     if observer is None:
         _observers.pop(point, None)
     else:
@@ -329,12 +329,12 @@ def observe(point: str, observer: Callable[[float], None] | None) -> None:
 
 
 def inject_with(injector: FaultInjector | None) -> None:
-    """Inject the faults of a script from now on; None: no longer."""
+    """Inject the faults of a script from now on; with None, stop that."""
     global _injector  # noqa: PLW0603
     _injector = injector
 
 
 def report_to(reporter: Callable[[str, dict[str, Any]], None] | None) -> None:
-    """Call ``reporter(point, notes)`` at each `report` from now on, in any thread; None: no longer."""
+    """Call ``reporter(point, notes)`` at each `report` from now on, in any thread; with None, stop these calls."""
     global _reporter  # noqa: PLW0603
     _reporter = reporter

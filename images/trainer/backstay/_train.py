@@ -329,7 +329,7 @@ def _start(start_from: str | os.PathLike[str] | StartFrom | None) -> StartFrom |
 
 
 def _store_to(checkpoint: str | os.PathLike[str] | StoreTo | None) -> StoreTo | None:
-    """Where one process stores checkpoints; None: it stores none."""
+    """The place where one process stores checkpoints, or None if it stores none."""
     checkpoint = checkpoint or os.environ.get(contract.ENV_CHECKPOINT) or None
     if checkpoint is None:
         return None

@@ -262,7 +262,7 @@ class AsyncClient:
         return self._cluster
 
     async def cluster_of(self, namespace: str | None) -> FoundCluster:
-        """The same connection, for another namespace; None: that of the client."""
+        """The same connection, for another namespace, or for that of the client if it is None."""
         cluster = await self.cluster()
         return cluster if namespace is None else replace(cluster, namespace=namespace)
 

@@ -62,7 +62,7 @@ class Connected(Protocol):
     """The part of a client that a handle uses."""
 
     async def cluster_of(self, namespace: str | None) -> FoundCluster:
-        """The connection, for a namespace; None: that of the client."""
+        """The connection, for a namespace, or for that of the client if it is None."""
 
     async def api(self) -> ApiCalls:
         """The API server, for changes."""

@@ -89,7 +89,7 @@ def _parents(name: str) -> Iterator[str]:
 
 
 def _place_of(name: str, folders: Sequence[Path], loaded: Mapping[str, ModuleType]) -> Path | None:
-    """The file of a module, or the folder of a package without `__init__.py`; None: it is not the user's."""
+    """The file of a module, or the folder of a package without `__init__.py`, or None if it is not the user's."""
     file = getattr(loaded.get(name), "__file__", None)
     if isinstance(file, str) and name != "__main__":
         place = Path(file).resolve()

@@ -64,7 +64,7 @@ class Session:
 
     @property
     def trouble(self) -> str:
-        """How the operator ended a moment ago; empty: it runs, or has run for some time since."""
+        """The way the operator ended a moment ago. It is empty if the operator runs, or has run for some time since."""
         ended_recently = asyncio.get_running_loop().time() < self.operator.at + SHOWN_SECONDS
         return self.operator.last_end if ended_recently else ""
 

@@ -47,7 +47,7 @@ CHANGES_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Where:
-    """The user's options about the cluster; None: not given."""
+    """The user's options about the cluster. An option is None if it is not given."""
 
     kubeconfig: Path | None = None
     context: str | None = None
@@ -84,7 +84,7 @@ class NoSuchJob(BadInput):
 
 
 def named_kubeconfig(where: Where, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The kubeconfig that the options or KUBECONFIG name; None: they name none.
+    """The kubeconfig that the options or KUBECONFIG name, or None if they name none.
 
     Raises:
         BadInput: the file does not exist.
@@ -103,7 +103,7 @@ def named_kubeconfig(where: Where, environ: Mapping[str, str] = os.environ) -> P
 
 
 def default_kubeconfig(where: Where) -> Path | None:
-    """The user's kubeconfig; None: there is none, or only runs on this machine count."""
+    """The user's kubeconfig, or None if there is none, or only runs on this machine count."""
     try:
         path = _DEFAULT.expanduser()
     except RuntimeError:  # no HOME, and no entry of this user in the system's list
@@ -142,7 +142,7 @@ class PodAccount:
 
 
 def account_of_pod(environ: Mapping[str, str] = os.environ, folder: Path = _ACCOUNT) -> PodAccount | None:
-    """The account of the pod that this process runs in; None: it does not, or the pod has none.
+    """The account of the pod that this process runs in, or None if it runs in none, or the pod has none.
 
     https://kubernetes.io/docs/tasks/run-application/access-api-from-pod/
     """
@@ -242,7 +242,7 @@ async def open_run(
 
 
 async def _connection(run: KnownRun, seconds: float) -> ApiCalls | None:
-    """The connection to the cluster of a run, when it listens; None: the run has ended.
+    """The connection to the cluster of a run, when it listens, or None if the run has ended.
 
     Raises:
         BadInput: neither within this time.

@@ -65,7 +65,7 @@ class ProcessMark:
 
 
 def _start_of(pid: int) -> int | None:
-    """The start time of a process; None: there is no such process, or it has ended."""
+    """The start time of a process, or None if there is no such process, or it has ended."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] in "ZX" else int(fields[19])
@@ -116,7 +116,7 @@ class KnownRun:
         return self.cwd == str(folder) or self.folder.parent == folder / ".backstay" / "runs"
 
     def result(self) -> dict[str, Any]:
-        """The object that the command stored at its end; empty: it has not ended, or was killed."""
+        """The object that the command stored at its end. It is empty if the command has not ended, or was killed."""
         return read_json(self.folder / RESULT)
 
     def as_record(self) -> dict[str, Any]:
@@ -220,7 +220,7 @@ def _recorded() -> list[Path]:
 
 
 def read_run(folder: Path) -> KnownRun | None:
-    """The run that a folder is of; None: it has no record that can be read."""
+    """The run that a folder is of, or None if it has no record that can be read."""
     found = read_json(folder / RUN)
     try:
         owner = found["process"]

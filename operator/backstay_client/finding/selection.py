@@ -38,7 +38,7 @@ def select(
     *,
     has_default: bool,
 ) -> SelectedRun | None:
-    """The run that a command means; None: the cluster of the user's kubeconfig.
+    """The run that a command means, or None if it means the cluster of the user's kubeconfig.
 
     The order is: a running run of this folder, the user's kubeconfig, a running run elsewhere, an ended run of this
     folder, an ended run elsewhere. Within each, the newest comes first.

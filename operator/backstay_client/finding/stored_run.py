@@ -99,7 +99,7 @@ class StoredApi:
         raise ApiRequestError(404, "NotFound", f"the run in {place} had no TrainingJob {name} in namespace {namespace}")
 
     async def list_jobs(self, namespace: str | None) -> list[dict[str, Any]]:
-        """The TrainingJobs of a namespace; None: of all."""
+        """The TrainingJobs of a namespace, or of all if it is None."""
         return [job for job in self._jobs if namespace in (None, job["metadata"].get("namespace"))]
 
     async def pods_of(self, namespace: str, name: str) -> list[dict[str, Any]]:
@@ -140,7 +140,7 @@ class StoredApi:
         yield data
 
     async def pod_page(self, pod: dict[str, Any], path: str, timeout: float = 2.0, **headers: str) -> bytes | None:
-        """Returns None: the pods have ended."""
+        """Returns None, because the pods have ended."""
         return None
 
 

@@ -69,7 +69,7 @@ class TrainingCurve:
 
 
 def curve_of_page(data: bytes) -> TrainingCurve | None:
-    """The curve on the page `/curve`, or in a record; None: it is not one."""
+    """The curve on the page `/curve`, or in a record, or None if it is not one."""
     with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
         found = json.loads(data)
         steps = tuple(int(step) for step in found["steps"])

@@ -113,7 +113,7 @@ def _annotated(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, tuple
 
 
 def _aligned(worker: TimelinePod, steps: Mapping[int, tuple[float, float]]) -> PodClock | None:
-    """How the profile's clock relates to the worker's; None: no step fits."""
+    """The relation of the profile's clock to the worker's, or None if no step fits."""
     own = {span.step: span for span in worker.spans if span.point in ("compute", "compile") and span.step in steps}
     if not own:
         return None

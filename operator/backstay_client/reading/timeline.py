@@ -264,7 +264,7 @@ def _narrow_clocks(pods: Sequence[TimelinePod], timeline: Timeline) -> None:
 def _difference(
     sent: Mapping[str, tuple[int, int]], received: Mapping[str, tuple[int, int]]
 ) -> tuple[float, float] | None:
-    """The least and the largest offset of a worker's clock minus that of a server's, in seconds; None: not known.
+    """The least and the largest offset of a worker's clock minus that of a server's, in seconds, or None if not known.
 
     A server begins to receive a contribution after its worker began to send it, and has received it before the worker
     gets the answer.
@@ -459,7 +459,7 @@ def _contributions(pods: Sequence[_Placed], after: float) -> Iterator[float]:
 
 
 def _at(job: JobTimeline, entry: ShownEntry) -> float | None:
-    """When an event happened, by the timeline's clock; None: not known."""
+    """The time of an event, by the timeline's clock, or None if it is not known."""
     return None if entry.at is None else job.clock + entry.at - job.unix_seconds
 
 

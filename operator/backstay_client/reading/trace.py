@@ -118,7 +118,7 @@ def trace_of_file(place: str, out: Path, wanted: WantedTrace = _ALL) -> Written:
 def stored_trace(
     places: list[str], history: Sequence[ShownEntry], out: Path, wanted: WantedTrace = _ALL, uid: str = ""
 ) -> Written | None:
-    """Write the newest timeline that is stored in some folders; None: there is none.
+    """Write the newest timeline that is stored in some folders. Returns None if there is none.
 
     Args:
         uid: the uid of the job whose timelines count; empty: the timelines of all jobs.

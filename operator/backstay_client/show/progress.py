@@ -90,7 +90,7 @@ def bar_line(view: JobView, trouble: str = "") -> str:
 
 
 def notebook_display() -> Callable[..., Any] | None:
-    """The function `display` of IPython in a notebook's kernel; None: this process is not one."""
+    """The function `display` of IPython in a notebook's kernel, or None if this process is not one."""
     shell = sys.modules.get("IPython")
     running = None if shell is None else shell.get_ipython()
     if running is None or not hasattr(running, "kernel"):
@@ -152,5 +152,5 @@ class TextDisplay:
 
 
 def text_display_for(*, progress: bool, stream: TextIO | None = None) -> TextDisplay | None:
-    """The display of a text that suits this process; None: nothing is shown."""
+    """The display of a text that suits this process, or None if nothing is shown."""
     return TextDisplay(sys.stderr if stream is None else stream, notebook_display()) if progress else None

@@ -275,7 +275,7 @@ class SweepRunner:
         self._refuse_first_failures()
 
     def _why_failed(self, status: JobStatus, evaluates: bool) -> str:
-        """Why a job that has ended has no value to compare; empty: it may have one."""
+        """The reason why a job that has ended has no value to compare, or an empty text if it may have one."""
         objective, report = self._store.plan.objective, status.report
         if not status.succeeded:
             return f"{status.reason or status.phase}: {on_one_line(status.message)}"
@@ -319,7 +319,7 @@ def _last_evaluated(
 def _last_trained(
     values: Sequence[tuple[int, float]], status: JobStatus, objective: str
 ) -> tuple[int | None, float | None]:
-    """The last value that `loss` returned, after its step. It is NaN if it was not finite; None: there is none.
+    """The last value that `loss` returned, after its step. It is NaN if it was not finite, and None if there is none.
 
     Args:
         values: the values of the curve, which leaves out steps of a long training, and may be lost with a server.

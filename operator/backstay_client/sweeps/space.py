@@ -81,7 +81,7 @@ def example_of(distributions: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def number_of_choices(distributions: Mapping[str, Any]) -> int | None:
-    """The number of choices of all arguments together; None: an argument has a range."""
+    """The number of choices of all arguments together, or None if an argument has a range."""
     if all(hasattr(one, "choices") for one in distributions.values()):
         return math.prod(len(one.choices) for one in distributions.values())
     return None

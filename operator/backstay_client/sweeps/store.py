@@ -177,7 +177,7 @@ class SweepStore:
         return self.study.ask(dict(self.plan.distributions))
 
     def reported(self, trial: Any) -> int:
-        """The last step for which the trial has a value; 0: none."""
+        """The last step for which the trial has a value, or 0 if it has none."""
         known = self.study._storage.get_trial(trial._trial_id).intermediate_values
         return max(known, default=0)
 

@@ -51,7 +51,7 @@ class DeadPod:
 
     @property
     def cost(self) -> str:
-        """The known cost of the death; empty: it is not known."""
+        """The known cost of the death, or an empty text if it is not known."""
         parts = [] if self.recovered_after is None else [f"trains again after {duration(self.recovered_after)}"]
         return "; ".join(parts + ([self.redone] if self.redone else []))
 
@@ -187,7 +187,7 @@ def measured(view: JobView) -> dict[str, Any]:
 
 
 def progress_of(view: JobView) -> float | None:
-    """The fraction of the updates that are applied; None: not known."""
+    """The fraction of the updates that are applied, or None if it is not known."""
     if view.phase == "Succeeded":
         return 1.0
     if not view.report.goal_steps or view.report.step is None:

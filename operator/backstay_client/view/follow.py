@@ -144,7 +144,7 @@ class JobView:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until the last update, at the rate of the newest ones; None: not known."""
+        """Seconds until the last update, at the rate of the newest ones, or None if they are not known."""
         step, goal, rate = self.report.step, self.report.goal_steps, self.report.updates_per_second
         if self.ended or not rate or goal is None or step is None:
             return None
@@ -216,7 +216,7 @@ def _merged(view: JobView, before: JobReport) -> JobReport:
 
 
 def unix_time(text: Any) -> float | None:
-    """A time of the API as Unix time; None: there is none."""
+    """A time of the API as Unix time, or None if there is none."""
     if not isinstance(text, str):
         return None
     with contextlib.suppress(ValueError):

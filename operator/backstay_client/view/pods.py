@@ -70,7 +70,7 @@ def slot_of(pod: dict[str, Any]) -> tuple[str, int, int]:
 
 
 def member_of(pod: dict[str, Any]) -> int | None:
-    """The index of a pod inside its rank; None: the rank has one pod."""
+    """The index of a pod inside its rank, or None if the rank has one pod."""
     text = str(pod["metadata"].get("labels", {}).get(contract.LABEL_MEMBER, ""))
     return int(text) if text.isdigit() else None
 
@@ -163,7 +163,7 @@ def doing_words(doing: PodActivity) -> str:
 
 
 def how_it_ended(pod: dict[str, Any]) -> str:
-    """How a container ended, such as ``exit code 137 (OOMKilled)``; empty: it has not ended."""
+    """The way a container ended, such as ``exit code 137 (OOMKilled)``, or an empty text if it has not ended."""
     status = pod.get("status", {})
     for container in status.get("containerStatuses") or []:
         ended = container.get("state", {}).get("terminated")
@@ -173,7 +173,7 @@ def how_it_ended(pod: dict[str, Any]) -> str:
 
 
 def obstacle(pod: dict[str, Any]) -> str:
-    """The reason of Kubernetes why a pod does not start; empty: none is reported."""
+    """The reason of Kubernetes why a pod does not start, or an empty text if none is reported."""
     status = pod.get("status", {})
     for container in status.get("containerStatuses") or []:
         waiting = container.get("state", {}).get("waiting") or {}

@@ -125,7 +125,7 @@ def _environment() -> Any:
 
 
 def compile_error(rule: str) -> str | None:
-    """The reason why a rule cannot be compiled; None: it can."""
+    """The reason why a rule cannot be compiled, or None if it can."""
     celpy = _celpy()
     try:
         program(rule)

@@ -114,7 +114,7 @@ def number(query: Mapping[str, str], name: str) -> int | None:
 
 
 def version_option(query: Mapping[str, str]) -> int | None:
-    """The requested resourceVersion; None: the request has none.
+    """The requested resourceVersion, or None if the request has none.
 
     Raises:
         ApiError: 400, the request is malformed.

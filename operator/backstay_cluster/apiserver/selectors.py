@@ -255,7 +255,7 @@ Matcher = Callable[[Obj], bool]
 
 
 def matcher(storage: tuple[str, str], labels: str, fields: str, selectable: tuple[str, ...] = ()) -> Matcher | None:
-    """A function that returns whether an object is selected; None: all objects are selected.
+    """A function that returns whether an object is selected, or None if all objects are selected.
 
     Raises:
         ApiError: 400 when one of the two texts is not a selector.

@@ -140,7 +140,8 @@ class Store:
             observer(name, change)
 
     def listen(self, name: tuple[str, str], namespace: str | None, listener: Listener) -> Callable[[], None]:
-        """Call `listener` at every later change in the namespace (None: in all). Returns a function that stops that."""
+        """Call `listener` at every later change in the namespace, or in all if it is None. Returns a function that
+        stops that."""
         listeners = self.storage(name).listeners.setdefault(namespace or "", set())
         listeners.add(listener)
         return lambda: listeners.discard(listener)

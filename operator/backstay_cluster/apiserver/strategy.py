@@ -56,5 +56,5 @@ class Strategy:
         return obj
 
     def grace_period(self, obj: Obj, requested: int | None) -> int | None:
-        """Seconds between the mark and the removal; None: the kind is removed immediately."""
+        """Seconds between the mark and the removal, or None if the kind is removed immediately."""
         return None

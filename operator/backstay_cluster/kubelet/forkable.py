@@ -118,7 +118,7 @@ def shadowed(folder: str, modules: Collection[str]) -> str | None:
 def unsafe_reason(
     program: Program, sensitive: Callable[[str], bool], finders: Collection[str] = frozenset()
 ) -> str | None:
-    """A place in the program's own files that could run differently after early imports; None: no such place was found.
+    """A place in the program's own files that could run differently after early imports, or None if none was found.
 
     The script is read, and every file in its folder that it imports, directly or indirectly. If the script is one of
     the `finders`, which are digests, every Python file beside it is read instead.

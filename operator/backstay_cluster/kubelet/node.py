@@ -179,7 +179,7 @@ class PodNode:
         return self.data_dir / "pods"
 
     async def lookup(self, namespace: str, resource: str, name: str) -> Object | None:
-        """An object of a namespace; None: it does not exist.
+        """An object of a namespace, or None if it does not exist.
 
         Raises:
             ApiRequestError: any other error of the API server.

@@ -37,7 +37,7 @@ class Endpoint:
 
 
 def target_port(port: Mapping[str, Any], pod: Mapping[str, Any]) -> int | None:
-    """The port of a pod for a Service's port; None: it is a name that the pod does not have."""
+    """The port of a pod for a Service's port, or None if it is a name that the pod does not have."""
     target = port.get("targetPort") or port["port"]
     if isinstance(target, int) or str(target).isdigit():
         return int(target)

@@ -29,7 +29,7 @@ PARALLEL = 8
 def unschedulable_reason(
     pod: Mapping[str, Any], labels: Mapping[str, str], allocatable: Mapping[str, str], used: Mapping[str, Decimal]
 ) -> str | None:
-    """The reason why the node cannot run the pod; None: it can.
+    """The reason why the node cannot run the pod, or None if it can.
 
     Args:
         pod: the pod.

@@ -249,7 +249,8 @@ def interrupted(end: TrainingEnded, failure: JobFailure) -> Ended:
 
 
 def restored_from(end: TrainingEnded, facts: Facts) -> runtime.Trained | None:
-    """How a worker that is created now gets the result; None: from the servers, or no checkpoint has it."""
+    """Returns how a worker that is created now gets the result, or None if the servers send it, or no checkpoint has
+    it."""
     if end.checkpoint is None or not end.checkpoint.uri or end.served_until is not None:
         return None
     metrics = (facts.progress and finite(facts.progress.report.metrics)) or facts.old.metrics
@@ -342,7 +343,8 @@ def _death(pod: PodView) -> str:
 
 
 def _decided_by(facts: Facts, end: TrainingEnded) -> datetime | None:
-    """When it is certain that a worker 0 that never was Ready gets nothing from the servers; None: it is certain."""
+    """The time when it is certain that a worker 0 that never was Ready gets nothing from the servers. It is None if
+    that is certain."""
     until = _begun(facts) + (STAYS if end.checkpoint is None else STAYS_STORED)
     return until if facts.now < until else None
 

@@ -335,7 +335,7 @@ def _not_started(facts: Facts) -> str:
 
 
 def _ending(facts: Facts, record: Record) -> Statement | None:
-    """The condition Training after the last update, until a pod reports the end; None: there will be updates.
+    """The condition Training after the last update, until a pod reports the end, or None if there will be updates.
 
     The servers end before their pods are observed to end. Without an answer, the last report counts while the pod of
     shard 0's server that may have sent it lives.

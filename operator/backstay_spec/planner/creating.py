@@ -63,7 +63,7 @@ def death_event(
     standby: bool = False,
     name: str = "",
 ) -> Event:
-    """Returns the event that the pod died, and what happens next. `name`: of the pod; empty: it is not observed."""
+    """Returns the event that the pod died, and what happens next. `name` is the pod's, or empty if not observed."""
     pod = name or facts.pod_name(slot, incarnation)
     if wait is None:
         then = f"replaced by {facts.pod_name(slot, record.newest(slot))}"

@@ -104,7 +104,7 @@ NOTHING: Final = Effects()
 
 
 def earliest(times: Iterable[datetime | None]) -> datetime | None:
-    """The earliest of some times; None: all are None."""
+    """The earliest of some times, or None if all are None."""
     return min((time for time in times if time is not None), default=None)
 
 

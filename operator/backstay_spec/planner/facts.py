@@ -63,8 +63,8 @@ class Facts:
 
     @property
     def contact(self) -> Contact | None:
-        """The newest round of calls. None: it is too old to prove anything, because the operator was paused, was not
-        the leader, or is late. The operator then calls again before it judges."""
+        """The newest round of calls. It is None if that is too old to prove anything, because the operator was paused,
+        was not the leader, or is late. The operator then calls again before it judges."""
         known = self.observed.contact
         return known if known is not None and self.now - known.taken <= FRESH else None
 

@@ -82,7 +82,7 @@ def last_messages(facts: Facts, record: Record) -> LastMessages:
 
 
 def _failure(facts: Facts, current: int) -> PodOutcome | None:
-    """The message of shard 0's server about the job's failure; None: there is none."""
+    """The message of shard 0's server about the job's failure, or None if there is none."""
     pod = facts.pod(SHARD_0, current)
     found = outcome_of(pod.raw) if pod is not None and not facts.outlived_suspension(SHARD_0) else None
     return found if found is not None and found.result == FAILED else None

@@ -64,7 +64,7 @@ def stage(facts: Facts, record: Record, creation: Creation) -> int:
 
 
 def _refusal(facts: Facts, record: Record, shard: int) -> RefusedCreate | None:
-    """The API server's refusal of the shard's active server; None: it is not refused, or a retry cannot help."""
+    """The API server's refusal of the shard's active server, or None if it is not refused, or a retry cannot help."""
     slot = Slot(contract.ROLE_SERVER, shard)
     current = record.current(slot)
     refusal = facts.refusal(slot, current)

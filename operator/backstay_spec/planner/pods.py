@@ -192,7 +192,7 @@ def ended_at(view: PodView) -> datetime | None:
 
 
 def cause_due(view: PodView) -> datetime | None:
-    """The time until which the planner waits for the pod that ended a rank; None: it is known, or there is none.
+    """The time until which the planner waits for the pod that ended a rank, or None if it is known, or there is none.
 
     The pods of a rank end within milliseconds of each other, but each kubelet reports its own. The pod that has the
     cause may still seem to run. On a lost node it does so for long.
@@ -227,7 +227,7 @@ def worker_pods(pods: Iterable[Manifest], uid: str, now: datetime) -> list[Worke
 
 
 def _measured(message: Any) -> tuple[float, ...]:
-    """The worker seconds of a termination message; empty: it has none."""
+    """The worker seconds of a termination message, or an empty tuple if it has none."""
     try:
         found = tuple(float(value) for value in (parsed(message or "") or {}).get("workerSeconds") or ())
     except (ValueError, TypeError):
@@ -314,7 +314,7 @@ def unready_since(view: PodView) -> datetime | None:
 
 
 def ready_since(view: PodView) -> datetime | None:
-    """Since when a pod is Ready; None: it is not Ready."""
+    """The time since which a pod is Ready, or None if it is not Ready."""
     ready = _ready(view.raw.get("status") or {}) if view.ready else None
     return parse_time(ready.get("lastTransitionTime")) if ready is not None else None
 

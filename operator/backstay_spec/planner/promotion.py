@@ -97,7 +97,7 @@ def judge(facts: Facts, record: Record, slot: Slot) -> Promotion:
 
 
 def successor(facts: Facts, record: Record, slot: Slot, pod: str, verdict: Verdict) -> Promote | AskFirst | None:
-    """The promotion of the shard's standby after its active server (pod `pod`) died; None: no standby can take over."""
+    """The promotion of the shard's standby after its active server (pod `pod`) died, or None if none can take over."""
     standby = standby_of(facts, record, slot) if slot.key in record.active else None
     if standby is None or not standby.alive:
         return None
@@ -144,7 +144,8 @@ def standby_of(facts: Facts, record: Record, slot: Slot) -> PodView | None:
 
 
 def _stores_until(facts: Facts, record: Record, slot: Slot, server: PodView) -> datetime | None:
-    """The end of the time that a server that was requested to stop has for a checkpoint; None: it has no time left."""
+    """The end of the time that a server that was requested to stop has for a checkpoint, or None if it has no time
+    left."""
     standby, until = standby_of(facts, record, slot), gone_by(server)
     if server.ended or until is None:
         return None

@@ -65,7 +65,7 @@ class Record:
         return max(1, self.current(Slot(contract.ROLE_SERVER, shard)))
 
     def waits_until(self, key: str) -> datetime | None:
-        """The end of the back-off of a slot, or of a shard's standby. None: it does not back off.
+        """The end of the back-off of a slot, or of a shard's standby, or None if it does not back off.
 
         During a back-off, the dead pod is counted, and the next one is not recorded yet.
         """
@@ -98,7 +98,7 @@ class Record:
         return replace(self, active={**self.active, slot.key: incarnation})
 
     def with_backoff(self, key: str, backoff: Backoff | None) -> Record:
-        """The record with another back-off of a slot; None: the slot has no crashes in a row."""
+        """The record with another back-off of a slot, which is None if the slot has no crashes in a row."""
         others = {k: b for k, b in self.backoff.items() if k != key}
         return replace(self, backoff=others if backoff is None else {**others, key: backoff})
 

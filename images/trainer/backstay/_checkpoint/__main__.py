@@ -10,7 +10,7 @@ from ._formats import export
 
 
 def main(checkpoint: str, out: str, form: Any, base: str | None = None) -> int:
-    """Returns the exit status. `base`: the place of the frozen arrays; empty: that of the job."""
+    """Returns the exit status. `base` is the place of the frozen arrays; with an empty text, it is that of the job."""
     try:
         done = export(checkpoint, out, form, base=False if base is None else base or True)
     except BackstayError as error:

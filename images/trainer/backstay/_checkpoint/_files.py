@@ -332,7 +332,8 @@ def filesystem_of(uri: str) -> tuple[Any, str]:
 
 
 def mark_of(info: Mapping[str, Any]) -> str:
-    """A text that changes when a file is replaced, from the information of fsspec about it; empty: there is none."""
+    """A text that changes when a file is replaced, from the information of fsspec about it. It is empty if there is
+    none."""
     return next((f"{key} {info[key]}" for key in _MARKS if info.get(key)), "")
 
 

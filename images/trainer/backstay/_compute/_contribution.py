@@ -119,13 +119,12 @@ class Computation(Protocol):
         ...
 
     def first_batch(self, start: Start) -> BatchKey | None:
-        """The key of the first batch that `start` will draw for this contribution; None: it has all of them."""
+        """The key of the first batch that `start` will draw for this contribution, or None if it has all of them."""
         ...
 
     def early(self) -> Callable[[], object] | None:
-        """Waits until the part of the next contribution is computed that the last `start` has begun; None: it began
-        none.
-        """
+        """Returns a function that waits until the part of the next contribution is computed that the last `start` has
+        begun. Returns None if it began none."""
         ...
 
     def start(self, start: Start) -> ComputedContribution:

@@ -28,7 +28,7 @@ _PEAKS: Final = {
 
 
 def flops_of(compiled: Any, devices: int) -> float | None:
-    """Floating-point operations of one call, as XLA estimates them; None: there is no true estimate.
+    """Floating-point operations of one call, as XLA estimates them, or None if there is no true estimate.
 
     XLA counts the body of a loop once, however often it runs. A function with a loop therefore has no estimate.
 
@@ -49,7 +49,7 @@ def flops_of(compiled: Any, devices: int) -> float | None:
 
 
 def peak_of(devices: Sequence[Any]) -> float | None:
-    """Floating-point operations a second that these devices reach at most, in BFloat16; None: one is not known."""
+    """Floating-point operations a second that these devices reach at most, in BFloat16, or None if one is not known."""
     total = 0.0
     for device in devices:
         kind = str(getattr(device, "device_kind", ""))

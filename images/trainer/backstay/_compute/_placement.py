@@ -195,7 +195,7 @@ class Placement:
         return placed
 
     def _own_rows(self, size: int) -> slice | None:
-        """The rows of a batch that the devices of this process get; None: it needs all of them."""
+        """The rows of a batch that the devices of this process get, or None if it needs all of them."""
         if not self.spans or size % self._parts:
             return None
         places: Any = self._split.addressable_devices_indices_map((size,))

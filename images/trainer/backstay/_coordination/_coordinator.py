@@ -143,7 +143,7 @@ class Coordinator:
 
     @property
     def checkpoint(self) -> str:
-        """The URI of the newest complete checkpoint; empty: there is none."""
+        """The URI of the newest complete checkpoint, or an empty text if there is none."""
         return self._conclusion.checkpoint
 
     @property
@@ -367,7 +367,7 @@ class Coordinator:
 
     @property
     def wakes_at(self) -> float | None:
-        """The time at which an update no longer waits for more contributions; None: no update waits."""
+        """The time at which an update no longer waits for more contributions, or None if no update waits."""
         return self._grace.until
 
     # ---- Decisions ----

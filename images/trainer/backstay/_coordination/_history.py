@@ -166,7 +166,7 @@ class UpdateHistory:
         return self._applied[shard] > version
 
     def state_at(self, term: int, version: int) -> CoordinatorState | None:
-        """A copy of the state at `version`, a version of some shard; None: the history is past it, or is another."""
+        """A copy of the state at `version` of some shard, or None if the history is past it, or is another."""
         if term != self.state.term:
             return None
         state = self.state if version == self.state.version else self._before.get(version)

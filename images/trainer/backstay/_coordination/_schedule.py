@@ -13,7 +13,7 @@ __all__ = ["InFlight", "Intervals", "Schedule"]
 
 @dataclass(frozen=True)
 class Intervals:
-    """A checkpoint is due after `every_steps` updates, or `every_seconds` since the last one began; None: never."""
+    """A checkpoint is due after `every_steps` updates, or `every_seconds` since the last began. None means never."""
 
     every_steps: int | None = None
     every_seconds: float | None = None

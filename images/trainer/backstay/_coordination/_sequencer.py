@@ -131,7 +131,7 @@ class Sequencer:
         return True
 
     def take(self) -> Due | None:
-        """Returns the next decision; None: there is none, and another caller may `begin`."""
+        """Returns the next decision, or None if there is none, and another caller may `begin`."""
         if self._outbox:
             return self._outbox.popleft()
         self._taking = False

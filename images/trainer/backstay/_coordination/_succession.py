@@ -90,7 +90,7 @@ class Succession:
     def adopts(self, last: Commit | None) -> tuple[GradientInfo, ...] | None:
         """The infos of the contributions of `last`, as far as they are known.
 
-        `last` is the newest commit that a shard received. None: it does not become the next commit of this history.
+        `last` is the newest commit that a shard received. Returns None if it does not become the next of this history.
         """
         state = self._history.state
         if (

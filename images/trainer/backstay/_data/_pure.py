@@ -111,7 +111,7 @@ class _BatchForm:
         return cls(structure, {name: (str(one.dtype), one.shape[1:]) for name, one in arrays.items()})
 
     def difference(self, rows: _BatchForm) -> str:
-        """How some rows differ from the first batch; empty: they have its form."""
+        """The way in which some rows differ from the first batch, or an empty text if they have its form."""
         if rows.structure != self.structure:
             return f"the rows of this pod are {rows.structure}, and the first batch is {self.structure}"
         for name, own in rows.leaves.items():

@@ -341,7 +341,7 @@ class Callers:
         return f"{what} within {self._bounds.seconds:g} s"
 
     def _watch(self, caller: Caller, events: int) -> None:
-        """Wait for these events of a caller's socket from now on; 0: for none."""
+        """Wait for these events of a caller's socket from now on, or for none if `events` is 0."""
         if caller.events == events:
             return
         if caller.events and events:

@@ -84,7 +84,7 @@ def script_stacks() -> str:
 
 
 def _of_script(frame: FrameType) -> traceback.StackSummary:
-    """The calls from the one by which Backstay, or Python, has entered the script; empty: the thread has left it."""
+    """The calls from the one by which Backstay, or Python, entered the script, or none if the thread has left it."""
     stack = traceback.extract_stack(frame)
     ours = [at for at, call in enumerate(stack) if is_ours(call.filename)]
     inner = stack[ours[-1] + 1 :] if ours else stack[:]
@@ -93,7 +93,7 @@ def _of_script(frame: FrameType) -> traceback.StackSummary:
 
 
 def hang_report(doing: Doing | None, now: float, others: str = "") -> HangReport | None:
-    """The state of this pod, which gets SIGTERM; None: it does not hang.
+    """The state of this pod, which gets SIGTERM, or None if it does not hang.
 
     Args:
         doing: what the main thread does, or that of another pod of the rank, for which it waits.

@@ -91,7 +91,7 @@ def reset(wanted: Callable[[Connection], bool]) -> int:
 
 
 def reset_peers(port: int | None, wanted: Callable[[Address], bool]) -> int:
-    """`reset` by the peer's address, of the connections whose local port is `port` (None: of all)."""
+    """Calls `reset` by the peer's address, for the connections whose local port is `port`, or for all if it is None."""
     return reset(lambda connection: port in (None, connection[0][1]) and wanted(connection[1]))
 
 
@@ -114,7 +114,7 @@ def socket_descriptors() -> Iterator[tuple[int, int]]:
 
 
 def connection_of(number: int) -> Connection | None:
-    """The TCP connection of a descriptor; None: it is not a connected TCP socket."""
+    """The TCP connection of a descriptor, or None if it is not a connected TCP socket."""
     with contextlib.suppress(OSError), _duplicate(number) as sock:  # a listening socket has no peer
         if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
             return socket_address(sock.getsockname()), socket_address(sock.getpeername())

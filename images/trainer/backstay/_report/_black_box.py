@@ -82,7 +82,7 @@ class BlackBox:
             self._hung[f"{peer.role}-{peer.index}", peer.incarnation] = report
 
     def record(self, status: str, record_id: str) -> None:
-        """The operator sent the job's status as JSON; empty: nothing has happened since the last one."""
+        """The operator sent the job's status as JSON. It is empty if nothing has happened since the last one."""
         if not status:
             return
         try:
@@ -232,7 +232,7 @@ def _last_spans(messages: Sequence[bytes], incarnation: int) -> Sequence[dict[st
 
 
 def _unix(text: Any) -> float:
-    """A time of the API as Unix time; 0: there is none."""
+    """A time of the API as Unix time, or 0 if there is none."""
     try:
         return datetime.fromisoformat(text).timestamp()
     except (ValueError, TypeError):

@@ -31,7 +31,7 @@ class Utilization:
         self._peak: float | None = None
 
     def compiled(self, flops: float | None) -> None:
-        """Record that the computation is compiled. `flops`: operations of one contribution; None: not known."""
+        """Record that the computation is compiled. `flops` are those of one contribution, or None if not known."""
         for number, device in enumerate(self._devices()):
             for state, key in _MEMORY.items():
                 if key in _memory_of(device):
@@ -56,7 +56,7 @@ class Utilization:
 
 
 def _memory_of(device: Any) -> dict[str, int]:
-    """The memory statistics of a device; empty: it reports none, as processors do."""
+    """The memory statistics of a device. They are empty if it reports none, as processors do."""
     try:
         return device.memory_stats() or {}
     except (AttributeError, RuntimeError):  # of backends that do not implement the call

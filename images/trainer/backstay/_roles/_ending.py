@@ -105,7 +105,7 @@ class Ending:
 
     @property
     def failed(self) -> str:
-        """Reason and text of the job's failure; empty: it has not failed."""
+        """The reason and the text of the job's failure, or an empty text if it has not failed."""
         return "" if self.done is None or not self.done.failed else f"{self.done.reason}: {self.done.failed}"
 
 
@@ -130,7 +130,7 @@ class ServerEnd:
         self._over = False
 
     def report(self, incarnation: int) -> bool:
-        """Rank 0 reports that it has the result; False: too late, this server's last message is written."""
+        """Rank 0 reports that it has the result. Returns False if this server's last message is already written."""
         with self._lock:
             if self._over:
                 return False
@@ -347,7 +347,7 @@ def begin_evaluation(control: ControlClient, step: int, checkpoint: str = "") ->
 
 
 def refused_evaluation(control: ControlClient, step: int, checkpoint: str = "") -> str:
-    """Report to shard 0 that this pod begins an evaluation. Returns why it must not; empty: it may."""
+    """Report to shard 0 that this pod begins an evaluation. Returns why it must not, or an empty text if it may."""
     with contextlib.suppress(PeerLost, Refused):
         return control.evaluates(step, checkpoint)
     return ""
@@ -468,7 +468,7 @@ class WorkerEnd:
         return ended.job
 
     def _wait(self, step: int, *, went_back: Callable[[], bool], moved: Callable[[], bool]) -> JobState | None:
-        """Wait until the servers report the end of the job at `step`; None: this worker must join them again.
+        """Wait until the servers report the end of the job at `step`. Returns None if this worker must join them again.
 
         Args:
             went_back: whether training continues at an earlier version.

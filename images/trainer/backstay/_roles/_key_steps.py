@@ -20,7 +20,7 @@ class KeySteps(Protocol):
         """The key step of a contribution that is computed from the parameters of `version`."""
 
     def last(self, steps: int) -> int | None:
-        """The key step of the last contribution of a training with this many updates; None: it is not known."""
+        """The key step of the last contribution of a training with this many updates, or None if it is not known."""
 
     def joined(self, key_step: int) -> None:
         """The coordinator's count, when this worker joins."""

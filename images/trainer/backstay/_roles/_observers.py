@@ -69,7 +69,7 @@ class WorkerObserver(Protocol):
         """These bytes of tensors were sent and received."""
 
     def compiled(self, flops: float | None) -> None:
-        """The computation is compiled; `flops`: operations of one contribution, None: not known."""
+        """The computation is compiled. `flops` are the operations of one contribution, or None if not known."""
 
     def computed(self, seconds: float) -> None:
         """A contribution was computed in this time, and its program was compiled before."""
@@ -208,7 +208,7 @@ class JobHistoryObserver(Observer, Protocol):
         """The result of the evaluation of this step; empty if it failed or is not the newest one."""
 
     def examples(self) -> int | None:
-        """The examples of each contribution of the newest update; None: they differ."""
+        """The examples of each contribution of the newest update, or None if they differ."""
 
     def newest_checkpoint(self) -> CheckpointStatus:
         """The newest complete checkpoint; of step 0 and without a URI before the first."""

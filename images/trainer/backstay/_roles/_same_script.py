@@ -38,7 +38,7 @@ def check_same_script(members: Members, script: Script, plan: ScriptPlan, peer: 
     request = JoinRequest(peer=peer, leaves=own.leaves, settings={**own.settings, **_of_rank(script, plan)})
 
     def different(every: Sequence[Sequence[JoinRequest]]) -> Sequence[JoinRequest]:
-        """The first member whose script is not that of the leader, and the leader; empty: all have one script."""
+        """The first member whose script is not the leader's, and the leader, or no members if all have one script."""
         (first,), *others = every
         return next(([other, first] for (other,) in others if _difference(other, first)), [])
 
@@ -53,7 +53,7 @@ def check_same_script(members: Members, script: Script, plan: ScriptPlan, peer: 
 
 
 def _difference(other: JoinRequest, first: JoinRequest) -> str:
-    """Why a member cannot compute together with the first one; empty: both have one script."""
+    """The reason why a member cannot compute together with the first one, or an empty text if both have one script."""
     here, there = (f"pod {one.peer.member} of {one.peer.role} {one.peer.index}" for one in (first, other))
     own = Agreement(tuple(first.leaves), first.settings)
     return own.difference(other.leaves, other.settings, there, here, (here, f"in {here}", there))

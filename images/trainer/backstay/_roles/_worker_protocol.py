@@ -72,7 +72,7 @@ class WorkerProtocol:
         return self._steps.next(version)
 
     def last(self, steps: int) -> int | None:
-        """The key step of the last contribution of a training with this many updates; None: it is not known."""
+        """The key step of the last contribution of a training with this many updates, or None if it is not known."""
         return self._steps.last(steps)
 
     def exchange(self, at: Pulled, key_step: int) -> Exchange:
@@ -150,7 +150,8 @@ class Exchange:
         return Fate(outcome, pulled.version if outcome is Outcome.APPLIED else None, _residuals(pulled))
 
     def exchanged(self, pulled: Pulled) -> Iterable[int] | None:
-        """The key steps of the contributions whose fragments the lost answer would have brought; None: of another term.
+        """The key steps of the contributions whose fragments the lost answer would have brought, or None in another
+        term.
 
         Args:
             pulled: as in `repeats`.

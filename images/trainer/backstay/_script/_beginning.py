@@ -146,7 +146,7 @@ class Beginning:
         )
 
     def reference(self, start_from: str, record: FrozenRecord | None) -> str:
-        """Where the frozen leaves are read; empty: `init` returns them.
+        """The place where the frozen leaves are read, or an empty text if `init` returns them.
 
         Args:
             start_from: as in `trained`, of a history that begins; empty for one that is continued.

@@ -289,7 +289,7 @@ class Script:
 
     @cached_property
     def _traced(self) -> Trace | None:
-        """The optimizer as the script gave it, on all parameters; None: it cannot be traced, as `plan` reports."""
+        """The optimizer as the script gave it, on all parameters, or None if it cannot be traced, as `plan` reports."""
         from .._update import trace
 
         try:

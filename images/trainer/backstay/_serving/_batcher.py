@@ -123,7 +123,7 @@ class Batcher:
 
     @property
     def current(self) -> tuple[ServingProgram, ServedVersion] | None:
-        """The version that answers the next batch, and its program; None: none is loaded."""
+        """The version that answers the next batch, and its program, or None if none is loaded."""
         return self._current
 
     def use(self, program: ServingProgram, version: ServedVersion) -> None:
@@ -190,7 +190,7 @@ class Batcher:
             self._busy_since = None
 
     def _wait(self) -> bool:
-        """Wait for a batch; False: there will be none."""
+        """Wait for a batch. Returns False if there will be none."""
         with self._changed:
             while True:
                 if not self._queue:

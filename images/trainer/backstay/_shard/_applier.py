@@ -171,7 +171,7 @@ class Applier:
             self._coordination.report(norm)
 
     def _prepared(self, term: Term, version: int, contributions: Sequence[Contribution]) -> Operand | None:
-        """The operand of the update of `version`; None: a gradient or the prepared mean is missing."""
+        """The operand of the update of `version`, or None if a gradient or the prepared mean is missing."""
         prepared = term.prepared
         if prepared is None or not prepared.is_of(version, contributions):
             with self._lock:

@@ -62,7 +62,7 @@ class Credits:
         return most
 
     def limit(self, world: int) -> int:
-        """The contributions that may be in memory at the same time; 0: any number, because there are few ranks."""
+        """The contributions that may be in memory at the same time, or 0 for any number if there are few ranks."""
         limit = held_by_shard(self._counting, self._rules, world)
         return limit if world > limit else 0
 

@@ -65,7 +65,7 @@ class HeldState:
 
     @property
     def contributions(self) -> tuple[Contribution, ...]:
-        """The contributions whose mean is in `prepared`; empty: there is none."""
+        """The contributions whose mean is in `prepared`, or an empty tuple if there is none."""
         return () if self.prepared is None else self.prepared.contributions
 
 
@@ -217,8 +217,7 @@ class Follower:
         return self._pools[some].take()
 
     def _receive_mean(self, stream: ClientStream, mean: ReplicaMean, staging: Staging | None) -> Callable[[], None]:
-        """`staging` is a mean in one frame that has arrived, or None if it has no bytes or its chunks follow. None: it
-        has no bytes, or its chunks follow."""
+        """`staging` is a mean in one frame that has arrived, or None if it has no bytes or its chunks follow."""
         if staging is None:
             staging = self._memory(mean)
             if mean.whole:

@@ -79,7 +79,7 @@ class Replica:
             return self._put
 
     def wait(self, number: int) -> bool:
-        """Wait until the standby holds it, or, while it is filled, is not too far behind. False: it is lost."""
+        """Wait until the standby holds it, or, while filled, is not too far behind. Returns False if it is lost."""
         with self._changed:
             while True:
                 due = number if self.in_sync else number - BACKLOG
@@ -245,7 +245,7 @@ class Replication:
 
     @property
     def standby(self) -> int:
-        """The incarnation of the standby that holds the whole state; 0: none."""
+        """The incarnation of the standby that holds the whole state, or 0 if none does."""
         current = self._current
         return current.incarnation if current is not None and current.in_sync and current.ended_at is None else 0
 

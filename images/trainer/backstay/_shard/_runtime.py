@@ -206,7 +206,7 @@ class ShardRuntime:
 
     @property
     def world(self) -> int:
-        """The world in the newest commit that arrived; 0: no term has begun."""
+        """The world in the newest commit that arrived, or 0 if no term has begun."""
         return self._world
 
     @property
@@ -512,7 +512,7 @@ class ShardRuntime:
             self._coordination.report(ShardFailed(why=why, reason=reason))
 
     def _next(self) -> Callable[[], None] | None:
-        """Wait for the next work item; None: the shard stops."""
+        """Wait for the next work item. Returns None if the shard stops."""
         with self._changed:
             while self._stopped is None:
                 term = self._current

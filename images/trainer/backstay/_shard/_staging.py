@@ -171,7 +171,8 @@ class StagedGradient:
         return len(self.parts) == self.members and all(part.complete for part in self.parts.values())
 
     def disagreement(self) -> str | None:
-        """Why the end marks cannot be of one gradient; None: they can. Call it when all parts are complete."""
+        """The reason why the end marks cannot be of one gradient, or None if they can. Call it when all parts are
+        complete."""
         first = self.parts[0].info
         for member, part in sorted(self.parts.items()):
             if (part.info.finite, part.info.examples) != (first.finite, first.examples):

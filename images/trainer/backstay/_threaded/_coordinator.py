@@ -104,7 +104,7 @@ class ThreadedCoordinator:
     def describe(self, state: ReplicaState) -> bool:
         """Add the coordinator's state, for a successor, as of the version of `state`.
 
-        False: the coordinator has left that history, and the shard will receive a message about it.
+        Returns False if the coordinator has left that history. The shard will then receive a message about it.
         """
         with self._lock:
             coordinator = self._sequencer.coordinator

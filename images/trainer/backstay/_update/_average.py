@@ -74,7 +74,7 @@ def averaged(optimizer: optax.GradientTransformation, decay: float) -> optax.Gra
 
 
 def average_of(state: Any, tree: TreeSpec) -> Any:
-    """The average in an optimizer's state, in the structure and the dtypes of the parameters; None: it has none.
+    """The average in an optimizer's state, in the structure and the dtypes of the parameters, or None if it has none.
 
     Args:
         tree: the model's tree.

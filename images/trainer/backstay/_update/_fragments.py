@@ -124,5 +124,5 @@ class Turns:
         return jax.tree_util.tree_unflatten(treedef, kept)
 
     def received(self, step: int) -> Selection | None:
-        """The parameters that a worker received before contribution number `step`; None: it requested the model."""
+        """The parameters that a worker received before contribution `step`, or None if it requested the model."""
         return Selection.of([step - 1], self.count) if step else None

@@ -68,7 +68,7 @@ class Block:
     `coded`: a codec may encode it. Then each piece begins and ends with a group of its leaf
     (`backstay._update._codecs`), except where the block is one whole leaf.
 
-    `fragment`: the fragment of its leaves (`backstay._update._fragments`); None: it belongs to every exchange.
+    `fragment` is the fragment of its leaves (`backstay._update._fragments`), or None if it belongs to every exchange.
 
     `member`: the member of a rank that sends and receives it.
     """

@@ -269,7 +269,7 @@ def _parameters(params: Any, frozen: Any) -> tuple[tuple[LeafSpec, ...], FrozenS
 def _separated(
     leaves: Sequence[LeafSpec], treedef: Any, places: tuple[bool, ...] | None
 ) -> tuple[tuple[LeafSpec, ...], FrozenSpec | None]:
-    """The leaves that are not frozen, and those that are. `places`: whether each is; None: none is."""
+    """The leaves that are not frozen, and those that are. `places` is whether each is, or None if none is."""
     if places is None:
         return tuple(leaves), None
     rest = tuple(leaf for leaf, apart in zip(leaves, places, strict=True) if not apart)

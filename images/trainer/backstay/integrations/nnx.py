@@ -128,7 +128,7 @@ class _NnxModel:
         return (values, nest(self._rest, _values(rest, self._rest))) if self.has_state else values
 
     def merge(self, params: Any, state: Any, key: Any) -> Any:
-        """The model with these values. `key`: of its streams of random numbers; None: any."""
+        """The model with these values. `key` is that of its streams of random numbers, or None for any."""
         if key is None:
             key = jax.random.key(0)
         values = [pick(params, self._params), self._seeds(key), pick(params, self._fixed), pick(state, self._rest)]

@@ -211,13 +211,13 @@ class ProcessJob:
         return progress is not None and all(self.standby(shard) for shard in range(self.job.shards))
 
     def standby(self, shard: int) -> int:
-        """The incarnation of the shard's standby that holds the state of its server; 0: there is none."""
+        """The incarnation of the shard's standby that holds the state of its server, or 0 if there is none."""
         progress, active = self.objects.memory.progress, self.active(shard)
         found = 0 if progress is None else progress.in_sync.get(shard, 0)
         return found if found > active else 0
 
     def active(self, shard: int) -> int:
-        """The incarnation of the shard's active server; 0: none was created."""
+        """The incarnation of the shard's active server, or 0 if none was created."""
         status, key = self.objects.status, slot_key(contract.ROLE_SERVER, shard)
         found: int = status.get("active", {}).get(key) or status.get("incarnations", {}).get(key, 0)
         return found
@@ -255,7 +255,7 @@ class Supervisor:
 
     @property
     def failure(self) -> tuple[str, str] | None:
-        """The reason and the message of the job's failure; None: it has not failed."""
+        """The reason and the message of the job's failure, or None if it has not failed."""
         failed = self.processes.objects.condition(statuses.FAILED)
         return (failed["reason"], failed["message"]) if failed.get("status") == "True" else None
 

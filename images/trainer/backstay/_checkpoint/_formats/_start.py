@@ -397,7 +397,7 @@ def _find(arrays: Arrays, begin: str, leaf: LeafSpec) -> _Array | str:
 
 
 def _name_of(arrays: Arrays, begin: str, leaf: LeafSpec) -> str | None:
-    """The name under which an array of a parameter is stored; None: there is none.
+    """The name under which an array of a parameter is stored, or None if there is none.
 
     Other libraries write some characters of a name differently: those that are ``%XX`` here, and slashes for dots.
     """

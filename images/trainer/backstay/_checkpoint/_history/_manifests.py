@@ -497,7 +497,7 @@ def _manifest_leaves(tree: TreeSpec) -> tuple[ManifestLeaf, ...]:
 
 
 def _base_of(tenure: Tenure) -> str:
-    """The name of the manifest that the term continues from; empty: none, or it is not read yet."""
+    """The name of the manifest that the term continues from. It is empty if there is none, or if it is not read yet."""
     match tenure:
         case Claimed():
             return tenure.begun.base

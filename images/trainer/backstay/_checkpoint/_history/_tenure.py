@@ -68,7 +68,7 @@ class TakenOver:
     up_to: tuple[int, int]
 
     def found(self, base: str) -> Begun:
-        """The state after the newest manifest up to `up_to` was read; empty: there is none."""
+        """The state after the newest manifest up to `up_to` was read. `base` is its name, or empty if there is none."""
         return Begun(self.term, self.history, base)
 
 

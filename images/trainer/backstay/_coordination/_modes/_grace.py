@@ -147,7 +147,7 @@ class Grace:
 
     @property
     def until(self) -> float | None:
-        """The latest end of the current wait; None: no update waits."""
+        """The latest end of the current wait, or None if no update waits."""
         return None if self._complete_since is None else self._complete_since + self._choice.wait
 
     def _expected(self, world: int) -> set[int]:

@@ -146,7 +146,7 @@ class Waiting(Protocol):
     """Decides whether updates and ranks wait for each other, for `Liveness`, reports and `train`."""
 
     def owed_since(self, worker: Contributor, version: int, decided: float) -> float | None:
-        """Return since when a worker has been able to compute the gradient that it owes; None: it owes none.
+        """Return since when a worker has been able to compute the gradient that it owes, or None if it owes none.
 
         Args:
             version: the newest version.

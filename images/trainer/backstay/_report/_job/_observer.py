@@ -193,8 +193,8 @@ class JobObserver:
         infos: Sequence[GradientInfo] = (),
         checkpoint_time: float = 0.0,
     ) -> None:
-        """The start of the history, its newest checkpoint and when that was stored (Unix time; 0: not known), and the
-        gradients of its last update, if known."""
+        """Record the start of the history, its newest checkpoint and when that was stored, and the gradients of its
+        last update, if known. `checkpoint_time` is Unix time, or 0 if it is not known."""
         self._step = state.version
         self._rates.begin(time.monotonic())
         if self._waits is not None:
@@ -238,7 +238,7 @@ class JobObserver:
         return self.checkpoints.newest()
 
     def examples(self) -> int | None:
-        """The examples of each contribution of the newest update, for manifests; None: they differ."""
+        """The examples of each contribution of the newest update, for manifests, or None if they differ."""
         return self.terms.examples()
 
     def last_report(self, state: CoordinatorState, start: Rollback | None = None) -> dict[str, Any]:

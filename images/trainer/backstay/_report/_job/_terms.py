@@ -83,7 +83,7 @@ class Terms:
                 self._changes.append(change)
 
     def examples(self) -> int | None:
-        """How many examples each contribution of the newest update has; None: they differ, or there was no update."""
+        """The examples of each contribution of the newest update, or None if they differ, or there was no update."""
         with self._lock:
             return self._examples
 

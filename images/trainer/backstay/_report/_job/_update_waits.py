@@ -105,7 +105,7 @@ class UpdateWaits:
             self._term, self._version, self._world = state.term, state.version, state.world
 
     def status(self, now: float) -> dict[str, Any]:
-        """The part of `/status` that is no row of the report: what the next update waits for now."""
+        """The part of `/status` that is not a row of the report: what the next update waits for now."""
         with self._lock:
             seconds, text = self._waiting(now)
             over = self._over

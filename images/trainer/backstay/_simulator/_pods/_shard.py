@@ -158,7 +158,7 @@ class TimedShard:
     # ---- Streams of workers ----
 
     def enter(self, rank: int, act: Callable[[], None]) -> Turn | None:
-        """Wait for memory, and call `act` with it; returns what `leave` ends. None: `act` was called."""
+        """Wait for memory, and call `act` with it. Returns what `leave` ends, or None if `act` was called."""
         with self._lock:
             turn = self.credits.enter(rank, again=self._undecided.get(rank, 0) > 0)
             if turn.granted:
@@ -532,7 +532,7 @@ class TimedShard:
         self._compute(seconds, computed)
 
     def _mean_seconds(self, contributions: Sequence[Contribution]) -> float | None:
-        """The time to compute the mean; None: a contribution is missing."""
+        """The time to compute the mean, or None if a contribution is missing."""
         if self.prepared and tuple(contributions) == self.prepared:
             return 0.0
         keys = [identity(contribution.id) for contribution in contributions]

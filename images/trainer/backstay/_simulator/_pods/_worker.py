@@ -130,7 +130,7 @@ class TimedWorker:
 
     @property
     def last_beat(self) -> SecondsReport | None:
-        """The newest account that a server has; None: there is none."""
+        """The newest account that a server has, or None if there is none."""
         return self._beat if self._has_joined else None
 
     # ---- Joining ----

@@ -266,7 +266,7 @@ class ControlClient:
         self._call(0, "Leave", LeaveRequest(peer=self.peer, trained=True))
 
     def meet(self, address: str = "") -> str:
-        """The address of member 0 of this pod's rank; empty: it has not reported one. Raises as `_call` does.
+        """The address of member 0 of this pod's rank, or an empty text if it reported none. Raises as `_call` does.
 
         Args:
             address: the address of this pod, if it is member 0.
@@ -365,7 +365,7 @@ class Heartbeats:
             self._missed = [0] * self._client.shards
 
     def incarnation_of(self, shard: int) -> int:
-        """The incarnation of the server that was joined; 0: none was."""
+        """The incarnation of the server that was joined, or 0 if none was."""
         with self._changed:
             return self._incarnations[shard]
 

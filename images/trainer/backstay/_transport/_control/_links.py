@@ -185,7 +185,8 @@ class Links:
             threaded.detach(peer.index, sink)
 
     def _begins(self, sink: _RemoteSink, number: int) -> bool:
-        """The previous link of the shard ends. False: a later link began, whose thread was earlier than this one."""
+        """The previous link of the shard ends. Returns False if a later link began, whose thread was earlier than this
+        one."""
         with self._lock:
             if number < self._newest.get(sink.shard, 0):
                 return False  # its position and reports are out of date

@@ -34,7 +34,7 @@ class Peers:
 
     @property
     def newest_link(self) -> int:
-        """The newest number of `allow_link`; 0: none."""
+        """The newest number of `allow_link`, or 0 if there is none."""
         return self._links
 
     def claim(self, role: str, index: int, incarnation: int) -> tuple[int, bool]:
@@ -71,7 +71,7 @@ class Peers:
             )
 
     def meet(self, peer: Peer, address: str) -> str:
-        """The address of member 0 of the caller's rank and incarnation; empty: it has not reported one.
+        """The address of member 0 of the caller's rank and incarnation, or an empty text if it has not reported one.
 
         Args:
             address: the address of the caller, if it is member 0.
@@ -96,7 +96,7 @@ class Peers:
 
 
 def replaced(peer: Peer, newest: int) -> str:
-    """Why a pod must stop when `newest` is the newest incarnation of its slot; empty: it is the newest."""
+    """The reason why a pod must stop when `newest` is its slot's newest incarnation. It is empty for the newest."""
     if newest <= peer.incarnation:
         return ""
     name = f"{peer.role}-{peer.index}"
@@ -104,7 +104,7 @@ def replaced(peer: Peer, newest: int) -> str:
 
 
 def cannot_link(peer: Peer, shards: int) -> str:
-    """Why a pod cannot have a link to the coordinator; empty: it is the server of a shard other than 0.
+    """The reason why a pod cannot have a link to the coordinator. It is empty for the server of a shard other than 0.
 
     Args:
         shards: the number of shards of the job.

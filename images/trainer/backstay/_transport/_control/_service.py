@@ -86,17 +86,18 @@ class Host(Protocol):
 
     def joined(self, peer: Peer) -> JoinReply: ...
     def other_frozen(self, digests: Sequence[str], source: str, peer: str) -> str:
-        """Why a pod with these frozen arrays, which it read from `source`, cannot train; empty: it can."""
+        """The reason why a pod with these frozen arrays, read from `source`, cannot train. It is empty if it can."""
 
     def beat(self, request: HeartbeatRequest) -> HeartbeatReply: ...
     def left(self, peer: Peer, *, trained: bool = False) -> bool:
-        """A peer leaves; `trained`: `train` returns in it. False: too late to be counted, because this server ends."""
+        """A peer leaves. `trained` is True if `train` returns in it. Returns False if it is too late to be counted,
+        because this server ends."""
 
     def add_spans(self, peer: Peer, spans: bytes) -> None:
         """A peer that leaves sends its last spans: a serialized `Spans`."""
 
     def evaluated(self, request: EvaluatedRequest) -> str:
-        """An evaluation begins or was made. Returns why the caller must not begin; empty: it may."""
+        """An evaluation begins or was made. Returns why the caller must not begin, or an empty text if it may."""
 
     def progress(self, request: ProgressRequest) -> ProgressReply: ...
     def awaits_operator(self) -> bool:
@@ -147,7 +148,7 @@ class ControlService(grpc.GenericRpcHandler):
         )
 
     def service(self, handler_call_details: Any) -> Any:
-        """Called with the headers of each call; None: there is no such method."""
+        """Called with the headers of each call. Returns None if there is no such method."""
         if not self._credentials.admits_call(handler_call_details.invocation_metadata or ()):
             return self._refuse
         return self._handlers.get(handler_call_details.method)
@@ -183,7 +184,7 @@ class ControlService(grpc.GenericRpcHandler):
         return self._guarded(serve)
 
     async def _read(self, context: Any, kind: type[_M]) -> _M | None:
-        """The next message of a call; None: its peer sends no more."""
+        """The next message of a call, or None if its peer sends no more."""
         try:
             data = await asyncio.wait_for(context.read(), self._timeouts.message)
         except TimeoutError:

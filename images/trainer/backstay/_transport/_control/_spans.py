@@ -50,7 +50,7 @@ class Outbox:
         self._next = 0
 
     def take(self, server: int) -> Spans | None:
-        """The spans that the server of shard 0 with this incarnation has not received; None: there are none.
+        """The spans that the server of shard 0 with this incarnation has not received, or None if there are none.
 
         Spans that are taken and then lost on the way stay lost.
         """

@@ -68,5 +68,5 @@ def with_error(message: MemberMessage, error: BaseException) -> MemberMessage:
 
 
 def error_in(message: MemberMessage) -> BackstayError | None:
-    """The error of a message; None: it has a value."""
+    """The error of a message, or None if it has a value."""
     return _ERRORS[message.error](message.code, message.text) if message.error else None

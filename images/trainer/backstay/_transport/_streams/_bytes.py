@@ -69,7 +69,7 @@ class ByteStream(Protocol):
         ...
 
     def received(self) -> int | None:
-        """The bytes that the kernel has received, encrypted ones where TLS is used; None: it does not report them."""
+        """The bytes that the kernel has received, encrypted ones with TLS, or None if it does not report them."""
         ...
 
     def keep_alive(self) -> None:

@@ -160,7 +160,7 @@ class Frames:
         return self._body[:nbytes]
 
     def _have(self, nbytes: int, *, may_end: bool = False) -> bool:
-        """Receive until this many bytes are buffered in advance. False: the stream ended before the first of them."""
+        """Receive until this many bytes are buffered in advance. Returns False if the stream ended before the first."""
         while (there := self._stop - self._start) < nbytes:
             if self._start + nbytes > len(self._ahead) or not there:
                 came = bytes(self._ahead[self._start : self._stop])

@@ -164,7 +164,7 @@ class ServerStream(FrameStream, Protocol):
     """The server's end of a data stream. Any thread may call these methods. Only `post` waits, for a bounded time."""
 
     def received(self) -> int | None:
-        """The bytes that have arrived since the stream began; None: the system does not report them."""
+        """The bytes that have arrived since the stream began, or None if the system does not report them."""
         ...
 
     def cut(self) -> None:

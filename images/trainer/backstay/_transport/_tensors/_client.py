@@ -186,7 +186,7 @@ class StreamClient:
         self._stream.write(frames.end_of(out.total, push.info()))
 
     def _begin(self, push: PartPush, begin: PushBegin) -> bool:
-        """Send the beginning of a push, when it is its turn. False: the shard does not want the rest."""
+        """Send the beginning of a push, when it is its turn. Returns False if the shard does not want the rest."""
         if push.turn is not None and self._shard > 0:
             push.turn.wait()
         begin.ask = push.turn is not None and self._shard == 0

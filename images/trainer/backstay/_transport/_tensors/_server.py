@@ -176,7 +176,7 @@ class StreamServer:
         return admitted
 
     def _one(self, hello: Hello, stream: ServerStream) -> bool:
-        """One request and its answer. False: the stream ended."""
+        """Receives one request and answers it. Returns False if the stream ended."""
         with contextlib.ExitStack() as pushes:
             push: _IncomingPush | None = None
 
@@ -255,7 +255,8 @@ class StreamServer:
     def _receive(
         self, stream: FrameStream, begin: PushBegin, body: np.ndarray | None, push: _IncomingPush
     ) -> bool | None:
-        """Receives a push. True: it is complete. False: the shard cannot use it any more. None: the stream ended."""
+        """Receives a push. Returns True if it is complete, False if the shard cannot use it any more, and None if the
+        stream ended."""
         incoming, cover = push.incoming, push.cover
         if begin.ask and not self._shard.moved_on(incoming):
             stream.write(frames.RECEIVED)
@@ -294,7 +295,7 @@ class StreamServer:
                 raise Refusal(RefusalCode.INVALID, f"a frame {kind!r} cannot arrive inside a push")
 
     def _skip_rest(self, stream: FrameStream) -> bool:
-        """Drops the rest of a refused push. False: the stream ended."""
+        """Drops the rest of a refused push. Returns False if the stream ended."""
         remaining = self._total + MAX_CHUNK_BYTES
         while remaining > 0:
             item = stream.read()
@@ -352,7 +353,7 @@ class StreamServer:
 
 @dataclass(frozen=True)
 class StreamHandlers:
-    """Serve the streams of a `DataServer` that workers do not exchange with; None: such streams are refused.
+    """Serve the streams of a `DataServer` that workers do not exchange with. With None, such streams are refused.
 
     Attributes:
         replicate: serves the streams of this shard's standbys.

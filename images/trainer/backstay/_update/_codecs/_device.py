@@ -36,7 +36,7 @@ def shares_host_memory(device: Any) -> bool:
 
 
 def pinned_like(array: Any) -> Any:
-    """The sharding of the copy of an array in pinned memory; None: the device has no such memory.
+    """The sharding of the copy of an array in pinned memory, or None if the device has no such memory.
 
     Args:
         array: a `jax.Array` on one device.
@@ -66,7 +66,7 @@ def placed_from(arrays: Sequence[Any], devices: Sequence[Any]) -> list[Any]:
 
 
 def pinned_memory(shape: tuple[int, ...], dtype: np.dtype[Any], device: Any) -> tuple[Any, Array] | None:
-    """New pinned memory; None: the device has none.
+    """New pinned memory, or None if the device has none.
 
     Returns:
         A `jax.Array` of this shape and dtype, and a writable 1-D view of its memory, which the array must outlive. A

@@ -117,7 +117,7 @@ class ShardEngine:
 
     @property
     def learning_rate(self) -> float | None:
-        """The one that `optax.inject_hyperparams` keeps in the optimizer's state; None: the state has none.
+        """The one that `optax.inject_hyperparams` keeps in the optimizer's state, or None if the state has none.
 
         https://optax.readthedocs.io/en/latest/api/optimizer_schedules.html#optax.inject_hyperparams
         """
@@ -245,7 +245,7 @@ class ShardEngine:
                     return _view(param)
 
     def encoded(self, b: int) -> Encoded | None:
-        """Block `b` as the last update encoded it; need not be computed yet. None: it did not, or it was taken."""
+        """Block `b` as the last update encoded it, computed or not, or None if it did not, or it was taken."""
         if (stretch := self._stretches.get(b)) is None:
             return None
         sent, stretch.sent = stretch.sent, None

@@ -56,7 +56,7 @@ class Value:
 
 @dataclass(frozen=True, eq=False)
 class _Expression:
-    """`args` are numbers of expressions, each with the shape to give to a uniform one (None: as it comes)."""
+    """`args` are numbers of expressions, each with the shape to give to a uniform one, or None to leave it."""
 
     kind: Kind
     op: str  # "input", "literal", "aligned", "plain", "item"

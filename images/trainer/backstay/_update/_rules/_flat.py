@@ -200,8 +200,8 @@ class Origins:
             self._read(equation)
 
     def unchanged(self, atom: Atom) -> int | None:
-        """The index of the input that `atom` always equals, except in the sign of a zero; None: `atom` may be something
-        else.
+        """The index of the input that `atom` always equals, except in the sign of a zero, or None if `atom` may be
+        something else.
 
         A condition passes an input on if each of its branches does.
         """
