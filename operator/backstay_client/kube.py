@@ -25,7 +25,7 @@ CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 
 
 _LATER: Final = frozenset({0, 429, 500, 502, 503, 504})
-"""Codes of answers of an API server that is overloaded or restarts; 0: it did not answer."""
+"""Codes of answers of an API server that is overloaded or restarts, and 0 if it did not answer."""
 
 
 def is_transient(error: ApiRequestError | aiohttp.ClientError | OSError) -> bool:

@@ -278,7 +278,7 @@ class JobReport(ReportedStatus):
     """The ranks or the server that the next update waits for, after a long wait; empty before that."""
 
     ending: str = ""
-    """The event that the end of the job waits for after the last update; empty: there will be updates."""
+    """The event that the end of the job waits for after the last update; empty if there will be updates."""
 
     term_start: Annotated[TermStart | None, ReportRow(dropped=3)] = None
     """Where the current term began."""

@@ -214,7 +214,7 @@ class CheckpointSpec(SpecModel):
     """Number of updates between two checkpoints. `everySeconds` also applies, and the earlier of both counts."""
 
     every_seconds: int = 60
-    """Number of seconds between two checkpoints; 0: not by time. The last step of a job is always stored."""
+    """Number of seconds between two checkpoints, or 0 for none by time. The last step of a job is always stored."""
 
     keep: int = 3
     """How many complete checkpoints of the job are kept. Files of another history are never deleted."""
@@ -232,7 +232,7 @@ class TraceSpec(SpecModel):
     """The timeline of what each pod did: `backstay trace`."""
 
     megabytes: int = 16
-    """Memory of shard 0's server for the newest spans of all pods; 0: nothing is kept. The spans are stored
+    """Memory of shard 0's server for the newest spans of all pods, or 0 to keep none. The spans are stored
     beside the checkpoints when the job ends or a pod dies."""
 
 

@@ -84,7 +84,7 @@ class NoSuchJob(BadInput):
 
 
 def named_kubeconfig(where: Where, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The kubeconfig that the options or KUBECONFIG name, or None if they name none.
+    """The kubeconfig that the options or KUBECONFIG name, or None if they name none, or only runs on this machine.
 
     Raises:
         BadInput: the file does not exist.

@@ -319,7 +319,9 @@ def _last_evaluated(
 def _last_trained(
     values: Sequence[tuple[int, float]], status: JobStatus, objective: str
 ) -> tuple[int | None, float | None]:
-    """The last value that `loss` returned, after its step. It is NaN if it was not finite, and None if there is none.
+    """The last value of a number that `loss` returned, after its step.
+
+    It is NaN if it was not finite, and None if there is none.
 
     Args:
         values: the values of the curve, which leaves out steps of a long training, and may be lost with a server.

@@ -330,7 +330,7 @@ class Api:
         return {"spec": obj.get("spec")}
 
     def modify(self, resource: Resource, key: Key, change: Callable[[Obj], None]) -> Stored | None:
-        """Change an object from inside the server (controllers). Returns None if it does not exist."""
+        """Change an object from inside the server (controllers). Returns None if it does not exist then."""
         stored = self.find(resource, key)
         if stored is None:
             return None

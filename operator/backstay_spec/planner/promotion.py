@@ -97,7 +97,10 @@ def judge(facts: Facts, record: Record, slot: Slot) -> Promotion:
 
 
 def successor(facts: Facts, record: Record, slot: Slot, pod: str, verdict: Verdict) -> Promote | AskFirst | None:
-    """The promotion of the shard's standby after its active server (pod `pod`) died, or None if none can take over."""
+    """The promotion of the shard's standby after its active server (pod `pod`) died, or None if none can take over.
+
+    It is `AskFirst` while the standby starts.
+    """
     standby = standby_of(facts, record, slot) if slot.key in record.active else None
     if standby is None or not standby.alive:
         return None

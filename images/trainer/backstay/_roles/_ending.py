@@ -185,8 +185,8 @@ class ServerEnd:
     def end(self, *, already_complete: bool) -> dict[str, Any]:
         """Accept no more reports; returns the part of the server's last message about rank 0.
 
-        ``returned`` is the incarnation of rank 0 that has the result, 0: none has it. It is left out where rank 0 may
-        have reported to a previous server, which has reached the end too.
+        ``returned`` is the incarnation of rank 0 that has the result, or 0 if none has it. It is left out where rank 0
+        may have reported to a previous server, which has reached the end too.
 
         Args:
             already_complete: whether this server found the training complete when it started.

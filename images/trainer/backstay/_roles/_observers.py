@@ -208,7 +208,7 @@ class JobHistoryObserver(Observer, Protocol):
         """The result of the evaluation of this step; empty if it failed or is not the newest one."""
 
     def examples(self) -> int | None:
-        """The examples of each contribution of the newest update, or None if they differ."""
+        """The examples of each contribution of the newest update, or None if they differ or there are none."""
 
     def newest_checkpoint(self) -> CheckpointStatus:
         """The newest complete checkpoint; of step 0 and without a URI before the first."""

@@ -217,7 +217,11 @@ class Follower:
         return self._pools[some].take()
 
     def _receive_mean(self, stream: ClientStream, mean: ReplicaMean, staging: Staging | None) -> Callable[[], None]:
-        """`staging` is a mean in one frame that has arrived, or None if it has no bytes or its chunks follow."""
+        """Returns what takes over the mean, once it has arrived.
+
+        Args:
+            staging: a mean in one frame that has arrived; None: it has no bytes, or its chunks follow.
+        """
         if staging is None:
             staging = self._memory(mean)
             if mean.whole:

@@ -238,7 +238,8 @@ class JobObserver:
         return self.checkpoints.newest()
 
     def examples(self) -> int | None:
-        """The examples of each contribution of the newest update, for manifests, or None if they differ."""
+        """The examples of each contribution of the newest update, or None if they differ or there are none. For
+        manifests."""
         return self.terms.examples()
 
     def last_report(self, state: CoordinatorState, start: Rollback | None = None) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class Link:
         self._unanswered, self._ping_at = 0, 0.0
         self._pings, self._answers = 0, 0  # of this link
         self.error: Exception | None = None
-        """Why no further link is opened: a refusal that each would get, or a defect. None: links are opened."""
+        """Why no further link is opened: a refusal that each would get, or a defect; or None if links are opened."""
         self.up = False
         """Whether the coordinator has accepted the link, and the link has not broken since."""
 
