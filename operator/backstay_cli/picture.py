@@ -165,15 +165,23 @@ def _words(fact: JobFact) -> Text:
     return words
 
 
-def blame_words(view: JobView, entry: WaitedForStatus) -> str:
-    """A wait in words, such as ``worker 2 on node-7, its input batches: 31 s in 40 updates of the last 5 min``."""
+_WINDOW = 300.0  # seconds that the report adds up
+
+
+def blame_words(view: JobView, entry: WaitedForStatus, elapsed: float) -> str:
+    """A wait in words, such as ``worker 2 on node-7, its input batches: 31 s in 40 updates of the last 5 min``.
+
+    Args:
+        elapsed: the time in seconds since the job began.
+    """
     rank, shard = entry.rank, entry.shard
     who = f"worker {rank}" if shard is None else f"server {shard}, receiving from worker {rank}"
     found = rows(view)
     node = next((row.node for row in found if row.slot == who), "")
     where = f" on {node}" if node and len({row.node for row in found}) > 1 else ""
     what = "" if shard is not None else f", {contract.SLOW_PARTS.get(entry.part, entry.part)}"
-    return f"{who}{where}{what}: {duration(entry.seconds)} in {count(entry.updates, 'update')} of the last 5 min"
+    window = duration(min(_WINDOW, elapsed))
+    return f"{who}{where}{what}: {duration(entry.seconds)} in {count(entry.updates, 'update')} of the last {window}"
 
 
 def page(view: JobView, now: float, cluster: str) -> Group:
@@ -186,7 +194,7 @@ def page(view: JobView, now: float, cluster: str) -> Group:
     steps = list(explain.next_steps(view, now))
     is_async = ((view.job.get("spec") or {}).get("update") or {}).get("mode") == "Async"
     label = "slower than others  " if is_async else "waited for  "
-    blame = [_line((label, "dim"), blame_words(view, entry)) for entry in view.report.waited_for]
+    blame = [_line((label, "dim"), blame_words(view, entry, elapsed)) for entry in view.report.waited_for]
     parts += [Picture(view, elapsed, now=lambda: now, whole=True), *blame]
     parts += [Text.assemble(("next  ", "bold"), step) for step in steps]
     if not view.live and not view.ended and view.report.step is not None:

@@ -245,6 +245,24 @@ def test_the_final_message_of_shard_0_is_newer_than_the_last_observation() -> No
     assert view_of(job, [], [], before).report.loss == 0.5
 
 
+@pytest.mark.parametrize(
+    ("phase", "step", "loss"),
+    [("Suspended", 100, 0.1), ("Succeeded", 100, 0.1), ("Running", 110, 0.5), ("Succeeded", 110, 0.1)],
+)
+def test_each_number_is_the_newest_of_the_page_and_the_status(phase: str, step: int, loss: float) -> None:
+    """The page was read before the last checkpoint and evaluation. The status may have the step of another pod."""
+    stored = {"metrics": {"accuracy": 0.25}, "evaluated_step": 90, "checkpoint": CheckpointStatus(step=90, uri="/c/90")}
+    before = JobView("a", "default", report=JobReport(term=1, step=100, loss=0.1, **stored))
+    found = {"metrics": {"accuracy": 0.5}, "evaluatedStep": 100, "checkpoint": {"step": 100, "uri": "/c/100"}}
+    status = {"phase": phase, "term": 1, "step": step, "loss": 0.5, **found}
+    view = view_of({"metadata": {"name": "a", "namespace": "default"}, "status": status}, [], [], before)
+    assert (view.report.step, view.report.loss) == (step, loss)
+    assert (view.report.metrics, view.report.evaluated_step, view.checkpoint) == ({"accuracy": 0.5}, 100, "/c/100")
+    older = {**status, "metrics": {"accuracy": 0.0}, "evaluatedStep": 80, "checkpoint": {"step": 80, "uri": "/c/80"}}
+    view = view_of({"metadata": {"name": "a", "namespace": "default"}, "status": older}, [], [], before)
+    assert (view.report.metrics, view.report.evaluated_step, view.checkpoint) == ({"accuracy": 0.25}, 90, "/c/90")
+
+
 def test_metrics_of_before_a_failed_evaluation_have_their_step() -> None:
     job = {"metadata": {"name": "a", "namespace": "default"}, "status": {"phase": "Succeeded"}}
     rows = {"step": 9, "evaluated_step": 8, "metrics": {"accuracy": 0.5}}

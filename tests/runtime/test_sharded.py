@@ -70,7 +70,7 @@ def test_t4_one_process_with_a_divided_model(kind: str, more: str, parent: Forke
 
 @pytest.mark.parametrize(
     ("kind", "more", "accelerated"),
-    [("fsdp", "", False), ("tensor", "local", True), ("fsdp", "frozen", True), ("pipeline", "", True)],
+    [("fsdp", "", False), ("tensor", "local", True), ("fsdp", "frozen", True), ("", "", True)],
 )
 def test_t4_a_job_with_a_divided_model(kind: str, more: str, accelerated: bool, plain, tmp_path: Path) -> None:
     """The servers do not use the mesh. Each accelerator receives a part, and encodes one."""

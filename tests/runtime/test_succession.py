@@ -251,6 +251,7 @@ def test_a_coordinator_that_continues_from_memory_does_not_wait_for_the_storage(
     storage = storage_of(Silent())
     assert storage.known(CoordinatorState(3, 5, 1, history=HISTORY), seconds=0.01) == ("", (0, -1))
     answers.set()
+    until(lambda: all(thread.name != "backstay-newest" for thread in threading.enumerate()))
 
 
 def test_t6_a_server_that_did_not_wait_for_the_storage_does_not_continue_what_it_did_not_hold(

@@ -111,6 +111,23 @@ def test_a_result_of_bfloat16_is_answered_as_float32() -> None:
     assert found.dtype == np.float32
 
 
+def test_predict_is_traced_once_for_each_size_and_may_be_an_object_without_a_hash() -> None:
+    class Model:
+        traced = 0
+        __hash__ = None  # type: ignore[assignment]
+
+        def __eq__(self, other: object) -> bool:
+            return self is other
+
+        def __call__(self, params: Any, state: Any, x: Any) -> Any:
+            self.traced += 1
+            return x
+
+    model = Model()
+    program = program_of(model, np.zeros(2, np.float32), sizes=(1, 4))
+    assert (model.traced, list(map(str, program.outputs))) == (2, ["output (FP32, shape [-1, 2])"])
+
+
 def test_variables_of_a_service_with_this_name_are_not_settings() -> None:
     """Kubernetes sets them in each new pod, if the pod does not exclude them."""
     of_service = {

@@ -208,11 +208,25 @@ def _report(status: dict[str, Any], ending: dict[str, Any]) -> JobReport:
 def _merged(view: JobView, before: JobReport) -> JobReport:
     """Returns the newest rows, where `view` is from the API, and `before` may be from the page, which is newer.
 
-    The termination message is the newest source. The status has at most the page's rows of the same step, rounded.
+    The termination message is the newest source. Without it, the step of an ended job may be that of another pod's
+    message, and newer than the numbers in the status. Of the same step, the page has more digits.
     """
     seen = view.report
-    newer = view.concluded or seen.reached > before.reached or (view.ended and seen.reached == before.reached)
-    return seen.over(before) if newer else before.over(seen)
+    if view.concluded:
+        return seen.over(before)
+    newer = seen.over(before) if seen.reached > before.reached and not view.ended else before.over(seen)
+    last = max(seen, before, key=lambda one: one.reached)
+    evaluated = max(seen, before, key=lambda one: -1 if one.evaluated_step is None else one.evaluated_step)
+    stored = max(seen, before, key=lambda one: -1 if one.checkpoint is None else one.checkpoint.step)
+    return newer.model_copy(
+        update={
+            "term": last.term or newer.term,
+            "step": last.step,
+            "metrics": evaluated.metrics,
+            "evaluated_step": evaluated.evaluated_step,
+            "checkpoint": stored.checkpoint,
+        }
+    )
 
 
 def unix_time(text: Any) -> float | None:

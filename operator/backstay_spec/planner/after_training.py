@@ -414,6 +414,7 @@ def _fields(facts: Facts, found: PodOutcome) -> dict[str, Any]:
     if found.step is not None:
         fields["step"] = found.step
         if found.checkpoint:
-            stored = CheckpointStatus(step=found.step, uri=found.checkpoint)
+            reported = None if facts.progress is None else facts.progress.report.checkpoint
+            stored = CheckpointStatus(step=found.step, uri=found.checkpoint).dated(reported)
             fields["checkpoint"] = checkpoint_status(facts.old, stored, facts.now)
     return fields

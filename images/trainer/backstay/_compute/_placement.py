@@ -137,7 +137,8 @@ class Placement:
             return self.divide(model)
         # Arrays that came through pinned memory are bound to one device; a script may use them on all.
         free = jax.tree_util.tree_map(
-            lambda leaf: leaf if isinstance(leaf, np.ndarray) or not leaf.committed else on_host(leaf), model
+            lambda leaf: leaf if isinstance(leaf, np.ndarray) or not leaf.committed else on_host(self.first(leaf)),
+            model,
         )
         return jax.device_put(free, may_alias=True)
 

@@ -80,17 +80,19 @@ class ServingProgram:
         """
         self.signature, self.sizes = signature, sizes
         self._shapes = jax.tree.map(_shape_of, first)
-        self._predict = jax.jit(predict)
-        lowered = {size: self._lower(size) for size in reversed(sizes)}
-        of_size = {size: _outputs(one.out_info, size) for size, one in lowered.items()}
-        self.outputs = of_size[sizes[-1]]
-        for size, outputs in of_size.items():
-            if outputs != self.outputs:
+        self._predict = predict
+        self._compiled: dict[int, Any] = {}
+        for size in reversed(sizes):
+            lowered = self._lower(size)
+            outputs = _outputs(lowered.out_info, size)
+            if size == self.largest:
+                self.outputs = outputs
+            elif outputs != self.outputs:
                 raise ConfigurationError(
                     f"`predict` returns {', '.join(map(str, outputs))} for {size} examples, and "
                     f"{', '.join(map(str, self.outputs))} for {self.largest}: only the first dimension may differ"
                 )
-        self._compiled = {size: one.compile() for size, one in lowered.items()}
+            self._compiled[size] = lowered.compile()
 
     @property
     def largest(self) -> int:
@@ -142,9 +144,11 @@ class ServingProgram:
                 )
 
     def _lower(self, size: int) -> Any:
-        params, state = self._shapes
+        def predict(params: Any, state: Any, batch: Any) -> Any:  # the script's may be an object without a hash
+            return self._predict(params, state, batch)
+
         try:
-            return self._predict.lower(params, state, self.signature.shapes(size))
+            return jax.jit(predict).lower(*self._shapes, self.signature.shapes(size))
         except Exception as error:
             raise ConfigurationError(
                 f"`predict` raised {type(error).__name__} when it was traced with {size} examples: {error}"

@@ -288,9 +288,12 @@ def parts_of_leaves(
     parts: dict[int, list[Array]] = {leaf: [] for leaf in leaves}
     for layout, arrays in zip(partition.shards, blocks, strict=True):
         for block, array in zip(layout.blocks, arrays, strict=True):
-            for piece in block.pieces:
-                if piece.leaf in parts:
-                    parts[piece.leaf].append(host_of(array)[piece.offset : piece.offset + piece.size])
+            found = [piece for piece in block.pieces if piece.leaf in parts]
+            if not found:
+                continue
+            values = host_of(array)  # once, because parts of several accelerators are joined
+            for piece in found:
+                parts[piece.leaf].append(values[piece.offset : piece.offset + piece.size])
     return parts
 
 

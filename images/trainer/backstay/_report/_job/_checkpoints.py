@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -27,8 +28,11 @@ class Checkpoints:
     def begin(self, uri: str, step: int, stored: float) -> None:
         """The history continues this checkpoint; `stored` is its Unix time, and 0 if that is not known."""
         with self._lock:
-            time = datetime.fromtimestamp(stored, UTC) if stored else None
-            self._rows = JobReport(checkpoint=CheckpointStatus(step=step, uri=uri, time=time))
+            at = None
+            if stored:
+                with contextlib.suppress(ValueError, OverflowError, OSError):  # of a machine without a clock
+                    at = datetime.fromtimestamp(stored, UTC)
+            self._rows = JobReport(checkpoint=CheckpointStatus(step=step, uri=uri, time=at))
         if stored:
             self._metrics.checkpoint_timestamp.set(stored)
 
