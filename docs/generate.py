@@ -374,8 +374,8 @@ def states_of_all() -> str:
     ranks = ((f"{name}", row.set_by, row.next) for name, row in states.RANKS.items())
     return f"""{NOTE}# States
 
-The tables are in `backstay_spec/states.py`, and a test compares them with the code. [Conditions and
-events](../reference/conditions.md) lists the conditions of a job and their reasons.
+The tables are in `backstay_spec/states.py`. Tests compare those of jobs and of pods with the code.
+[Conditions and events](../reference/conditions.md) lists the conditions of a job and their reasons.
 
 ## Jobs
 

@@ -12,11 +12,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import aiohttp
 import typer
@@ -188,263 +188,283 @@ async def choose(cluster: FoundCluster) -> str:
     raise BadInput(f"name one of the jobs: {', '.join(sorted(names))}")
 
 
+def _where(
+    ctx, kubeconfig: Path | None, context: str | None, namespace: str | None = None, *, local: bool = False
+) -> Where:
+    embedded = bool(ctx.obj)
+    if local and not embedded:
+        refuse("--local is for `backstay`: kubectl does not know runs on this machine")
+    if local and (kubeconfig is not None or context is not None):
+        refuse("--local cannot be used with --kubeconfig or --context: it means runs on this machine")
+    return Where(kubeconfig, context, namespace, embedded, local)
+
+
+def _status(
+    ctx: typer.Context,
+    job: Job = None,
+    namespace: Namespace = None,
+    kubeconfig: Kubeconfig = None,
+    context: Context = None,
+    local: Local = False,
+    output: Format = Output.TEXT,
+) -> None:
+    """Show the state of a job: progress, what each pod does now, deaths with their causes and costs, and advice.
+
+    Exit status: 0: the job is shown; 1: the job does not exist, or the cluster refused; 2: the input is invalid.
+    """
+    from backstay_cli.picture import page
+    from backstay_client.view import explain
+
+    async def show(cluster: FoundCluster) -> tuple[JobView, str]:
+        return await look(cluster.api, cluster.namespace, await choose(cluster)), cluster.name
+
+    view, name = with_cluster(_where(ctx, kubeconfig, context, namespace, local=local), show, job)
+    if output is Output.TEXT:
+        _console().print(page(view, time.time(), name))
+    else:
+        write_object(explain.as_object(view), output)
+
+
+def _list_jobs(
+    ctx: typer.Context,
+    namespace: Namespace = None,
+    everywhere: Everywhere = False,
+    every: Annotated[
+        bool, typer.Option("--all", "-a", help="Also the older runs on this machine. [default: the newest 20]")
+    ] = False,
+    kubeconfig: Kubeconfig = None,
+    context: Context = None,
+    local: Local = False,
+    output: Format = Output.TEXT,
+) -> None:
+    """List the jobs; running jobs come first.
+
+    Without KUBECONFIG, these are the jobs of all runs on this machine, the ended ones included. If nothing runs
+    in this folder, and there is ~/.kube/config, they are the jobs of its cluster.
+    """
+    from backstay_cli import listing
+
+    chosen = _where(ctx, kubeconfig, context, namespace, local=local)
+
+    async def of_cluster(cluster: FoundCluster) -> tuple[list[JobView], str]:
+        jobs = await cluster.api.list_jobs(None if everywhere else cluster.namespace)
+        return listing.views(jobs), f"namespace {cluster.namespace} of {cluster.name}"
+
+    runs = _listed_runs(chosen)
+    if not runs:
+        found, place = with_cluster(chosen, of_cluster)
+        place = "all namespaces" if everywhere else place
+    else:
+        found, place = _reported(lambda: listing.views_of_runs(runs, namespace)), "the runs on this machine"
+    if output is not Output.TEXT:
+        write_object(listing.as_rows(found), output)
+        return
+    shown = found if every else listing.without_old(found)
+    if found:
+        several = everywhere or len({view.namespace for view in shown}) > 1
+        _console().print(listing.table(shown, everywhere=several))
+    else:
+        print(f"there is no TrainingJob in {place}", file=sys.stderr)
+    for line in listing.notes(found, shown, runs, [] if runs else runs_of(chosen)):
+        print(line, file=sys.stderr)
+
+
+def _top(
+    ctx: typer.Context,
+    job: Job = None,
+    namespace: Namespace = None,
+    everywhere: Everywhere = False,
+    kubeconfig: Kubeconfig = None,
+    context: Context = None,
+    local: Local = False,
+) -> None:
+    """Show all jobs, or one job with its pods, redrawn until Ctrl-C; only once if the output is not a terminal."""
+    console = _console()
+
+    async def show(cluster: FoundCluster) -> None:
+        if job is not None:
+            await _top_job(cluster, job, console)
+        else:
+            await _top_jobs(cluster, console, everywhere=everywhere)
+
+    try:
+        with_cluster(_where(ctx, kubeconfig, context, namespace, local=local), show, job)
+    except typer.Exit as ended:
+        if ended.exit_code != INTERRUPTED or not console.is_terminal:
+            raise
+
+
+def _logs(
+    ctx: typer.Context,
+    job: Job = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="Only pods with this rank or shard.")] = None,
+    role: Annotated[
+        _Role | None,
+        typer.Option(help="Only pods with this role. [default: worker with --rank, else every role]"),
+    ] = None,
+    previous: Annotated[
+        bool, typer.Option("--previous", "-p", help="Only the previous pods, which the current pods replaced.")
+    ] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Continue until the job ends, even in replacements of pods.")
+    ] = False,
+    tail: Annotated[
+        int | None, typer.Option(min=0, help="Number of lines from the end of each log. [default: all]")
+    ] = None,
+    namespace: Namespace = None,
+    kubeconfig: Kubeconfig = None,
+    context: Context = None,
+    local: Local = False,
+) -> None:
+    """Print the logs of a job's pods. Unless one pod is chosen, each line begins with its pod."""
+    from backstay_client.reading.logs import ROLES, WantedLogs, show_logs
+
+    chosen = _Role.WORKER if role is None and rank is not None else role
+    wanted = WantedLogs(None if chosen is None else ROLES[chosen.value], rank, previous, follow, tail)
+    if previous and follow:
+        refuse("--previous and --follow cannot be used together: a replaced pod writes no more")
+
+    async def show(cluster: FoundCluster) -> None:
+        await show_logs(cluster, await choose(cluster), wanted, lambda line: print(line, flush=follow))
+
+    with_cluster(_where(ctx, kubeconfig, context, namespace, local=local), show, job)
+
+
+def _trace(
+    ctx: typer.Context,
+    job: Job = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="The file to write; .gz compresses it. [default: JOB.trace.json]"),
+    ] = None,
+    stored: Annotated[
+        str | None,
+        typer.Option("--from", help="Read a stored timeline: a file, or a folder or URI that contains timelines."),
+    ] = None,
+    last: Annotated[
+        float | None, typer.Option(min=0.0, help="Write only this many seconds before the end. [default: all]")
+    ] = None,
+    jax_profile: Annotated[
+        Path | None,
+        typer.Option(help="A trace of one worker by jax.profiler, or the folder with it, to join on the same clock."),
+    ] = None,
+    rank: Annotated[int, typer.Option(min=0, help="The worker of --jax-profile.")] = 0,
+    namespace: Namespace = None,
+    kubeconfig: Kubeconfig = None,
+    context: Context = None,
+    local: Local = False,
+) -> None:
+    """Write what each pod of a job did in its last minutes, on one clock, for https://ui.perfetto.dev.
+
+    A running job sends its timeline. If the job has ended, the timeline beside its checkpoints is read.
+
+    Exit status: 0: the file is written; 1: there is no such job, or the cluster refused; 2: the input is invalid,
+    or there is no timeline.
+    """
+    from backstay_client.reading.trace import WantedTrace, Written, trace_of_file, trace_of_job
+
+    wanted = WantedTrace(last, jax_profile, rank)
+
+    async def write(cluster: FoundCluster) -> Written:
+        name = await choose(cluster)
+        return await trace_of_job(cluster, name, out or Path(f"{name}.trace.json"), wanted)
+
+    if stored is not None:
+        try:
+            written = trace_of_file(stored, out or Path("trace.json"), wanted)
+        except BadInput as error:
+            refuse(str(error))
+    else:
+        written = with_cluster(_where(ctx, kubeconfig, context, namespace, local=local), write, job)
+    print(written.summary())
+
+
+def _history(
+    ctx: typer.Context,
+    job: Job = None,
+    stored: Annotated[
+        str | None,
+        typer.Option("--from", help="Read the history from this checkpoint folder or URI, even of a deleted job."),
+    ] = None,
+    namespace: Namespace = None,
+    kubeconfig: Kubeconfig = None,
+    context: Context = None,
+    local: Local = False,
+    output: Format = Output.TEXT,
+) -> None:
+    """Show what happened to a job: phases, deaths with causes and costs, rollbacks, and reports about dead pods.
+
+    Exit status: 0: the history is shown; 1: the cluster refused; 2: the input is invalid, or there is no history.
+    """
+    from backstay_client.reading.history import JobHistory, as_object, history_of_job, history_of_place, lines
+
+    async def find(cluster: FoundCluster) -> JobHistory:
+        return await history_of_job(cluster, await choose(cluster))
+
+    if stored is not None:
+        try:
+            found = history_of_place(stored, job)
+        except BadInput as error:
+            refuse(str(error))
+    else:
+        found = with_cluster(_where(ctx, kubeconfig, context, namespace, local=local), find, job)
+    if output is not Output.TEXT:
+        write_object(as_object(found), output)
+        return
+    for line in lines(found, time.time()):
+        print(line)
+
+
+def _delete(
+    ctx: typer.Context,
+    jobs: Annotated[list[str], typer.Argument(help="The names of the jobs.")],
+    namespace: Namespace = None,
+    kubeconfig: Kubeconfig = None,
+    context: Context = None,
+    local: Local = False,
+    wait: Annotated[bool, typer.Option(help="Wait until the pods are gone.")] = True,
+) -> None:
+    """Delete jobs with their pods. Checkpoints stay.
+
+    Exit status: 0: all were deleted; 1: one does not exist, or the cluster refused.
+    """
+
+    chosen = _where(ctx, kubeconfig, context, namespace, local=local)
+
+    async def remove_all(cluster: FoundCluster) -> bool:
+        return await _delete_jobs(cluster, jobs, wait=wait)
+
+    async def remove(cluster: FoundCluster) -> bool:
+        return await _delete_jobs(cluster, [await choose(cluster)], wait=wait)
+
+    if context is not None or _kubeconfig(chosen) is not None:
+        done = with_cluster(chosen, remove_all)
+    else:  # each job may be in another run
+        ends = [with_cluster(chosen, remove, job) for job in jobs]
+        done = all(ends)
+    if not done:
+        raise typer.Exit(FAILED)
+
+
+_COMMANDS: Final[Mapping[str, Callable[..., None]]] = {
+    "status": _status,
+    "list": _list_jobs,
+    "top": _top,
+    "logs": _logs,
+    "trace": _trace,
+    "history": _history,
+    "delete": _delete,
+}
+
+
 def add_commands(app: typer.Typer, *, embedded: bool) -> None:
     """Add the commands to an app.
 
     Args:
         embedded: search for runs on this machine, which a kubectl plugin does not do.
     """
-
-    def where(
-        kubeconfig: Path | None, context: str | None, namespace: str | None = None, *, local: bool = False
-    ) -> Where:
-        if local and not embedded:
-            refuse("--local is for `backstay`: kubectl does not know runs on this machine")
-        if local and (kubeconfig is not None or context is not None):
-            refuse("--local cannot be used with --kubeconfig or --context: it means runs on this machine")
-        return Where(kubeconfig, context, namespace, embedded, local)
-
-    @app.command(cls=StrictCommand)
-    def status(
-        job: Job = None,
-        namespace: Namespace = None,
-        kubeconfig: Kubeconfig = None,
-        context: Context = None,
-        local: Local = False,
-        output: Format = Output.TEXT,
-    ) -> None:
-        """Show the state of a job: progress, what each pod does now, deaths with their causes and costs, and advice.
-
-        Exit status: 0: the job is shown; 1: the job does not exist, or the cluster refused; 2: the input is invalid.
-        """
-        from backstay_cli.picture import page
-        from backstay_client.view import explain
-
-        async def show(cluster: FoundCluster) -> tuple[JobView, str]:
-            return await look(cluster.api, cluster.namespace, await choose(cluster)), cluster.name
-
-        view, name = with_cluster(where(kubeconfig, context, namespace, local=local), show, job)
-        if output is Output.TEXT:
-            _console().print(page(view, time.time(), name))
-        else:
-            write_object(explain.as_object(view), output)
-
-    @app.command("list", cls=StrictCommand)
-    def list_jobs(
-        namespace: Namespace = None,
-        everywhere: Everywhere = False,
-        every: Annotated[
-            bool, typer.Option("--all", "-a", help="Also the older runs on this machine. [default: the newest 20]")
-        ] = False,
-        kubeconfig: Kubeconfig = None,
-        context: Context = None,
-        local: Local = False,
-        output: Format = Output.TEXT,
-    ) -> None:
-        """List the jobs; running jobs come first.
-
-        Without KUBECONFIG, these are the jobs of all runs on this machine, the ended ones included. If nothing runs
-        in this folder, and there is ~/.kube/config, they are the jobs of its cluster.
-        """
-        from backstay_cli import listing
-
-        chosen = where(kubeconfig, context, namespace, local=local)
-
-        async def of_cluster(cluster: FoundCluster) -> tuple[list[JobView], str]:
-            jobs = await cluster.api.list_jobs(None if everywhere else cluster.namespace)
-            return listing.views(jobs), f"namespace {cluster.namespace} of {cluster.name}"
-
-        runs = _listed_runs(chosen)
-        if not runs:
-            found, place = with_cluster(chosen, of_cluster)
-            place = "all namespaces" if everywhere else place
-        else:
-            found, place = _reported(lambda: listing.views_of_runs(runs, namespace)), "the runs on this machine"
-        if output is not Output.TEXT:
-            write_object(listing.as_rows(found), output)
-            return
-        shown = found if every else listing.without_old(found)
-        if found:
-            several = everywhere or len({view.namespace for view in shown}) > 1
-            _console().print(listing.table(shown, everywhere=several))
-        else:
-            print(f"there is no TrainingJob in {place}", file=sys.stderr)
-        for line in listing.notes(found, shown, runs, [] if runs else runs_of(chosen)):
-            print(line, file=sys.stderr)
-
-    @app.command(cls=StrictCommand)
-    def top(
-        job: Job = None,
-        namespace: Namespace = None,
-        everywhere: Everywhere = False,
-        kubeconfig: Kubeconfig = None,
-        context: Context = None,
-        local: Local = False,
-    ) -> None:
-        """Show all jobs, or one job with its pods, redrawn until Ctrl-C; only once if the output is not a terminal."""
-        console = _console()
-
-        async def show(cluster: FoundCluster) -> None:
-            if job is not None:
-                await _top_job(cluster, job, console)
-            else:
-                await _top_jobs(cluster, console, everywhere=everywhere)
-
-        try:
-            with_cluster(where(kubeconfig, context, namespace, local=local), show, job)
-        except typer.Exit as ended:
-            if ended.exit_code != INTERRUPTED or not console.is_terminal:
-                raise
-
-    @app.command(cls=StrictCommand)
-    def logs(
-        job: Job = None,
-        rank: Annotated[int | None, typer.Option(min=0, help="Only pods with this rank or shard.")] = None,
-        role: Annotated[
-            _Role | None,
-            typer.Option(help="Only pods with this role. [default: worker with --rank, else every role]"),
-        ] = None,
-        previous: Annotated[
-            bool, typer.Option("--previous", "-p", help="Only the previous pods, which the current pods replaced.")
-        ] = False,
-        follow: Annotated[
-            bool, typer.Option("--follow", "-f", help="Continue until the job ends, even in replacements of pods.")
-        ] = False,
-        tail: Annotated[
-            int | None, typer.Option(min=0, help="Number of lines from the end of each log. [default: all]")
-        ] = None,
-        namespace: Namespace = None,
-        kubeconfig: Kubeconfig = None,
-        context: Context = None,
-        local: Local = False,
-    ) -> None:
-        """Print the logs of a job's pods. Unless one pod is chosen, each line begins with its pod."""
-        from backstay_client.reading.logs import ROLES, WantedLogs, show_logs
-
-        chosen = _Role.WORKER if role is None and rank is not None else role
-        wanted = WantedLogs(None if chosen is None else ROLES[chosen.value], rank, previous, follow, tail)
-        if previous and follow:
-            refuse("--previous and --follow cannot be used together: a replaced pod writes no more")
-
-        async def show(cluster: FoundCluster) -> None:
-            await show_logs(cluster, await choose(cluster), wanted, lambda line: print(line, flush=follow))
-
-        with_cluster(where(kubeconfig, context, namespace, local=local), show, job)
-
-    @app.command(cls=StrictCommand)
-    def trace(
-        job: Job = None,
-        out: Annotated[
-            Path | None,
-            typer.Option("--out", "-o", help="The file to write; .gz compresses it. [default: JOB.trace.json]"),
-        ] = None,
-        stored: Annotated[
-            str | None,
-            typer.Option("--from", help="Read a stored timeline: a file, or a folder or URI that contains timelines."),
-        ] = None,
-        last: Annotated[
-            float | None, typer.Option(min=0.0, help="Write only this many seconds before the end. [default: all]")
-        ] = None,
-        jax_profile: Annotated[
-            Path | None,
-            typer.Option(
-                help="A trace of one worker by jax.profiler, or the folder with it, to join on the same clock."
-            ),
-        ] = None,
-        rank: Annotated[int, typer.Option(min=0, help="The worker of --jax-profile.")] = 0,
-        namespace: Namespace = None,
-        kubeconfig: Kubeconfig = None,
-        context: Context = None,
-        local: Local = False,
-    ) -> None:
-        """Write what each pod of a job did in its last minutes, on one clock, for https://ui.perfetto.dev.
-
-        A running job sends its timeline. If the job has ended, the timeline beside its checkpoints is read.
-
-        Exit status: 0: the file is written; 1: there is no such job, or the cluster refused; 2: the input is invalid,
-        or there is no timeline.
-        """
-        from backstay_client.reading.trace import WantedTrace, Written, trace_of_file, trace_of_job
-
-        wanted = WantedTrace(last, jax_profile, rank)
-
-        async def write(cluster: FoundCluster) -> Written:
-            name = await choose(cluster)
-            return await trace_of_job(cluster, name, out or Path(f"{name}.trace.json"), wanted)
-
-        if stored is not None:
-            try:
-                written = trace_of_file(stored, out or Path("trace.json"), wanted)
-            except BadInput as error:
-                refuse(str(error))
-        else:
-            written = with_cluster(where(kubeconfig, context, namespace, local=local), write, job)
-        print(written.summary())
-
-    @app.command(cls=StrictCommand)
-    def history(
-        job: Job = None,
-        stored: Annotated[
-            str | None,
-            typer.Option("--from", help="Read the history from this checkpoint folder or URI, even of a deleted job."),
-        ] = None,
-        namespace: Namespace = None,
-        kubeconfig: Kubeconfig = None,
-        context: Context = None,
-        local: Local = False,
-        output: Format = Output.TEXT,
-    ) -> None:
-        """Show what happened to a job: phases, deaths with causes and costs, rollbacks, and reports about dead pods.
-
-        Exit status: 0: the history is shown; 1: the cluster refused; 2: the input is invalid, or there is no history.
-        """
-        from backstay_client.reading.history import JobHistory, as_object, history_of_job, history_of_place, lines
-
-        async def find(cluster: FoundCluster) -> JobHistory:
-            return await history_of_job(cluster, await choose(cluster))
-
-        if stored is not None:
-            try:
-                found = history_of_place(stored, job)
-            except BadInput as error:
-                refuse(str(error))
-        else:
-            found = with_cluster(where(kubeconfig, context, namespace, local=local), find, job)
-        if output is not Output.TEXT:
-            write_object(as_object(found), output)
-            return
-        for line in lines(found, time.time()):
-            print(line)
-
-    @app.command(cls=StrictCommand)
-    def delete(
-        jobs: Annotated[list[str], typer.Argument(help="The names of the jobs.")],
-        namespace: Namespace = None,
-        kubeconfig: Kubeconfig = None,
-        context: Context = None,
-        local: Local = False,
-        wait: Annotated[bool, typer.Option(help="Wait until the pods are gone.")] = True,
-    ) -> None:
-        """Delete jobs with their pods. Checkpoints stay.
-
-        Exit status: 0: all were deleted; 1: one does not exist, or the cluster refused.
-        """
-
-        chosen = where(kubeconfig, context, namespace, local=local)
-
-        async def remove_all(cluster: FoundCluster) -> bool:
-            return await _delete(cluster, jobs, wait=wait)
-
-        async def remove(cluster: FoundCluster) -> bool:
-            return await _delete(cluster, [await choose(cluster)], wait=wait)
-
-        if context is not None or _kubeconfig(chosen) is not None:
-            done = with_cluster(chosen, remove_all)
-        else:  # each job may be in another run
-            ends = [with_cluster(chosen, remove, job) for job in jobs]
-            done = all(ends)
-        if not done:
-            raise typer.Exit(FAILED)
+    for name, command in _COMMANDS.items():
+        app.command(name, cls=StrictCommand, context_settings={"obj": embedded})(command)
 
 
 def _listed_runs(where: Where) -> list[KnownRun]:
@@ -523,7 +543,7 @@ async def _screen(console: Console) -> AsyncIterator[Live]:
         yield live
 
 
-async def _delete(cluster: FoundCluster, names: Sequence[str], *, wait: bool) -> bool:
+async def _delete_jobs(cluster: FoundCluster, names: Sequence[str], *, wait: bool) -> bool:
     """Whether all jobs existed and are deleted."""
     deleted = []
     for name in names:

@@ -18,8 +18,8 @@ from backstay_client.jobfiles.jobfile import BadInput
 from backstay_client.kube import ApiRequestError
 from backstay_client.show.curve import bar
 from backstay_client.view import explain
-from backstay_client.view.facts import cells
-from backstay_client.view.follow import JobView, ready_of, view_of
+from backstay_client.view.facts import cells, ready_of
+from backstay_client.view.follow import JobView, view_of
 from backstay_client.words import count, duration, shortened
 
 __all__ = ["as_rows", "notes", "table", "top_table", "views", "views_of_runs", "without_old"]

@@ -1,4 +1,4 @@
-"""The states of jobs, pods and ranks, as rows for the documentation. A test compares them with the code.
+"""The states of jobs, pods and ranks, as rows for the docs. Tests compare those of jobs and pods with the code.
 
 The conditions of a job, and their reasons, are in `reasons`.
 """

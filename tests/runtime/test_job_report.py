@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from datetime import UTC, datetime
 
-from backstay._coordination import CoordinatorState, PeerTable
+from backstay._coordination import CheckpointFailed, CoordinatorState, PeerTable, WriteManifest
 from backstay._report._job import JobObserver
 from backstay._report._metrics import PodMetrics
 from backstay_rpc.control_pb2 import EvaluatedRequest, ProgressReply, Rollback
@@ -20,8 +20,8 @@ def observer_of(steps: int = 10) -> JobObserver:
 
 def test_every_row_is_measured() -> None:
     observer = observer_of()
-    observer.checkpoint_stored(0.0, "/c/2", 2)
-    observer.checkpoint_failed(0.0, 4, "the disk is full")
+    observer.checkpoint_stored(0.0, WriteManifest(1, 2, {}, ()), "/c/2")
+    observer.checkpoint_failed(0.0, CheckpointFailed(4, "the disk is full"))
     terms = observer.terms.report(CoordinatorState(term=1, version=3, world=4), Rollback(term=1))
     report = JobReport.sum((observer.report(0.0), terms))
     assert report.model_fields_set == set(JobReport.model_fields)

@@ -70,6 +70,8 @@ class _Trial:
         evaluates: whether `evaluate` returned the objective.
         evaluated: the newest values that were read of those that `evaluate` returned, with their steps.
         trained: the newest values that `loss` returned.
+        curve: the newest curve that was read.
+        read_at: the position of the job then; the curve is read again when the job has another one.
     """
 
     trial: Any
@@ -78,6 +80,8 @@ class _Trial:
     evaluates: bool = False
     evaluated: list[tuple[int, float]] = field(default_factory=list)
     trained: list[tuple[int, float]] = field(default_factory=list)
+    curve: TrainingCurve = field(default_factory=TrainingCurve)
+    read_at: tuple[Any, ...] | None = None
 
     def read(self, status: JobStatus, curve: TrainingCurve, objective: str) -> None:
         """Keep the values of a curve, which is empty while no server answers."""
@@ -191,7 +195,11 @@ class SweepRunner:
         trial, job = running.trial, running.job
         try:
             status = await job.status()
-            curve = await job.curve()
+            at = (status.report.reached, status.report.evaluated_step, status.phase)
+            if status.ended or at != running.read_at:
+                running.curve = await job.curve()
+            running.read_at = at if running.curve.steps else None  # a server that does not answer has no curve
+            curve = running.curve
         except JobDeleted:
             self._end(running)
             self._store.fail(trial, "its job was deleted")

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from backstay_client.view.follow import JobView, carried, ready_of, spent
-from backstay_client.words import clock, count, loss, number, on_one_line, printable, shown, step_of_goal
+from backstay_client.view.follow import JobView, RoleView
+from backstay_client.words import clock, count, loss, number, on_one_line, printable, shown, size, step_of_goal
 from backstay_spec.job_report import JobReport, shown_rows
 
-__all__ = ["JobFact", "cells", "facts"]
+__all__ = ["JobFact", "cells", "facts", "ready_of"]
 
 Section: TypeAlias = Literal["progress", "numbers", "metrics", "results", "costs", "pods", "deaths"]
 Tone: TypeAlias = Literal["", "warn", "bad"]
@@ -83,8 +83,8 @@ def _known(view: JobView) -> Iterator[JobFact]:
     yield from (fact for fact in rows if fact.section == "metrics")
     yield from _results(report, newest)
     if view.goodput is not None:
-        yield JobFact("costs", "goodput", spent(view))
-    if traffic := carried(view):
+        yield JobFact("costs", "goodput", _spent(view))
+    if traffic := _traffic(view):
         yield JobFact("costs", "traffic", traffic)
     yield from _of_pods(view)
 
@@ -120,3 +120,38 @@ def _results(report: JobReport, newest: str) -> Iterator[JobFact]:
     if report.non_finite_metrics:
         names = ", ".join(printable(name) for name in report.non_finite_metrics)
         yield JobFact("results", "metrics that were NaN or infinite", f"{names} (see `backstay history`)", "warn")
+
+
+def ready_of(view: JobView, role: RoleView) -> str:
+    """How many pods are ready; at the end all pods leave, which is not a problem."""
+    return str(role.desired) if view.ended else f"{role.ready}/{role.desired}"
+
+
+def _traffic(view: JobView) -> str:
+    """The traffic in words, such as ``1.2 MB per update and worker (Exact: 3.8 MB)``; empty if not known."""
+    used, exact = view.report.traffic.get("carried"), view.report.traffic.get("exact")
+    if not used:
+        return ""
+    more = f" (Exact: {size(exact)})" if exact and abs(exact - used) > _SAME * used else ""
+    trained, frozen = view.report.trained_parameters, view.report.frozen_parameters
+    if trained is not None and frozen:
+        more += f", {number(trained)} of {number(trained + frozen)} values train"
+    return f"{size(used)} per update and worker{more}"
+
+
+def _spent(view: JobView) -> str:
+    """The goodput in words, such as ``81 % of 90 worker seconds: wait 12 %``; empty if not known."""
+    total = sum(view.worker_seconds.values())
+    if view.goodput is None or total <= 0:
+        return "" if view.goodput is None else f"{100 * view.goodput:.0f} %"
+    shares = {part: seconds / total for part, seconds in view.worker_seconds.items() if part != "applied"}
+    named = {part: share for part, share in shares.items() if share >= _LEAST_SHARE}
+    if (other := sum(shares.values()) - sum(named.values())) >= _LEAST_SHARE:
+        named["other"] = other
+    parts = [f"{part} {100 * share:.0f} %" for part, share in sorted(named.items(), key=lambda one: -one[1])]
+    of = f"{100 * view.goodput:.0f} % of {number(round(total), 3)} worker seconds"
+    return f"{of}: {', '.join(parts)}" if parts else of
+
+
+_LEAST_SHARE = 0.005
+_SAME = 0.01

@@ -14,7 +14,6 @@ from typing import Any
 
 from backstay_client.kube import JobApi
 from backstay_client.view.starting import newest_line
-from backstay_client.words import number, size
 from backstay_spec import contract
 from backstay_spec.causes import parsed
 from backstay_spec.job_report import NO_RATES, JobReport
@@ -337,38 +336,3 @@ def with_page(view: JobView, page: dict[str, Any]) -> JobView:
     stands = float(view.waits.get("seconds") or 0.0) >= LONG_WAIT
     merged = report.over(known).model_copy(update=NO_RATES if stands else {})
     return replace(view, report=merged)
-
-
-def ready_of(view: JobView, role: RoleView) -> str:
-    """How many pods are ready; at the end all pods leave, which is not a problem."""
-    return str(role.desired) if view.ended else f"{role.ready}/{role.desired}"
-
-
-def carried(view: JobView) -> str:
-    """The traffic in words, such as ``1.2 MB per update and worker (Exact: 3.8 MB)``; empty if not known."""
-    used, exact = view.report.traffic.get("carried"), view.report.traffic.get("exact")
-    if not used:
-        return ""
-    more = f" (Exact: {size(exact)})" if exact and abs(exact - used) > _SAME * used else ""
-    trained, frozen = view.report.trained_parameters, view.report.frozen_parameters
-    if trained is not None and frozen:
-        more += f", {number(trained)} of {number(trained + frozen)} values train"
-    return f"{size(used)} per update and worker{more}"
-
-
-def spent(view: JobView) -> str:
-    """The goodput in words, such as ``81 % of 90 worker seconds: wait 12 %``; empty if not known."""
-    total = sum(view.worker_seconds.values())
-    if view.goodput is None or total <= 0:
-        return "" if view.goodput is None else f"{100 * view.goodput:.0f} %"
-    shares = {part: seconds / total for part, seconds in view.worker_seconds.items() if part != "applied"}
-    named = {part: share for part, share in shares.items() if share >= _LEAST_SHARE}
-    if (other := sum(shares.values()) - sum(named.values())) >= _LEAST_SHARE:
-        named["other"] = other
-    parts = [f"{part} {100 * share:.0f} %" for part, share in sorted(named.items(), key=lambda one: -one[1])]
-    of = f"{100 * view.goodput:.0f} % of {number(round(total), 3)} worker seconds"
-    return f"{of}: {', '.join(parts)}" if parts else of
-
-
-_LEAST_SHARE = 0.005
-_SAME = 0.01

@@ -159,7 +159,7 @@ def _tree(
     if len(wanted) != len(leaves):
         raise CheckpointError(
             f"`like` has {len(wanted)} leaves, but the checkpoint {name} has {len(leaves)}: "
-            f"the first of these is {specs[0].path if specs else 'none'}"
+            f"must have those of the checkpoint, which begin with {specs[0].path if specs else 'none'}"
         )
     for leaf, array in zip(specs, wanted, strict=True):
         shape = tuple(getattr(array, "shape", ()))

@@ -20,7 +20,7 @@ from ._decisions import (
     Updated,
     WriteManifest,
 )
-from ._ledger import identity
+from ._ledger import identity, used_in
 from ._modes import MODES, Answering, Counting, held_by_shard
 from ._observation import SAME, SAME_UPDATES, AsyncBlame, Blame, Blamed, Liveness, PeerTable, Rate, SameLosses
 from ._one_process import Course, Dispatch, Then
@@ -76,4 +76,5 @@ __all__ = [
     "carry_out",
     "held_by_shard",
     "identity",
+    "used_in",
 ]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from backstay_rpc.control_pb2 import GradientId, RejectReason, Staged
+from backstay_rpc.control_pb2 import Commit, GradientId, RejectReason, Staged
 
-__all__ = ["HeldContribution", "Ledger", "identity", "sent"]
+__all__ = ["HeldContribution", "Ledger", "identity", "sent", "used_in"]
 
 
 def identity(gradient: GradientId) -> tuple[int, ...]:
@@ -25,6 +25,22 @@ def identity(gradient: GradientId) -> tuple[int, ...]:
 def sent(gradient: GradientId) -> tuple[int, int]:
     """Orders the gradients of one rank, where a later one replaces an earlier one."""
     return gradient.incarnation, gradient.attempt
+
+
+def used_in(
+    commit: Commit | None, worker: tuple[int, int] | None, key_step: int | None
+) -> tuple[RejectReason, int] | None:
+    """The outcome of a worker's contribution in an update, and its next key step, or None if the update has none.
+
+    Args:
+        worker: its rank and incarnation.
+        key_step: the key step of the contribution; None: any.
+    """
+    for used in () if commit is None else (contribution.id for contribution in commit.contributions):
+        if (used.rank, used.incarnation) == worker and key_step in (None, used.key_step):
+            outcome = RejectReason.SKIPPED if commit is not None and commit.skip else RejectReason.REJECT_UNSPECIFIED
+            return outcome, used.key_step + 1
+    return None
 
 
 @dataclass

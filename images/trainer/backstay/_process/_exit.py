@@ -188,7 +188,7 @@ def end_after_script(code: int, stop: Stop) -> NoReturn:
     except SystemExit as end:
         code = exit_status(end)
     except BaseException:  # noqa: BLE001  # any that a script raises
-        _LOG.exception("the script's handler of SIGTERM failed")
+        _LOG.exception("the script's handler of SIGTERM failed, and the process ends")
     atexit._run_exitfuncs()
     end_process(code)
 

@@ -53,10 +53,10 @@ class WorkerMeasurements:
         for point, part in contract.STEP_PARTS.items():
             _instrument.observe(point, self._metrics.step_part(part).observe)
 
-    @property
-    def totals(self) -> tuple[int, int]:
-        """See `Carried.totals`."""
-        return self._carried.totals()
+    def measured(self) -> GradientInfo:
+        """See `WorkerObserver`."""
+        carried, exact = self._carried.totals()
+        return GradientInfo(carried=carried, exact=exact)
 
     def carried(self, sent: int, received: int) -> None:
         """See `WorkerObserver`."""

@@ -189,11 +189,11 @@ class Contributions:
             self._prepared = key, batch
         self._observer.seconds.ended("compiling")
 
-    def info(self, contribution: ComputedContribution, carried: tuple[int, int]) -> GradientInfo:
+    def info(self, contribution: ComputedContribution, measured: GradientInfo) -> GradientInfo:
         """The summary for the end mark of a contribution; waits until it is computed.
 
         Args:
-            carried: `WorkerObserver.totals` before the contribution was sent.
+            measured: see `WorkerObserver`.
         """
         self._last = summary = contribution.summary
         self.history.add(contribution.key.step + 1, lambda: (summary.loss, dict(summary.metrics)))
@@ -203,9 +203,8 @@ class Contributions:
             loss=summary.loss,
             metrics=summary.metrics,
             impure=self._checked.impure,
-            carried=carried[0],
-            exact=carried[1],
         )
+        info.MergeFrom(measured)
         if self._zero is not None:
             parts = partial(parts_of_leaves, self._plan.partition, contribution.blocks)
             zero = self._zero.examine(contribution.key.step, parts)

@@ -61,9 +61,8 @@ class WorkerObserver(Protocol):
     def seconds(self) -> SecondsObserver:
         """The parts of the time of this process."""
 
-    @property
-    def totals(self) -> tuple[int, int]:
-        """The bytes of tensors until now, and about how many there would be without codecs."""
+    def measured(self) -> GradientInfo:
+        """The fields of a contribution's summary that are measured here, before it is sent."""
 
     def carried(self, sent: int, received: int) -> None:
         """These bytes of tensors were sent and received."""

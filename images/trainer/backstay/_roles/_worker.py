@@ -215,7 +215,7 @@ class Worker:
     def _exchange(self, at: Pulled, contribution: ComputedContribution) -> tuple[Pulled, Sequence[Any]]:
         """Push a contribution until its fate is known; returns the newest parameters."""
         self._heart.activity = WAITING
-        info = _Once(partial(self._contributions.info, contribution, self._observer.totals))
+        info = _Once(partial(self._contributions.info, contribution, self._observer.measured()))
         key_step = contribution.key.step
         _instrument.reach("push", key_step)
         with self._encoder.sending(contribution) as sending:

@@ -48,7 +48,7 @@ from backstay_rpc.control_pb2 import (
 from backstay_rpc.refusals import RefusalCode
 
 from .. import _instrument
-from .._coordination import MODES, Answering, Coordination, Message, Rules
+from .._coordination import MODES, Answering, Coordination, Message, Rules, used_in
 from .._process import describe as describe_failure
 from .._transport import QUIET_CHECKS, Answer, CheckpointHook, Engine, Incoming, Refusal
 from .._update import ShardWire
@@ -573,8 +573,5 @@ def _outcome_of(gradient: StagedGradient | None, peer: Peer | None, newest: Comm
         if outcome == _NONE:
             return outcome, next_key_step
     # The worker may have lost the answer to an earlier attempt, with the same bits, that was applied.
-    if newest is not None:
-        for used in (contribution.id for contribution in newest.contributions):
-            if (used.rank, used.incarnation) == who and (gradient is None or used.key_step == gradient.id.key_step):
-                return RejectReason.SKIPPED if newest.skip else _NONE, used.key_step + 1
-    return outcome, next_key_step
+    used = used_in(newest, who, None if gradient is None else gradient.id.key_step)
+    return used or (outcome, next_key_step)

@@ -236,7 +236,9 @@ class Gradients:
             )
         if sum(held.id.rank == gradient.rank for held in self._held.values()) >= MAX_PER_RANK:
             raise Refusal(
-                RefusalCode.FULL, f"rank {gradient.rank} has {MAX_PER_RANK} gradients here that are not decided yet"
+                RefusalCode.FULL,
+                f"rank {gradient.rank} has {MAX_PER_RANK} contributions here that are not decided yet, and may have no "
+                "more: the worker joins again",
             )
         every = self.wire.select(self.wire.selection([gradient.key_step]))  # the parts of all members
         self.credits.take()

@@ -1,7 +1,8 @@
 """Runs a `Sequencer` with a lock, a clock and threads.
 
 One of the calling threads carries out the decisions, and never under the lock. So a shard may answer from inside a
-call. Slow work (storing a manifest, finding a checkpoint) has its own thread.
+call. Only `Observer.restarted` is called under the lock, before any report of the new term. Slow work (storing a
+manifest, finding a checkpoint) has its own thread.
 """
 
 from __future__ import annotations
@@ -122,9 +123,13 @@ class ThreadedCoordinator:
         Args:
             sink: the sink of the link on which the report arrived; None: the shard is in this process.
         """
-        if isinstance(report, Staged) and self._sequencer.is_current(shard, sink):
+        if isinstance(report, Staged) and self._is_current(shard, sink):
             self._observer.staged(self._clock(), shard, report)
         self._do(lambda sequencer, now: sequencer.report(now, shard, report, sink))
+
+    def _is_current(self, shard: int, sink: ShardSink | None) -> bool:
+        with self._lock:
+            return self._sequencer.is_current(shard, sink)
 
     def detach(self, shard: int, sink: ShardSink) -> None:
         """The connection broke. Nothing happens when another has replaced it."""
@@ -228,7 +233,10 @@ class ThreadedCoordinator:
         except Exception as failure:  # noqa: BLE001  # training continues after any error, and reports it
             error = str(failure)
         else:
-            self._observer.checkpoint_stored(self._clock(), uri, order.version)
+            try:  # before the coordinator ends the job, whose last report has the checkpoint
+                self._observer.checkpoint_stored(self._clock(), order, uri)
+            except Exception:  # noqa: BLE001  # the checkpoint is stored all the same
+                _LOG.exception("the stored checkpoint of step %d could not be reported", order.version)
         self.do(Coordinator.manifest, order.version, uri, error)
 
     def _restart(self, order: Restart) -> None:

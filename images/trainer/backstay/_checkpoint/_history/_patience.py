@@ -44,5 +44,5 @@ def patiently(
             if left <= 0:
                 raise
             wait = min(2 * wait, 15.0, left)
-            _LOG.warning("the storage does not answer as it should, trying again in %.0f s: %s", wait, error)
+            _LOG.warning("the storage failed, and the next attempt is in %.0f s: %s", wait, error)
             sleep(wait)

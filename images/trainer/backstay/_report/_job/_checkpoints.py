@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 
 from backstay_spec.job_report import CheckpointStatus, JobReport
 
+from ..._coordination import CheckpointFailed, WriteManifest
 from .._metrics import PodMetrics
 
 __all__ = ["Checkpoints"]
@@ -36,18 +37,18 @@ class Checkpoints:
         if stored:
             self._metrics.checkpoint_timestamp.set(stored)
 
-    def stored(self, uri: str, step: int) -> None:
+    def stored(self, order: WriteManifest, uri: str) -> None:
         """A checkpoint is complete."""
         self._metrics.checkpoints.inc()
-        _LOG.info("checkpoint of step %d: %s", step, uri)
-        self.begin(uri, step, time.time())
+        _LOG.info("checkpoint of step %d: %s", order.version, uri)
+        self.begin(uri, order.version, time.time())
 
-    def failed(self, step: int, error: str) -> None:
+    def failed(self, failed: CheckpointFailed) -> None:
         """A checkpoint could not be stored."""
         self._metrics.checkpoint_failures.inc()
-        _LOG.error("the checkpoint of step %d could not be stored: %s", step, error)
+        _LOG.error("the checkpoint of step %d could not be stored: %s", failed.version, failed.error)
         with self._lock:
-            self._rows = self._rows.model_copy(update={"checkpoint_error": error})
+            self._rows = self._rows.model_copy(update={"checkpoint_error": failed.error})
 
     def newest(self) -> CheckpointStatus:
         """The newest complete checkpoint; of step 0 and without a URI before the first."""

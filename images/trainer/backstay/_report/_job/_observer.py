@@ -14,7 +14,15 @@ from backstay_rpc.control_pb2 import EvaluatedRequest, GradientInfo, HeartbeatRe
 from backstay_spec.job_report import CheckpointStatus, JobReport
 
 from ... import _instrument
-from ..._coordination import CoordinatorState, Counted, Finished, PeerTable, Updated
+from ..._coordination import (
+    CheckpointFailed,
+    CoordinatorState,
+    Counted,
+    Finished,
+    PeerTable,
+    Updated,
+    WriteManifest,
+)
 from ..._process import Reporter
 from ..._update import LeafSpec, TreeSpec
 from .._metrics import PodMetrics
@@ -148,15 +156,15 @@ class JobObserver:
         del now
         self.terms.redo(updates)
 
-    def checkpoint_stored(self, now: float, uri: str, version: int) -> None:
+    def checkpoint_stored(self, now: float, order: WriteManifest, uri: str) -> None:
         """See `Observer`."""
         del now
-        self.checkpoints.stored(uri, version)
+        self.checkpoints.stored(order, uri)
 
-    def checkpoint_failed(self, now: float, version: int, error: str) -> None:
+    def checkpoint_failed(self, now: float, failed: CheckpointFailed) -> None:
         """See `Observer`."""
         del now
-        self.checkpoints.failed(version, error)
+        self.checkpoints.failed(failed)
 
     def finished(self, now: float, finished: Finished) -> None:
         """See `Observer`."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 from backstay_rpc.control_pb2 import JoinReply, Staged
 
 from ..._coordination import (
+    CheckpointFailed,
     Coordinator,
     CoordinatorState,
     Counted,
@@ -256,10 +257,10 @@ class CoordinatorHost:
         """See `Observer`."""
         self._world.tally.redone += updates
 
-    def checkpoint_stored(self, now: float, uri: str, version: int) -> None:
+    def checkpoint_stored(self, now: float, order: WriteManifest, uri: str) -> None:
         """See `Observer`."""
 
-    def checkpoint_failed(self, now: float, version: int, error: str) -> None:
+    def checkpoint_failed(self, now: float, failed: CheckpointFailed) -> None:
         """See `Observer`."""
 
     def finished(self, now: float, finished: Finished) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Final, Protocol
 
 from backstay_rpc.control_pb2 import Commit, GradientId, GradientInfo, RejectReason
 
+from ..._coordination import used_in
 from .._clock import SharedWork
 
 __all__ = ["PartOnWay", "StreamOwner"]
@@ -91,9 +92,5 @@ class PartOnWay:
             self.outcome = self.outcome or (_LATE if self.applied is None else _NONE)
             if not self.outcome:
                 return
-        for one in newest.contributions if newest is not None else ():
-            used = one.id
-            if (used.rank, used.incarnation) == who and (gradient is None or used.key_step == gradient.key_step):
-                self.outcome = RejectReason.SKIPPED if newest is not None and newest.skip else _NONE
-                self.next_key_step = used.key_step + 1
-                return
+        if used := used_in(newest, who, None if gradient is None else gradient.key_step):
+            self.outcome, self.next_key_step = used

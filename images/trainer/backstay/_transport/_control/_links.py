@@ -167,7 +167,8 @@ class Links:
                 frame, body = item
                 message = frame.to_coordinator
                 if kind_of(frame) != "to_coordinator" or body is not None:
-                    raise Refusal(RefusalCode.INVALID, f"a frame {kind_of(frame)!r} cannot arrive on a link")
+                    why = f"a frame {kind_of(frame)!r} cannot arrive on a link: must be 'to_coordinator'"
+                    raise Refusal(RefusalCode.INVALID, why)
                 if message.HasField("spans"):
                     self._host.add_spans(peer, message.spans.SerializeToString())
                 elif message.HasField("ended"):
