@@ -189,7 +189,12 @@ async def choose(cluster: FoundCluster) -> str:
 
 
 def _where(
-    ctx, kubeconfig: Path | None, context: str | None, namespace: str | None = None, *, local: bool = False
+    ctx: typer.Context,
+    kubeconfig: Path | None,
+    context: str | None,
+    namespace: str | None = None,
+    *,
+    local: bool = False,
 ) -> Where:
     embedded = bool(ctx.obj)
     if local and not embedded:

@@ -219,7 +219,7 @@ if __name__ == "__main__":
         (3, {"batch": 6}, 3, feedback),
         (2, {"batch": 6}, 2, Wire(gradients="BFloat16")),
         (2, {"batch": 6}, 1, Wire()),
-        (1, {"batch": 6}, 2, feedback, "replicate"),
-        (1, {"batch": 6}, 3, Wire(gradients="Int8")),
+        (1, {"batch": 6}, 2, Wire(gradients="Int8"), "replicate"),
+        (1, {"batch": 6}, 3, feedback),
     ]
     print(sum(compare(*case) for case in cases) + sum(encode(*way) for way in ways))

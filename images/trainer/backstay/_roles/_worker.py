@@ -117,8 +117,7 @@ class Worker:
         if isinstance(arrangement, DividedArrangement):
             self._buffers = ParamBuffers(partial(DividedSlot, arrangement))
         else:
-            device = None if script.placement.divided else jax.local_devices()[0]
-            self._buffers = ParamBuffers.of(arrangement, device)
+            self._buffers = ParamBuffers.of(arrangement, jax.local_devices()[0])
         self._frozen = FrozenPart(script.beginning, plan.agreement, lambda: script.placement)
         self._received: Selection | None = None  # `Start.received` of the next contribution
         self._spent: Sequence[Any] = ()  # parameters on an accelerator that nothing uses any more

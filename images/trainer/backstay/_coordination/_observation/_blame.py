@@ -96,7 +96,6 @@ class Blame:
     def __init__(self, shards: int, *, now: float) -> None:
         self._shards = shards
         self._since = now
-        self._began = now
         self._at: tuple[int, int] | None = None  # term and version of `_arrivals`
         self._arrivals: dict[int, _Arrival] = {}
         self._parts: dict[int, dict[str, float]] = {}
