@@ -197,6 +197,42 @@ async def test_each_trial_is_a_labelled_job_and_at_most_the_given_number_run(pat
         result.plot("width")
 
 
+async def test_a_curve_is_read_when_its_trial_has_moved(path: Path, cluster: FakeCluster) -> None:
+    polls, reads = 0, 0
+
+    class Slow(FakeJob):
+        async def status(self) -> JobStatus:
+            """It moves at every fourth poll."""
+            nonlocal polls
+            polls += 1
+            self.step -= 16 * (self.step > 0 and polls % 4 != 0)
+            return await super().status()
+
+        async def curve(self) -> TrainingCurve:
+            nonlocal reads
+            reads += 1
+            return await super().curve()
+
+    async def start(name: str, params: Mapping[str, Any], labels: Mapping[str, str]) -> FakeJob:
+        cluster.jobs[name] = Slow(name, params, labels)
+        return cluster.jobs[name]
+
+    with SweepStore(plan(), path) as store:
+        runner = SweepRunner(
+            store,
+            TrialJobs(start, cluster.existing),
+            trials=1,
+            parallel=1,
+            prunes=False,
+            patience=60.0,
+            poll_seconds=0.0,
+        )
+        (trial,) = await finish(runner)
+    assert (trial.state, trial.step) == ("COMPLETE", GOAL)
+    assert polls > 10
+    assert reads == GOAL / 16, "once for each step that was seen"
+
+
 @pytest.mark.parametrize("states", range(1, 9))
 async def test_a_process_that_died_at_any_moment_is_continued_without_a_second_job(
     path: Path, cluster: FakeCluster, states: int

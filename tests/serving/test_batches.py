@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,7 +29,9 @@ def doubled(params: Any, state: Any, x: Any) -> Any:
     return {"y": x * params["scale"]}
 
 
-PROGRAM = ServingProgram(doubled, Signature.of(np.zeros(3, np.float32)), (1, 4, 8), ({"scale": np.float32(2)}, None))
+@cache
+def program() -> ServingProgram:
+    return ServingProgram(doubled, Signature.of(np.zeros(3, np.float32)), (1, 4, 8), ({"scale": np.float32(2)}, None))
 
 
 def version_of(step: int) -> ServedVersion:
@@ -62,7 +65,7 @@ class Made:
 
 def test_t3_requests_share_a_batch_and_each_gets_its_own_rows() -> None:
     made = Made()
-    made.batcher.use(PROGRAM, version_of(3))
+    made.batcher.use(program(), version_of(3))
     for name, rows in (("a", 2), ("b", 1), ("c", 3)):
         made.submit(name, rows)
     made.batcher.step()
@@ -75,7 +78,7 @@ def test_t3_requests_share_a_batch_and_each_gets_its_own_rows() -> None:
 
 def test_a_request_that_does_not_fit_waits_for_the_next_batch_in_its_order() -> None:
     made = Made()
-    made.batcher.use(PROGRAM, version_of(1))
+    made.batcher.use(program(), version_of(1))
     for name, rows in (("a", 6), ("b", 4), ("c", 1)):
         made.submit(name, rows)
     made.batcher.step()
@@ -87,9 +90,9 @@ def test_a_request_that_does_not_fit_waits_for_the_next_batch_in_its_order() -> 
 def test_t1_all_requests_of_a_batch_are_answered_by_one_version() -> None:
     """The version that is in force when the batch begins, also for requests that came before it."""
     made = Made()
-    made.batcher.use(PROGRAM, version_of(1))
+    made.batcher.use(program(), version_of(1))
     made.submit("a", 1)
-    made.batcher.use(PROGRAM, version_of(2))
+    made.batcher.use(program(), version_of(2))
     made.submit("b", 1)
     made.batcher.step()
     assert [made.answers[name].version.step for name in "ab"] == [2, 2]
@@ -98,9 +101,9 @@ def test_t1_all_requests_of_a_batch_are_answered_by_one_version() -> None:
 
 def test_t6_a_request_for_a_version_is_never_answered_by_another_one() -> None:
     made = Made()
-    made.batcher.use(PROGRAM, version_of(1))
+    made.batcher.use(program(), version_of(1))
     made.submit("a", 1, version="1")
-    made.batcher.use(PROGRAM, version_of(2))
+    made.batcher.use(program(), version_of(2))
     made.batcher.step()
     assert made.answers["a"].status == 404
     assert "version 1 is not served: version 2 is" in str(made.answers["a"])
@@ -111,7 +114,7 @@ def test_o7_a_full_queue_refuses_with_429_and_without_a_version_with_503() -> No
     with pytest.raises(RequestRefused, match="no checkpoint is loaded yet") as refused:
         made.submit("a", 1)
     assert refused.value.status == 503
-    made.batcher.use(PROGRAM, version_of(1))
+    made.batcher.use(program(), version_of(1))
     for name in "abcd":
         made.submit(name, 4)
     with pytest.raises(RequestRefused, match="16 examples wait already, at most 16 may") as refused:
@@ -129,7 +132,7 @@ def test_o7_a_full_queue_refuses_with_429_and_without_a_version_with_503() -> No
 
 def test_t8_a_request_that_waited_too_long_or_was_cancelled_is_not_computed() -> None:
     made = Made()
-    made.batcher.use(PROGRAM, version_of(1))
+    made.batcher.use(program(), version_of(1))
     made.submit("a", 1)
     made.submit("b", 1, wanted=lambda: False)
     made.clock.now = 6.0
@@ -143,12 +146,12 @@ def test_t8_a_request_that_waited_too_long_or_was_cancelled_is_not_computed() ->
 
 def test_an_error_of_predict_fails_its_batch_and_no_other() -> None:
     made = Made()
-    made.batcher.use(PROGRAM, ServedVersion(1, "manifest-1", {"scale": "no array"}, None))
+    made.batcher.use(program(), ServedVersion(1, "manifest-1", {"scale": "no array"}, None))
     made.submit("a", 2)
     made.batcher.step()
     assert made.answers["a"].status == 500
     assert "predict raised" in str(made.answers["a"])
-    made.batcher.use(PROGRAM, version_of(2))
+    made.batcher.use(program(), version_of(2))
     made.submit("b", 2)
     made.batcher.step()
     assert made.rows("b").shape == (2, 3)
@@ -158,7 +161,7 @@ def test_an_error_of_predict_fails_its_batch_and_no_other() -> None:
 def test_a_batch_waits_for_more_requests_until_the_delay_or_until_it_is_full() -> None:
     """`run` itself waits: it returns after `close`, and a closed batcher does not wait for the delay."""
     made = Made(delay=1000.0)
-    made.batcher.use(PROGRAM, version_of(1))
+    made.batcher.use(program(), version_of(1))
     made.submit("a", 4)
     made.submit("b", 4)  # it is full
     made.submit("c", 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import jax
@@ -94,14 +95,16 @@ def test_padding_and_neighbours_change_no_answer(rows: list[int], seed: int) -> 
     random = np.random.default_rng(seed)
     parts = [[random.normal(size=(count, 3)).astype(np.float32)] for count in rows]
     total = sum(rows)
-    size = WIDE.size_for(total)
+    size = wide().size_for(total)
     version = ServedVersion(1, "m", PARAMS, None)
-    [found] = WIDE.run(version, WIDE.signature.batch(parts, size), total)
+    [found] = wide().run(version, wide().signature.batch(parts, size), total)
     whole = np.concatenate([part[0] for part in parts])
     np.testing.assert_allclose(found, np.tanh(whole @ PARAMS["w"]), rtol=1e-5, atol=1e-6)
 
 
-WIDE = program_of(lambda params, state, x: jnp.tanh(x @ params["w"]), sizes=(1, 2, 4, 9))
+@cache
+def wide() -> ServingProgram:
+    return program_of(lambda params, state, x: jnp.tanh(x @ params["w"]), sizes=(1, 2, 4, 9))
 
 
 def test_a_result_of_bfloat16_is_answered_as_float32() -> None:

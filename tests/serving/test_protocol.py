@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,14 +17,20 @@ from backstay._serving._protocol import answer_rest, read_rest, refuse_other_val
 from backstay._serving._signature import Signature
 
 EXAMPLE = {"x": np.zeros((2,), np.float32), "n": np.zeros((), np.uint8), "on": np.zeros((), np.bool_)}
-PROGRAM = ServingProgram(lambda params, state, batch: dict(batch), Signature.of(EXAMPLE), (1, 4), ({}, None))
+
+
+@cache
+def program() -> ServingProgram:
+    return ServingProgram(lambda params, state, batch: dict(batch), Signature.of(EXAMPLE), (1, 4), ({}, None))
+
+
 X = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1.5, -2]}
 N = {"name": "n", "datatype": "UINT8", "shape": [1], "data": [7]}
 ON = {"name": "on", "datatype": "BOOL", "shape": [1], "data": [True]}
 
 
 def read(*inputs: Any, **more: Any) -> Any:
-    return read_rest(json.dumps({"inputs": list(inputs), **more}).encode(), None, PROGRAM)
+    return read_rest(json.dumps({"inputs": list(inputs), **more}).encode(), None, program())
 
 
 def with_(of: dict[str, Any], **changed: Any) -> dict[str, Any]:
@@ -42,7 +49,7 @@ def test_inputs_in_any_order_become_arrays_in_the_order_of_the_signature() -> No
 
 def test_o7_texts_are_refused_before_an_array_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """NumPy would make each text as wide as the longest one: 2 GB for a body of 0.5 MB."""
-    tensor = PROGRAM.signature.tensors[2]
+    tensor = program().signature.tensors[2]
     monkeypatch.setattr(np, "array", None)
     for data in (["x" * 500_000, *[""] * 1000], [["", "x"]], [None], [{"a": 1}]):
         with pytest.raises(RequestRefused, match="has values that are not FP32") as refused:
@@ -113,10 +120,10 @@ def binary(x: bytes, size: int | None = None) -> tuple[bytes, str]:
 
 def test_binary_tensors_are_read_and_answered() -> None:
     body, length = binary(np.float32([3, 4]).tobytes())
-    call = read_rest(body, length, PROGRAM)
+    call = read_rest(body, length, program())
     assert call.arrays[2].tolist() == [[3, 4]]
     answer = BatchAnswer(ServedVersion(8, "manifest", {}, None), call.arrays)
-    text, none = answer_rest(call, answer, PROGRAM, "m")
+    text, none = answer_rest(call, answer, program(), "m")
     document = json.loads(text)
     assert none is None
     assert (document["model_version"], document["parameters"]) == ("8", {"checkpoint": "manifest"})
@@ -128,7 +135,7 @@ def test_binary_tensors_are_read_and_answered() -> None:
         parameters={"binary_data_output": True},
         outputs=[{"name": "n"}, {"name": "x", "parameters": {"binary_data": False}}],
     )
-    content, size = answer_rest(call, BatchAnswer(answer.version, call.arrays), PROGRAM, "m")
+    content, size = answer_rest(call, BatchAnswer(answer.version, call.arrays), program(), "m")
     assert content[size:] == b"\x07"
     assert json.loads(content[:size])["outputs"][1]["data"] == [1.5, -2]
 
@@ -150,7 +157,7 @@ def test_binary_tensors_are_read_and_answered() -> None:
 )
 def test_o7_torn_binary_requests_are_refused(body: bytes, length: str | None, message: str) -> None:
     with pytest.raises(RequestRefused, match=message):
-        read_rest(body, length, PROGRAM)
+        read_rest(body, length, program())
 
 
 VALUES = st.recursive(
@@ -168,7 +175,7 @@ VALUES = st.recursive(
 )
 def test_o7_any_json_is_read_or_refused_with_400(changes: Any, more: Any) -> None:
     try:
-        read_rest(json.dumps({"inputs": [with_(X, **changes), N, ON], **more}).encode(), None, PROGRAM)
+        read_rest(json.dumps({"inputs": [with_(X, **changes), N, ON], **more}).encode(), None, program())
     except RequestRefused as refused:
         assert refused.status == 400  # noqa: PT017
 
@@ -176,5 +183,5 @@ def test_o7_any_json_is_read_or_refused_with_400(changes: Any, more: Any) -> Non
 @given(st.binary(max_size=200), st.integers(-5, 300))
 def test_o7_any_bytes_are_refused_with_400(body: bytes, length: int) -> None:
     with pytest.raises(RequestRefused) as refused:
-        read_rest(body, str(length), PROGRAM)
+        read_rest(body, str(length), program())
     assert refused.value.status == 400

@@ -121,7 +121,9 @@ class UpdateWaits:
             ending=text if over else "",
             waits_for=text if seconds >= LONG and not over else "",
             waited_for=[
-                WaitedForStatus(rank=one.rank, shard=one.shard, part=one.part, seconds=one.seconds, updates=one.updates)
+                WaitedForStatus(
+                    rank=one.rank, shard=one.shard, part=one.part, seconds=round(one.seconds, 3), updates=one.updates
+                )
                 for one in worst
                 if one.seconds > 0
             ],
