@@ -63,6 +63,23 @@ def test_a_history_that_starts_at_its_end_ends_immediately() -> None:
     assert job.start(0)[-1] == Finished(7)
 
 
+def test_a_job_of_no_steps_ends_with_the_initial_parameters() -> None:
+    """Each server begins, because no checkpoint has the result. A server that is replaced after the end does not."""
+    rules = Rules(mode="Sync", shards=2, steps=0)
+    job = Coordinator(rules, CoordinatorState(term=1, version=0, world=1))
+    job.start(0)
+    for shard in range(2):
+        begin, done = job.hello(0, ServerPosition(shard, 0, 0))
+        assert begin == Send(shard, job.start_of_term)
+        assert (done.message.version, done.message.failed, done.message.already_complete) == (0, "", False)
+    job = Coordinator(Rules(mode="Sync", shards=1, steps=1), CoordinatorState(term=1, version=0, world=1))
+    assert job.report(0, 0, staged(0, 0))
+    assert job.report(0, 0, Applied(version=1)) == []
+    assert job.finished is not None
+    (done,) = job.hello(1, ServerPosition(0, 0, 0))
+    assert done.message.version == 1
+
+
 def test_seconds_and_stopping_make_checkpoints() -> None:
     rules = Rules(mode="Sync", shards=1, steps=100, stores=True)
     job = Coordinator(rules, CoordinatorState(term=1, version=0, world=1), intervals=Intervals(every_seconds=10))

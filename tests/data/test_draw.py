@@ -58,6 +58,15 @@ def test_o4_an_iterator_that_ends_in_a_thread_keeps_the_line_of_the_script() -> 
     assert failure.at.endswith("test_draw.py:27")
 
 
+def test_a_requested_batch_is_drawn_even_after_the_last_step() -> None:
+    prefetcher = Prefetcher(lambda key: key.step)
+    try:
+        for step, last in ((3, 1), (0, -1)):
+            assert prefetcher.get(BatchKey(step=step, rank=0, world=1, seed=0), last=last) == step
+    finally:
+        prefetcher.close()
+
+
 EMPTY = [
     pytest.param(np.ones((0, 2), np.float32), id="array"),
     pytest.param({"x": np.ones((0, 2)), "y": np.ones(0), "scale": 2.0}, id="dict"),

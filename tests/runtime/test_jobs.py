@@ -149,6 +149,15 @@ def test_backups_do_not_wait_for_a_rank_that_is_not_there(job) -> None:
     assert [line["step"] for line in lines if "step" in line][-1] == 8
 
 
+def test_a_job_of_no_steps_returns_the_initial_parameters(job) -> None:
+    tiny = job(2, 1)
+    tiny.environment = {"X64": "1", "STEPS": "0"}
+    pods = [tiny.server(0), tiny.server(1), tiny.worker(0)]
+    assert [pod.wait() for pod in pods] == [0, 0, 0]
+    assert_same(tiny.params(pods[2]), tiny.reference())
+    assert (pods[0].final_message()["result"], pods[0].final_message()["step"]) == ("Succeeded", 0)
+
+
 def test_async_ends_with_a_checkpoint_and_a_second_start_finds_it(job, tmp_path: Path) -> None:
     """T3, T5, T7: `AlreadyComplete`; an evaluator gets the last version. The state is that of the newest gradient."""
     tiny = job(

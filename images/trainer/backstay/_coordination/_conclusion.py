@@ -195,8 +195,9 @@ class Conclusion:
         if self.finished is not None or not self._history.over or self._history.pending:
             return []
         if self._ending is None:
-            # The job started at a checkpoint at or past the end: an earlier run evaluated it.
-            self._ending = _JobEnding(now, stored=True, evaluated=True, patience=0.0, began_complete=True)
+            # The job started at a checkpoint at or past the end: an earlier run evaluated it. Or it has no steps.
+            complete = self._history.state.version > 0
+            self._ending = _JobEnding(now, stored=True, evaluated=True, patience=0.0, began_complete=complete)
         ending = self._ending
         out: list[Decision] = []
         if not ending.stored and self._checkpoint_version >= self._history.state.version:
@@ -221,6 +222,11 @@ class Conclusion:
             return []
         self.finished = Finished(self._history.state.version, reason, why)
         return [Send(None, self._done()), self.finished]
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the job has ended, and did not fail."""
+        return self.finished is not None and not (self.finished.reason or self.finished.why)
 
     def final_messages(self, shard: int) -> list[Decision]:
         """The last messages for a shard that connects after the job has ended."""

@@ -196,6 +196,9 @@ class Coordinator:
             case Begin():  # without the contributions that it had
                 return [*out, *self._intake.take_back_gathered(), Send(position.shard, self._history.start)]
             case _:
+                # A job of no steps has no checkpoint with its result: its servers give the initial parameters.
+                if self._conclusion.succeeded and not (self.state.version or self._history.start.checkpoint):
+                    out.append(Send(position.shard, self._history.start))
                 return out + self._conclusion.final_messages(position.shard)
 
     def _takeover(self, position: ServerPosition) -> Takeover:

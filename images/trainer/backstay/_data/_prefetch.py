@@ -45,13 +45,13 @@ class Prefetcher:
             threading.Thread(target=self._run, name=f"backstay-batches-{number}", daemon=True).start()
 
     def get(self, key: BatchKey, last: int | None = None) -> Any:
-        """The batch of `key`. Threads then prepare those of the steps after it, up to step `last`.
+        """The batch of `key`, even after step `last`. Threads then prepare those of the steps after it, up to `last`.
 
         Raises:
             Exception: any that `batches` raises for this key.
         """
         with self._changed:
-            self._due, self._last = key, last
+            self._due, self._last = key, None if last is None else max(last, key.step)
             # Batches that do not follow belong to an earlier world or an earlier step.
             self._ready = {k: outcome for k, outcome in self._ready.items() if self._follows(k)}
             self._changed.notify_all()
