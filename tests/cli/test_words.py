@@ -247,10 +247,10 @@ def test_the_final_message_of_shard_0_is_newer_than_the_last_observation() -> No
 
 @pytest.mark.parametrize(
     ("phase", "step", "loss"),
-    [("Suspended", 100, 0.1), ("Succeeded", 100, 0.1), ("Running", 110, 0.5), ("Succeeded", 110, 0.1)],
+    [("Suspended", 100, 0.1), ("Succeeded", 100, 0.1), ("Running", 110, 0.5), ("Succeeded", 110, 0.5)],
 )
 def test_each_number_is_the_newest_of_the_page_and_the_status(phase: str, step: int, loss: float) -> None:
-    """The page was read before the last checkpoint and evaluation. The status may have the step of another pod."""
+    """The page was read before the last checkpoint and evaluation."""
     stored = {"metrics": {"accuracy": 0.25}, "evaluated_step": 90, "checkpoint": CheckpointStatus(step=90, uri="/c/90")}
     before = JobView("a", "default", report=JobReport(term=1, step=100, loss=0.1, **stored))
     found = {"metrics": {"accuracy": 0.5}, "evaluatedStep": 100, "checkpoint": {"step": 100, "uri": "/c/100"}}
@@ -261,6 +261,18 @@ def test_each_number_is_the_newest_of_the_page_and_the_status(phase: str, step: 
     older = {**status, "metrics": {"accuracy": 0.0}, "evaluatedStep": 80, "checkpoint": {"step": 80, "uri": "/c/80"}}
     view = view_of({"metadata": {"name": "a", "namespace": "default"}, "status": older}, [], [], before)
     assert (view.report.metrics, view.report.evaluated_step, view.checkpoint) == ({"accuracy": 0.25}, 90, "/c/90")
+
+
+def test_a_status_after_a_rollback_is_newer_than_the_page_before_it() -> None:
+    job = {"metadata": {"name": "a", "namespace": "default"}}
+    before = JobView(
+        "a", "b", report=JobReport(term=1, step=20, loss=0.1, checkpoint=CheckpointStatus(step=20, uri="a"))
+    )
+    status = {"phase": "Running", "term": 2, "step": 10, "loss": 0.5, "checkpoint": {"step": 4, "uri": "b"}}
+    view = view_of(job | {"status": status}, [], [], before)
+    assert (view.report.step, view.report.loss, view.checkpoint) == (10, 0.5, "b")
+    ended = {"phase": "Succeeded", "term": 1, "step": 30, "nonFiniteLoss": 22}
+    assert math.isnan(view_of(job | {"status": ended}, [], [], before).report.newest_loss or 0.0)
 
 
 def test_metrics_of_before_a_failed_evaluation_have_their_step() -> None:

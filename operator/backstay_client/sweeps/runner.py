@@ -198,7 +198,7 @@ class SweepRunner:
             at = (status.report.reached, status.report.evaluated_step, status.phase)
             if status.ended or at != running.read_at:
                 running.curve = await job.curve()
-            running.read_at = at if running.curve.steps else None  # a server that does not answer has no curve
+            running.read_at = at if running.curve.steps else None  # no server has answered yet
             curve = running.curve
         except JobDeleted:
             self._end(running)

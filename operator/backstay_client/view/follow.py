@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -207,19 +207,27 @@ def _report(status: dict[str, Any], ending: dict[str, Any]) -> JobReport:
 def _merged(view: JobView, before: JobReport) -> JobReport:
     """Returns the newest rows, where `view` is from the API, and `before` may be from the page, which is newer.
 
-    The termination message is the newest source. Without it, the step of an ended job may be that of another pod's
-    message, and newer than the numbers in the status. Of the same step, the page has more digits.
+    The termination message is the newest source. Of the same step, the page has more digits. An evaluation and a
+    checkpoint have their own steps, which may be newer in a status of the same step.
     """
     seen = view.report
     if view.concluded:
         return seen.over(before)
-    newer = seen.over(before) if seen.reached > before.reached and not view.ended else before.over(seen)
-    last = max(seen, before, key=lambda one: one.reached)
-    evaluated = max(seen, before, key=lambda one: -1 if one.evaluated_step is None else one.evaluated_step)
-    stored = max(seen, before, key=lambda one: -1 if one.checkpoint is None else one.checkpoint.step)
+    term = seen.term or before.term or 0
+
+    def newest(step_of: Callable[[JobReport], int | None]) -> JobReport:
+        def place(one: JobReport) -> tuple[int, int]:
+            step = step_of(one)
+            return one.term or term, -1 if step is None else step
+
+        return max(before, seen, key=place)
+
+    last, evaluated = newest(lambda one: one.step), newest(lambda one: one.evaluated_step)
+    stored = newest(lambda one: None if one.checkpoint is None else one.checkpoint.step)
+    newer = seen.over(before) if last is seen else before.over(seen)
     return newer.model_copy(
         update={
-            "term": last.term or newer.term,
+            "term": last.term or term or None,
             "step": last.step,
             "metrics": evaluated.metrics,
             "evaluated_step": evaluated.evaluated_step,

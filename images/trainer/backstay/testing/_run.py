@@ -40,7 +40,8 @@ _SHORT: Final = {
     contract.ROLE_WORKER: "worker",
     contract.ROLE_EVALUATOR: "evaluator",
 }
-_DISTINCT: Final = {"shards", "workers", "standbys", "evaluator", "mode", "backups", "grace_seconds", "checkpoint"}
+_NAMED: Final = {"shards", "workers", "standbys", "evaluator", "mode", "backups", "grace_seconds", "checkpoint"}
+_DISTINCT: Final = _NAMED | {"pods_per_rank"}  # one pod is started for each rank
 
 
 class _Recorded(Job):
