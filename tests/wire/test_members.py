@@ -245,7 +245,7 @@ def test_parts_that_are_refused(kit: SimpleNamespace, shard: Any) -> None:
         if attempt == 6:
             act()
         else:
-            with pytest.raises(Refusal, match="rank 0 has 2 gradients here"):
+            with pytest.raises(Refusal, match="rank 0 has 2 contributions here"):
                 act()
 
 

@@ -247,7 +247,7 @@ def test_at_most_two_gradients_a_rank(kit: SimpleNamespace, make_shard: Make) ->
     shard = make_shard((4,))
     for attempt in (1, 2):
         shard.fill(kit.gid(0, attempt=attempt), 1.0)
-    with pytest.raises(Refusal, match="rank 0 has 2 gradients") as refusal:
+    with pytest.raises(Refusal, match="rank 0 has 2 contributions") as refusal:
         shard.fill(kit.gid(0, attempt=3), 1.0)
     assert refusal.value.code == "RESOURCE_EXHAUSTED"
     shard.fill(kit.gid(1), 1.0)
