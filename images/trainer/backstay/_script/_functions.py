@@ -1,15 +1,13 @@
-"""Checks the functions that a script passes to `train`, and what `evaluate` returns."""
+"""The functions that a script passes to `train`, and the result of `evaluate`."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Final
 
 from ..errors import ConfigurationError
 
-__all__ = ["OnUpdate", "StopWhen", "check_calls", "evaluation_of", "shown"]
+__all__ = ["OnUpdate", "StopWhen", "evaluation_of", "shown"]
 
 OnUpdate = Callable[[int, float, Mapping[str, float]], object]
 """The argument `on_update` of `train`."""
@@ -21,12 +19,6 @@ MOST_METRICS: Final = 1000
 """Metrics in an evaluation, which must fit into a call and a report (`backstay_rpc.limits`)."""
 
 _SHOWN: Final = 80
-
-_NOT_ORDINARY: Final = {
-    "an async function": inspect.iscoroutinefunction,
-    "an async generator": inspect.isasyncgenfunction,
-    "a generator": inspect.isgeneratorfunction,
-}
 
 
 def evaluation_of(
@@ -65,48 +57,6 @@ def evaluation_of(
                 f"evaluate returned {shown(text)}: {type(value).__name__}: must be a number"
             ) from None
     return metrics
-
-
-def check_calls(functions: Mapping[str, Any], *, has_state: bool, has_rng: bool) -> None:
-    """Check that the functions of a script can have the arguments with which they are called.
-
-    Args:
-        functions: the functions by the names of the arguments of `train`. Other arguments may be among them.
-
-    Raises:
-        ConfigurationError: one cannot.
-    """
-    state, key = ("state",) * has_state, ("key",) * has_rng
-    calls = {
-        "init": ("key",),
-        "loss": ("params", *state, "batch", *key),
-        "batches": ("key",),
-        "evaluate": ("params", *state),
-        "on_update": ("step", "loss", "metrics"),
-        "stop_when": ("metrics",),
-    }
-    for name, arguments in calls.items():
-        function = functions[name]
-        if not _is_plain(function):
-            continue
-        for kind, is_kind in _NOT_ORDINARY.items():
-            if is_kind(function):
-                raise ConfigurationError(f"{name} is {kind}: must be an ordinary function, which returns its result")
-        try:
-            inspect.signature(function, follow_wrapped=False).bind(*arguments)
-        except (TypeError, ValueError) as error:  # the second one is about the arguments of a partial function
-            raise ConfigurationError(
-                f"{name} is called as {name}({', '.join(arguments)}), and cannot be: {error}"
-            ) from None
-
-
-def _is_plain(function: object) -> bool:
-    """Whether the signature of a callable is its own. Another one's may be that of the function that it wraps."""
-    if type(function) is partial:
-        return not hasattr(function, "__signature__") and _is_plain(function.func)
-    if inspect.ismethod(function):
-        return _is_plain(function.__func__)
-    return inspect.isfunction(function) and not hasattr(function, "__signature__")
 
 
 def shown(value: object) -> str:

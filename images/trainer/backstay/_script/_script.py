@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
-from backstay_spec.whole import number, set_whole
-
 from .._coordination import Samples
 from .._data import Batches, BatchKey
-from .._update import LocalSteps, local_settings
+from .._update import local_settings
 from ..errors import ConfigurationError, OptimizerError, TreeError
+from ._arguments import check_arguments
 from ._beginning import Beginning
-from ._functions import check_calls, evaluation_of, shown
+from ._functions import evaluation_of
 from ._plan import ScriptPlan, warn_of_plan
 
 if TYPE_CHECKING:
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
 
     from .._checkpoint import StartFrom
     from .._compute import Computation, ComputedContribution, Layout, MeshAxes, ModelSharding, Placement
-    from .._update import FrozenSpec, Objective, Trace, TreeSpec, Wire
+    from .._update import FrozenSpec, LocalSteps, Objective, Trace, TreeSpec, Wire
     from ._functions import OnUpdate, StopWhen
 
 __all__ = ["Script", "check_alone", "epochs_of", "evaluated"]
@@ -78,54 +76,7 @@ class Script:
     sharding: ModelSharding | None = None
 
     def __post_init__(self) -> None:
-        for name in ("init", "loss", "batches"):
-            if not callable(getattr(self, name)):
-                hint = ", such as backstay.from_dataset(data, batch_size=32) makes" if name == "batches" else ""
-                raise ConfigurationError(f"{name} is {type(getattr(self, name)).__name__}: must be a function{hint}")
-        for name in ("evaluate", "on_update", "stop_when"):
-            if getattr(self, name) is not None and not callable(getattr(self, name)):
-                raise ConfigurationError(f"{name} is {type(getattr(self, name)).__name__}: must be a function, or None")
-        if self.stop_when is not None and self.evaluate is None:
-            raise ConfigurationError("stop_when needs evaluations, but train was called without evaluate")
-        if self.evaluate_every is not None and self.evaluate is None:
-            raise ConfigurationError("evaluate_every is given without evaluate: give both, or leave it out")
-        set_whole(self, "steps", "seed", "evaluate_every")
-        for name in ("has_state", "has_rng", "frozen", "frozen_state", "deterministic"):
-            kind = type(getattr(self, name))
-            if kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"):  # which may not be imported yet
-                object.__setattr__(self, name, bool(getattr(self, name)))
-        every = self.evaluate_every
-        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-            raise ConfigurationError(f"evaluate_every is {every!r}: must be a whole number of updates, 1 or more")
-        if not (callable(getattr(self.optimizer, "init", None)) and callable(getattr(self.optimizer, "update", None))):
-            raise ConfigurationError(
-                f"optimizer is {type(self.optimizer).__name__}: must be an optax.GradientTransformation, such as "
-                "optax.adam(1e-3)"
-            )
-        if self.local is not None and not isinstance(self.local, LocalSteps):
-            raise ConfigurationError(f"local is {type(self.local).__name__}: must be backstay.LocalSteps, or None")
-        for name in ("has_state", "has_rng", "deterministic"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigurationError(f"{name} is {getattr(self, name)!r}: must be True or False")
-        check_calls(vars(self), has_state=self.has_state, has_rng=self.has_rng)
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 0:
-            raise ConfigurationError(f"steps is {self.steps!r}: must be a whole number of updates, 0 or more")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
-            raise ConfigurationError(f"seed is {self.seed!r}: must be a whole number from 0 to 2**32 - 1")
-        for name in ("clip_norm", "average", "log_every"):
-            value = number(getattr(self, name))
-            if not isinstance(value, int | float) and (value is not None or name == "log_every"):
-                raise ConfigurationError(f"{name} is {shown(value)}: must be a number")
-            object.__setattr__(self, name, value)
-        if self.clip_norm is not None and (isinstance(self.clip_norm, bool) or not 0.0 < self.clip_norm < math.inf):
-            raise ConfigurationError(f"clip_norm is {self.clip_norm!r}: must be a positive number, or None not to clip")
-        if self.average is not None and (isinstance(self.average, bool) or not 0.0 < self.average < 1.0):
-            raise ConfigurationError(
-                f"average is {self.average!r}: must be the decay of the moving average, more than 0 and less than 1, "
-                "such as 0.999"
-            )
-        if isinstance(self.log_every, bool) or not 0.0 <= self.log_every < math.inf:
-            raise ConfigurationError(f"log_every is {self.log_every!r}: must be a number of seconds, 0 or more")
+        check_arguments(self)
 
     def plan(self, shards: int, wire: Wire | None = None, members: int = 1) -> ScriptPlan:
         """Trace `init` and the optimizer over shapes only; nothing is computed.

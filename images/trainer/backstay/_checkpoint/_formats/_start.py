@@ -132,6 +132,18 @@ class _StartReport:
         }
         return "".join(f"\n  {name} ({len(found)}): {some_of(found, _SHOWN)}" for name, found in lists.items() if found)
 
+    def check(self, start: StartFrom, where: str) -> None:
+        """Refuse what `start` has no treatment for. Raises `CheckpointError`."""
+        missing = self.missing and start.missing == "error"
+        unexpected = self.unexpected and start.unexpected == "error"
+        if self.misfits or missing or unexpected:
+            raise CheckpointError(
+                f"start_from: {where} does not fit what init returns:{self.text()}\n"
+                "Use StartFrom(uri, mapping=...) to translate names and shapes. missing='init' keeps the initial "
+                "values of missing parameters, and shapes='init' those of parameters whose shape differs. "
+                "unexpected='ignore' leaves out arrays that have no parameter."
+            )
+
 
 @dataclass(frozen=True)
 class StartValues:
@@ -169,56 +181,26 @@ def read_start(
             unexpected or of another shape.
         Exception: any that the mapping raises, except the one for an array that does not exist.
     """
-    report, of_init = _StartReport(), dict[int, MadeByInit]()
-    values: list[Any] = []
+    report = _StartReport()
     everyone = [*leaves, *(others or ())]
     with _opened(start, fixed) as arrays:
         begin = _collection(arrays, everyone) if start.mapping is None else ""
-        for number, leaf in enumerate(leaves):
-            try:
-                found = _find(arrays, begin, leaf) if start.mapping is None else _mapped(start.mapping, arrays, leaf)
-            except MadeByInit as made:
-                of_init[number] = made
-                values.append(None)
-                continue
-            if isinstance(found, str):
-                # State that training changes may begin as `init` returns it. Frozen state is a part of the base.
-                (report.missing if leaf.trained or others else report.stateless).append(found)
-                values.append(None)
-            else:
-                value = _fitted(found, leaf, report, start.shapes)
-                if value is None:
-                    values.append(None)
-                elif needed is not None and number not in needed:
-                    values.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))  # type: ignore[no-untyped-call]
-                else:
-                    values.append(place(number, value))
-                del found, value
-        report.taken = sum(value is not None for value in values) + len(of_init)
+        result = _values(start, arrays, begin, leaves, needed, place, report)
+        report.taken = sum(value is not None for value in result.values) + len(result.of_init)
         elsewhere = {leaf.name for leaf in others or () if _exists(start, arrays, begin, leaf)}
-        of_model = (begin, *_STATES) if any(not leaf.trained for leaf in everyone) else (begin,)
         if others is not None:
-            report.unexpected = sorted(
-                name for name in arrays if name not in arrays.read_names and name.startswith(of_model)
-            )
+            of_model = (begin, *_STATES) if any(not leaf.trained for leaf in everyone) else (begin,)
+            unread = (name for name in arrays if name not in arrays.read_names)
+            report.unexpected = sorted(name for name in unread if name.startswith(of_model))
         where, names = arrays.where, sorted(arrays)
+    # State that training changes may begin as `init` returns it. Frozen state is a part of the base.
+    if others:
+        report.missing, report.stateless = report.missing + report.stateless, []
     # A file may have parameters only. With a part of the model's state in it, the rest is missing.
     stateless = report.stateless + [leaf.name for leaf in others or () if not (leaf.trained or leaf.name in elsewhere)]
     if len(stateless) < sum(not leaf.trained for leaf in everyone):
-        report.missing += stateless
-        report.stateless = []
-    refused = (
-        report.misfits
-        or (report.missing and start.missing == "error")
-        or (report.unexpected and start.unexpected == "error")
-    )
-    if refused:
-        raise CheckpointError(
-            f"start_from: {where} does not fit what init returns:{report.text()}\n"
-            "Use StartFrom(uri, mapping=...) to translate names and shapes. missing='init' keeps the initial values "
-            "of missing parameters, and shapes='init' those of parameters whose shape differs. unexpected='ignore' "
-            "leaves out arrays that have no parameter."
-        )
+        report.missing, report.stateless = report.missing + stateless, []
+    report.check(start, where)
     if leaves and others is not None and not report.taken and not elsewhere:
         raise CheckpointError(
             f"start_from: no parameter of init has a value in {where}, so nothing would start from it. The parameters "
@@ -229,6 +211,35 @@ def read_start(
     kind = "trained " if others is None else "frozen " if others else ""
     what = f"{kind}parameters" if all(leaf.trained for leaf in leaves) else "arrays of the model"
     log("start_from: %d of %d %s come from %s%s", report.taken, len(leaves), what, where, report.text())
+    return result
+
+
+def _values(
+    start: StartFrom,
+    arrays: Arrays,
+    begin: str,
+    leaves: Sequence[LeafSpec],
+    needed: Collection[int] | None,
+    place: Callable[[int, _Array], Any],
+    report: _StartReport,
+) -> StartValues:
+    """The values of `leaves`, as in `read_start`. `report` gets the names of those that have none."""
+    values: list[Any] = []
+    of_init: dict[int, MadeByInit] = {}
+    for number, leaf in enumerate(leaves):
+        kept = found = value = None
+        try:
+            found = _find(arrays, begin, leaf) if start.mapping is None else _mapped(start.mapping, arrays, leaf)
+        except MadeByInit as made:
+            of_init[number] = made
+        if isinstance(found, str):
+            (report.missing if leaf.trained else report.stateless).append(found)
+        elif found is not None and (value := _fitted(found, leaf, report, start.shapes)) is not None:
+            if needed is None or number in needed:
+                kept = place(number, value)
+            else:
+                kept = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # type: ignore[no-untyped-call]
+        values.append(kept)
     return StartValues(values, of_init)
 
 
