@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from backstay_spec import contract
 from backstay_spec.events import Event, warning
 from backstay_spec.sidecars import misspelt_containers
 from backstay_spec.types import ObjectMeta, TrainingJob, TrainingJobSpec
 
 __all__ = ["advice", "args_without_command"]
 
-_QUEUE: Final = "kueue.x-k8s.io/queue-name"
 _OF_PODS: Final = (
     "kueue.x-k8s.io/",
     "sidecar.istio.io/",
@@ -64,12 +64,12 @@ def _ignored(metadata: ObjectMeta, spec: TrainingJobSpec) -> Iterator[str]:
         for name in sorted(given):
             if not name.startswith(_OF_PODS) or any(name in (one.get(kind) or {}) for one in templates):
                 continue
-            if name == _QUEUE and spec.scheduling.queue is not None:
+            if name == contract.LABEL_QUEUE and spec.scheduling.queue is not None:
                 continue
             yield f"metadata.{kind} has {name}, which the pods do not get: {_instead(name, kind, given)}"
 
 
 def _instead(name: str, kind: str, given: Mapping[str, Any]) -> str:
-    if name == _QUEUE:
+    if name == contract.LABEL_QUEUE:
         return f"write spec.scheduling.queue: {given[name]}"
     return f"write it into template.metadata.{kind} of spec.parameterServers, spec.workers and spec.evaluator"

@@ -291,13 +291,18 @@ def _exit_verdict(pod: Manifest, state: Mapping[str, Any] | None, reason: str, r
 
 def is_group_lost(pod: Manifest) -> bool:
     """Whether a pod ended because another pod of its rank was lost. Then that pod has the cause."""
-    state = terminated_state(pod)
-    if state is None:
-        return False
+    state = terminated_state(pod) or {}
     if state.get("exitCode") == contract.GROUP_LOST_EXIT:
         return True
-    # JAX may abort first. The last lines of the log are the message then.
-    return state.get("exitCode") == SIGNALLED + signal.SIGABRT and _JAX_LOST in str(state.get("message") or "").lower()
+    # JAX may abort the process before it ends. If it has not written its message, the message is the end of its log.
+    message = str(state.get("message") or "")
+    is_lost = (parsed(message) or {}).get("reason") == contract.GROUP_LOST or _JAX_LOST in message.lower()
+    return is_lost and is_aborted(pod)
+
+
+def is_aborted(pod: Manifest) -> bool:
+    """Whether a pod ended by SIGABRT."""
+    return (terminated_state(pod) or {}).get("exitCode") == SIGNALLED + signal.SIGABRT
 
 
 def _sidecars(pod: Manifest) -> set[str]:
@@ -434,7 +439,7 @@ def _statuses(pod: Manifest, field: str) -> Iterable[Mapping[str, Any]]:
 
 
 # The kubelet may have cut the first line at its beginning.
-_PROGRESS = re.compile(r"step \d+/\d+  loss |^[^:]*  [\d.]+ examples/s$")
+_PROGRESS = re.compile(r"step \d+/\d+  loss |^[^:]*  [\d.]+ examples/s$|^\[Gloo\] Rank \d+ is connected ")
 
 
 def _final_message(message: str, code: int) -> str:

@@ -24,6 +24,7 @@ LABEL_INCARNATION: Final = f"{GROUP}/incarnation"
 LABEL_MEMBER: Final = f"{GROUP}/member"  # of a worker: the pod's index inside its rank, if a rank has several
 
 # Labels of a TrainingJob that is a trial of a sweep.
+LABEL_QUEUE: Final = "kueue.x-k8s.io/queue-name"  # Kueue's; the name of a LocalQueue
 LABEL_SWEEP: Final = f"{GROUP}/sweep"  # the sweep's name
 LABEL_SWEEP_ID: Final = f"{GROUP}/sweep-id"  # another sweep of this name has another id
 LABEL_TRIAL: Final = f"{GROUP}/trial"  # the number of the trial, from 0
@@ -57,7 +58,8 @@ ENV_NAMESPACE: Final = "BACKSTAY_NAMESPACE"
 ENV_JOB_UID: Final = "BACKSTAY_JOB_UID"
 ENV_ROLE: Final = "BACKSTAY_ROLE"  # ROLE_SERVER | ROLE_WORKER | ROLE_EVALUATOR
 ENV_INDEX: Final = "BACKSTAY_INDEX"  # shard, rank, or 0
-# The exit code of a pod that ends because another pod of its rank is lost.
+# The reason and the exit code of a pod that ends because another pod of its rank is lost.
+GROUP_LOST: Final = "GroupLost"
 GROUP_LOST_EXIT: Final = 81
 ENV_MEMBER: Final = "BACKSTAY_MEMBER"  # the index of a worker's pod inside its rank; absent: 0
 ENV_INCARNATION: Final = "BACKSTAY_INCARNATION"

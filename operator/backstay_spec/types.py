@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
+from backstay_spec import contract
 from backstay_spec.quorum import quorum_of
 from backstay_spec.runtime import BestMode, ContinueFrom, GradientCodec, ParameterCodec, UpdateMode, Weighting
 from backstay_spec.template import EnvFrom, EnvVar, PodTemplate, Shape, Volume
@@ -304,7 +305,7 @@ class Scheduling(SpecModel):
         """Labels that a pod gets so that `queue` and `gang` take effect. `rank` is the worker's, else None."""
         labels = {}
         if self.queue is not None:
-            labels["kueue.x-k8s.io/queue-name"] = self.queue
+            labels[contract.LABEL_QUEUE] = self.queue
             if rank is not None and rank.pods > 1:
                 labels["kueue.x-k8s.io/pod-group-name"] = rank.name
         group = self._group_of(rank)
@@ -335,7 +336,7 @@ class Scheduling(SpecModel):
         return "" if rank is None else f"{self.gang.pod_group}-{rank.index}"
 
 
-KUEUE_LABELS: Final = frozenset({"kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/pod-group-name"})
+KUEUE_LABELS: Final = frozenset({contract.LABEL_QUEUE, "kueue.x-k8s.io/pod-group-name"})
 """The labels that a pod of a group of Kueue needs."""
 
 KUEUE_GROUP: Final = frozenset(

@@ -161,7 +161,6 @@ class Cluster(SimulatedJob):
         self.pods[name]["status"]["conditions"] = [
             {"type": "PodScheduled", "status": "False", "reason": reason, "message": "0/1 nodes are available"}
         ]
-        self.memory.gated[self.pods[name]["metadata"]["uid"]] = self.now
 
     def restart_operator(self) -> None:
         """The operator's memory is lost."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from backstay_spec import contract
 from backstay_spec.actions import CreatePod
+from backstay_spec.status_model import format_time
 
 SERVER, WORKER = contract.ROLE_SERVER, contract.ROLE_WORKER
 QUOTA = ("Forbidden", "exceeded quota: two, requested: pods=1, used: pods=2, limited: pods=2")
@@ -102,29 +105,76 @@ def test_a_worker_makes_room_for_a_server_that_the_quota_refuses(running):
     assert all(not death.charged for death in cluster.deaths)
 
 
-def test_gates_do_not_count_against_the_pending_deadline(make_cluster):
-    """A queue may keep a pod for hours; the time begins when the gates are gone."""
-    cluster = make_cluster(
-        {"parameterServers": {"replicas": 1}, "workers": {"replicas": 1}, "runPolicy": {"pendingDeadlineSeconds": 20}}
-    )
+PENDING = {"pendingDeadlineSeconds": 20}
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_gates_do_not_count_against_the_pending_deadline(make_cluster, restarts):
+    """A queue may keep a pod for hours, in which nothing changes. The time begins when the gates are gone."""
+    cluster = make_cluster({"parameterServers": {"replicas": 1}, "workers": {"replicas": 1}, "runPolicy": PENDING})
     cluster.settle()
     names = sorted(cluster.pods)
-    for _ in range(10):
-        for name in names:
-            cluster.gate(name)
-        cluster.tick(60)
-        cluster.settle()
-    assert cluster.status["phase"] == "Pending"
-    assert cluster.condition("PodsReady")["reason"] == "SchedulingGated"
     for name in names:
         cluster.gate(name)
+    cluster.settle()
+    cluster.tick(600)
+    if restarts:
+        cluster.restart_operator()
+    cluster.settle()
+    assert cluster.status["phase"] == "Pending"
+    assert cluster.condition("PodsReady")["reason"] == "SchedulingGated"
+    cluster.tick(600)
+    for name in names:
         cluster.gate(name, gated=False)
+    cluster.settle()
     cluster.tick(19)
     cluster.settle()
     assert cluster.status["phase"] == "Pending"
     cluster.tick(2)
     cluster.settle()
     assert cluster.condition("Failed")["reason"] == "Unschedulable"
+
+
+def test_the_time_of_a_queue_is_known_to_an_operator_that_starts_later(make_cluster):
+    """The pods were scheduled after an hour in the queue, and pull their image."""
+    spec = {"parameterServers": {"replicas": 1}, "workers": {"replicas": 1}, "runPolicy": PENDING}
+    cluster = make_cluster({**spec, "scheduling": {"queue": "gpus"}})
+    cluster.settle()
+    for name in cluster.pods:
+        cluster.gate(name)
+    cluster.settle()
+    cluster.tick(3600)
+    scheduled = {"type": "PodScheduled", "status": "True", "lastTransitionTime": format_time(cluster.now)}
+    for pod in cluster.pods.values():
+        pod["status"]["conditions"] = [scheduled]
+    cluster.restart_operator()
+    cluster.tick(19)
+    cluster.settle()
+    assert cluster.status["phase"] == "Pending"
+    cluster.tick(2)
+    cluster.settle()
+    assert cluster.condition("Failed")["reason"] == "NotStarted"
+
+
+def test_a_worker_cannot_join_while_its_server_waits_in_a_queue(make_cluster):
+    """The queue admits the worker first. Its time to join begins when the server may start."""
+    cluster = make_cluster({"parameterServers": {"replicas": 1}, "workers": {"replicas": 1}, "runPolicy": PENDING})
+    cluster.settle()
+    server, worker = cluster.named(SERVER, 0), cluster.named(WORKER, 0)
+    cluster.gate(server)
+    cluster.run(worker, ready=False)
+    cluster.settle()
+    cluster.tick(600)
+    cluster.settle()
+    assert cluster.status["phase"] == "Starting"
+    cluster.run(server)
+    cluster.settle()
+    cluster.tick(19)
+    cluster.settle()
+    assert cluster.status["phase"] != "Failed"
+    cluster.tick(2)
+    cluster.settle()
+    assert cluster.condition("Failed")["reason"] == "NotJoined"
 
 
 def test_no_other_pod_is_created_while_a_server_is_refused(running):

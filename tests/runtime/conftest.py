@@ -14,10 +14,11 @@ import pytest
 from between import LONG, put
 
 from backstay.testing import Forker, Job, Pod
+from backstay_spec.manifests_pod import GRPC_LOG
 
 SCRIPT = Path(__file__).with_name("tiny.py")
 ROOT = Path(__file__).parents[2]
-LIBRARY = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT / 'operator'}:{ROOT / 'images/trainer'}"}
+LIBRARY = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT / 'operator'}:{ROOT / 'images/trainer'}", **GRPC_LOG}
 
 
 @pytest.fixture(autouse=True)

@@ -100,6 +100,13 @@ class Facts:
         """Whether the coordinator reported that training is complete and that the pods are leaving."""
         return self.progress is not None and self.progress.done
 
+    @property
+    def queued_until(self) -> datetime | None:
+        """Until when a server had scheduling gates: a worker cannot join before. None if no server is known to have had
+        any."""
+        servers = (pod for slot, pods in self.pods.items() if slot.role == contract.ROLE_SERVER for pod in pods)
+        return max((at for pod in servers if (at := self.observed.gated.get(pod.uid))), default=None)
+
     def pod_name(self, slot: Slot, incarnation: int) -> str:
         """The name of a slot's pod, or of the first pod of its rank."""
         return self.pod_names(slot, incarnation)[0]

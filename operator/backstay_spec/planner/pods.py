@@ -10,6 +10,7 @@ from typing import Any, Final
 from backstay_spec import contract
 from backstay_spec.causes import (
     UNKNOWN_STATE,
+    is_aborted,
     is_group_lost,
     obstacle_of,
     outcome_of,
@@ -114,7 +115,8 @@ def together(pods: Sequence[PodView]) -> PodView:
     there = [pod for pod in members if pod.alive]
     if dead:
         # The others ended because of the first death, and their exit codes would be charged to the script.
-        shown = min(dead, key=lambda pod: (is_group_lost(pod.raw), pod.member))
+        # An abort without a word may be JAX's too.
+        shown = min(dead, key=lambda pod: (is_group_lost(pod.raw), is_aborted(pod.raw), pod.member))
     else:
         waiting = [pod for pod in there if not pod.ready]
         blocked = [pod for pod in waiting if obstacle_of(pod.raw) is not None]

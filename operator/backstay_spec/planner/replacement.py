@@ -143,6 +143,8 @@ def _judge_running(facts: Facts, record: Record, pod: PodView) -> Decision:
     """Judge a running pod. If it never joins, because its script hangs before `train`, it has a deadline (T8). Before
     the first update that ends the job; later the pod is replaced."""
     since = silent_since(pod)
+    if since is not None and (queued := facts.queued_until) is not None:
+        since = max(since, queued)
     silence: hung.Liveness
     if since is None:
         if pod.slot.role == contract.ROLE_SERVER:

@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any, Final, Protocol
 
 from backstay_spec import contract
@@ -31,6 +32,7 @@ _LOG = logging.getLogger(__name__)
 _FORMED: list[Members] = []  # by this process
 _IN_ORDER: Final = threading.Event()  # the other pods of the rank end as this one
 
+_LEVEL: Final = "GRPC_VERBOSITY"
 _AGAIN = 0.1  # seconds between two calls of shard 0's server
 _INITIALIZE = 60  # seconds; all members are connected when it begins
 _SHUTDOWN = 3600  # seconds that the end of a process waits in JAX for the ends of the others
@@ -142,7 +144,7 @@ class _Lost:
         environment = self._environment
         text = f"pod {member} of {environment.role} {environment.index} is lost: {why}"
         _LOG.warning("%s", text)
-        end_now(environment.termination_log, {"reason": "GroupLost", "message": text}, contract.GROUP_LOST_EXIT)
+        end_now(environment.termination_log, {"reason": contract.GROUP_LOST, "message": text}, contract.GROUP_LOST_EXIT)
 
 
 def _lead(environment: Environment, leader: LeadingMember, place: _MeetingPlace, stop: Stop) -> None:
@@ -211,7 +213,8 @@ def _initialize(environment: Environment, address: str) -> None:
     _let_all_write()
     options = {name: value for name, value in wanted.items() if name in known}
     try:
-        initialize(address, environment.members, environment.member, **options)
+        with _reason_of_abort():
+            initialize(address, environment.members, environment.member, **options)
     except RuntimeError as error:
         if "before" not in str(error):
             raise
@@ -219,6 +222,20 @@ def _initialize(environment: Environment, address: str) -> None:
             "the script used a device of JAX before it called train. In a rank of several pods, JAX must first know "
             "the other pods. Call backstay.initialize() before, or compute in init, loss and batches, or after train"
         ) from error
+
+
+@contextlib.contextmanager
+def _reason_of_abort() -> Iterator[None]:
+    """Let JAX log why it aborts this process when the first pod of the rank is lost. Its copy of gRPC begins inside,
+    and takes the level of all its messages from the environment. The copy of this process has begun before."""
+    known = os.environ.get(_LEVEL)
+    os.environ[_LEVEL] = "ERROR"
+    try:
+        yield
+    finally:
+        os.environ.pop(_LEVEL)
+        if known is not None:
+            os.environ[_LEVEL] = known
 
 
 def _end_together(members: Members) -> None:
