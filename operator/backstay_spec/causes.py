@@ -194,6 +194,15 @@ def terminated_state(pod: Manifest) -> Mapping[str, Any] | None:
     return None
 
 
+def has_ended(pod: Manifest) -> bool:
+    """Whether all containers of a pod have ended. The kubelet may report the phase seconds later. A pod with sidecars
+    has not ended before its phase says so."""
+    names = {container.get("name") for container in (pod.get("spec") or {}).get("containers") or ()}
+    states = ((c.get("name"), (c.get("state") or {}).get("terminated")) for c in _statuses(pod, "containerStatuses"))
+    ended = {name for name, state in states if state is not None and state.get("reason") != UNKNOWN_STATE}
+    return bool(names) and names <= ended and not _sidecars(pod)
+
+
 def outcome_of(pod: Manifest) -> PodOutcome | None:
     """The outcome in a pod's termination message. Returns None if the pod has not ended, or the message is not from the
     trainer.

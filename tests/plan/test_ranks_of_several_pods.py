@@ -193,6 +193,19 @@ def test_a_pod_that_ended_because_of_another_one_is_not_the_cause(running, abort
     assert f"(pod {names[2]}) died: exit code 1: ValueError: bad batch" in event.message
 
 
+def test_the_pod_with_the_cause_stays_for_its_log(running):
+    """A kubelet may report the end of its container seconds before its phase. The others of its rank are deleted."""
+    cluster = running(GROUPS)
+    names = pods_of(cluster, 0)
+    cluster.end(names[0], 137)
+    cluster.pods[names[0]]["status"]["phase"] = "Running"
+    deleted = {action.name for action in cluster.plan().actions if isinstance(action, DeletePod)}
+    assert deleted == set(names[1:])
+    sidecar = {"name": "proxy", "image": "proxy", "restartPolicy": "Always"}
+    cluster.pods[names[0]]["spec"]["initContainers"] = [sidecar]
+    assert names[0] in {action.name for action in cluster.plan().actions if isinstance(action, DeletePod)}
+
+
 @pytest.mark.parametrize("comes", [True, False])
 def test_the_pod_that_has_the_cause_may_be_seen_last(running, comes):
     """It was not charged when the kubelet reported the other pods first. On a lost node nothing is reported."""

@@ -160,6 +160,20 @@ def test_the_status_states_which_shards_would_lose_updates(training):
     assert training.condition("StandbysInSync")["status"] == "False"
 
 
+def test_a_suspended_job_has_no_standby_in_sync(training):
+    answer(training, shard_0=2, shard_1=2)
+    training.settle()
+    training.edit(runPolicy={"suspend": True})
+    for _ in range(3):
+        training.settle()
+        training.bury()
+    said = training.condition("StandbysInSync")
+    assert (said["status"], said["reason"]) == ("False", "Suspended")
+    training.edit(runPolicy={"suspend": False})
+    training.settle()
+    assert training.condition("StandbysInSync")["reason"] != "Suspended"
+
+
 def test_a_job_without_standbys_has_no_such_condition(running):
     cluster = running({"parameterServers": {"replicas": 1}})
     assert "StandbysInSync" not in {c["type"] for c in cluster.status["conditions"]}

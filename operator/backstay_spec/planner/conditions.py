@@ -140,7 +140,7 @@ def suspended(facts: Facts, *, running: bool) -> list[Statement]:
         Statement(status.PODS_READY, False, "Suspended", "the job is suspended"),
         *(
             Statement(kind, False, "Suspended", "the job is suspended")
-            for kind in (status.TRAINED, status.AFTER_TRAINING_COMPLETE)
+            for kind in (status.TRAINED, status.AFTER_TRAINING_COMPLETE, status.STANDBYS_IN_SYNC)
             if kind in facts.conditions
         ),
     ]
@@ -288,11 +288,7 @@ def training(facts: Facts, record: Record, slots: Sequence[Slot]) -> Training:
         return Training((over, *_running(facts, record, slots, "", began)))
     patience = INTERRUPTED if stopped else max(NO_UPDATE, _UPDATES * timedelta(seconds=_seconds(updates)))
     if updates is not None and facts.now < updates.at + patience:
-        text = f"updates are applied; the newest step is {updates.step}"
-        known = facts.conditions.get(status.TRAINING)
-        # The text must not change the status with each step.
-        message = known.message if known is not None and known.status == "True" else text
-        trains = Statement(status.TRAINING, True, "Updating", message)
+        trains = Statement(status.TRAINING, True, "Updating", "updates are applied")
         return Training((trains, *_running(facts, record, slots, "", began)), check_at=updates.at + patience)
     if updates is None and not stopped:
         return Training(tuple(_running(facts, record, slots, "", began)))  # no step was reported to this operator yet
@@ -415,8 +411,9 @@ def standbys_in_sync(facts: Facts, record: Record, obstructed: Sequence[Obstruct
     if not facts.has_standbys:
         return []
     # Servers that have not answered a new operator yet are not out of sync.
-    if progress is None or not progress.reached.issuperset(facts.shards):
-        if kind in facts.conditions:
+    again = bool(resumed(facts))
+    if again or progress is None or not progress.reached.issuperset(facts.shards):
+        if kind in facts.conditions and not again:
             return []
         return [Statement(kind, False, "Starting", "not all servers have answered the operator yet")]
     active = {shard: record.active.get(Slot(contract.ROLE_SERVER, shard).key, 0) for shard in facts.shards}

@@ -10,6 +10,7 @@ from typing import Any, Final
 from backstay_spec import contract
 from backstay_spec.causes import (
     UNKNOWN_STATE,
+    has_ended,
     is_aborted,
     is_group_lost,
     obstacle_of,
@@ -33,7 +34,7 @@ class PodView:
         raw: its manifest.
         name, uid, slot, incarnation: its identity.
         deleting: whether the pod has a deletionTimestamp.
-        terminal: its phase is Succeeded or Failed.
+        terminal: its phase is Succeeded or Failed, or will be, because all its containers have ended.
         ended: terminal, or its container `trainer` has ended while a side-car continues.
         ready: its condition Ready is True.
         started: a container of it runs or ran.
@@ -149,7 +150,7 @@ def _view(raw: Manifest) -> PodView | None:
         return None
     status: Mapping[str, Any] = raw.get("status") or {}
     phase = status.get("phase")
-    terminal = phase in ("Succeeded", "Failed")
+    terminal = phase in ("Succeeded", "Failed") or has_ended(raw)
     return PodView(
         raw=raw,
         name=metadata.get("name", ""),
