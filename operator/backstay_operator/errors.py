@@ -27,6 +27,11 @@ class KubeError(Exception):
     #: a short word for metrics
     kind = "unknown"
 
+    @property
+    def reason_and_message(self) -> tuple[str, str]:
+        """Why the request did not succeed, for users."""
+        return type(self).__name__, str(self)
+
 
 class Unreachable(KubeError):  # noqa: N818  the names say what happened
     """The API server did not answer."""
@@ -52,6 +57,11 @@ class Answered(KubeError):  # noqa: N818
         self.reason = reason
         self.message = message
         self.retry_after = retry_after
+
+    @property
+    def reason_and_message(self) -> tuple[str, str]:
+        """The reason and the message of the answer."""
+        return self.reason or str(self.code), self.message
 
 
 class Unauthorized(Answered):

@@ -28,6 +28,7 @@ from backstay_operator.rights import JOBS, NETWORK_POLICIES, PODS, SECRETS, SERV
 from backstay_operator.slim import Json
 from backstay_operator.watching import JobKey
 from backstay_spec import actions as act
+from backstay_spec import contract
 from backstay_spec.events import Event
 from backstay_spec.names import ROLE_OF_LABEL
 from backstay_spec.supervision import Done, in_order, name_of
@@ -229,9 +230,14 @@ class Executor:
             created = False
         except (errors.Invalid, errors.Forbidden, errors.NotFound, errors.Conflict) as error:
             # The planner decides which refusals are final, and when to try the others again.
-            memory.refuse(name, error.reason or str(error.code), error.message, self._now())
+            memory.refuse(name, *error.reason_and_message, self._now())
             self._metrics.errors.labels(error.kind).inc()
             return False
+        except errors.KubeError as error:
+            # The next try finds a pod that was created nevertheless.
+            if resource == PODS:
+                memory.refuse(name, *error.reason_and_message, self._now())
+            raise
         memory.refused.pop(name, None)
         memory.missing.discard(name)
         self._cluster.wrote(resource, answer)
@@ -245,7 +251,7 @@ class Executor:
         except errors.AlreadyExists:
             pass  # the name contains the job's uid, and the content is derived: it is the same
         except (errors.Invalid, errors.Forbidden, errors.NotFound) as error:
-            memory.refuse(name, error.reason or str(error.code), error.message, self._now())
+            memory.refuse(name, *error.reason_and_message, self._now())
             self._metrics.errors.labels(error.kind).inc()
             return
         memory.refused.pop(name, None)
@@ -296,4 +302,8 @@ def _owned_by(obj: Mapping[str, Any], uid: str) -> bool:
 
 
 def _identity(action: act.Action) -> str:
+    """What backs off. A pod that may have been created is tried again under another name."""
+    if isinstance(action, act.CreatePod):
+        member = action.manifest["metadata"]["labels"].get(contract.LABEL_MEMBER, "")
+        return f"CreatePod {action.role} {action.index} {member}"
     return f"{type(action).__name__} {name_of(action)}"

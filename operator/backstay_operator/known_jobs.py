@@ -98,7 +98,7 @@ class KnownJobs:
         pods = self.cluster.objects(PODS, key)
         spent: Spent | None = None
         if not isinstance(spec, SpecErrors):
-            memory.prune(key[1], status.incarnations, status.active)
+            memory.prune(key[1], status.incarnations, status.active, spec.workers.pods_per_rank)
             if spec.run_policy.suspend and not pods and status.phase == "Suspended":
                 # The status has the last report, and the progress before the suspension is outdated.
                 memory.progress = memory.updates = None

@@ -12,7 +12,7 @@ from datetime import datetime
 from backstay_spec import contract, names
 from backstay_spec.causes import Blocked, parse_time, parsed, terminated_state
 from backstay_spec.job_report import JobReport
-from backstay_spec.observed import Contact, Manifest, Observed, Progress, RefusedCreate, Spent, Updates
+from backstay_spec.observed import TAKEN, Contact, Manifest, Observed, Progress, RefusedCreate, Spent, Updates
 
 __all__ = ["JobMemory"]
 
@@ -55,6 +55,8 @@ class JobMemory:
         seen = {pod["metadata"]["name"] for pod in pods}
         self.missing -= seen
         self.witnessed |= seen
+        # After an error of the server, the pod may have been created nevertheless.
+        self.refused = {name: why for name, why in self.refused.items() if name not in seen or why.reason == TAKEN}
         self.gated = {uid: at for pod in pods if (at := self._gated_until(uid := pod["metadata"]["uid"], pod, now))}
         self.held = {pod["metadata"]["uid"] for pod in pods if _is_gated(pod)}
         return Observed(
@@ -106,13 +108,14 @@ class JobMemory:
         if None not in (report.term, report.step) and known.report.reached <= report.reached:
             self.progress = replace(known, report=report.over(known.report))
 
-    def prune(self, job: str, incarnations: dict[str, int], active: dict[str, int]) -> None:
+    def prune(self, job: str, incarnations: dict[str, int], active: dict[str, int], pods_per_rank: int) -> None:
         """Drop entries about pods that are neither the newest of their slot nor serve it."""
         current = set()
         for key, incarnation in (*incarnations.items(), *active.items()):
             role, _, index = key.rpartition("-")
             if role in names.ROLE_OF_LABEL and index.isdigit():
-                current.add(names.pod_name(job, self.uid, names.Slot(role, int(index)), incarnation))
+                slot = names.Slot(role, int(index))
+                current |= set(names.pod_names(job, self.uid, slot, incarnation, pods_per_rank))
         self.missing &= current
         self.witnessed &= current
 

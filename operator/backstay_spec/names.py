@@ -84,6 +84,17 @@ def pod_name(job: str, uid: str, slot: Slot, incarnation: int, member: int | Non
     return f"{job}-{_SHORT[slot.role]}-{own}-{incarnation}-{short_hash(uid)}"
 
 
+def members_of(slot: Slot, pods_per_rank: int) -> tuple[int | None, ...]:
+    """The members of a slot's rank, as `pod_name` takes them. Only workers have ranks of several pods."""
+    count = pods_per_rank if slot.role == contract.ROLE_WORKER else 1
+    return (None,) if count == 1 else tuple(range(count))
+
+
+def pod_names(job: str, uid: str, slot: Slot, incarnation: int, pods_per_rank: int) -> tuple[str, ...]:
+    """The names of the pods of a slot's rank, in the order of `members_of`."""
+    return tuple(pod_name(job, uid, slot, incarnation, member) for member in members_of(slot, pods_per_rank))
+
+
 def service_name(job: str, uid: str, shard: int) -> str:
     """Returns the name of the Service of a shard, ``{job}-ps-{shard}-{hash}``."""
     return f"{job}-ps-{shard}-{short_hash(uid)}"

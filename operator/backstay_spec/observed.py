@@ -19,6 +19,8 @@ Manifest: TypeAlias = Mapping[str, Any]
 
 #: Reason of a refusal: the pod was not sent to the API server, because it refused one that must come before it.
 HELD: Final = "HeldBack"
+TAKEN: Final = "AlreadyExists"
+"""The reason of a refusal if an object of another owner has the name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -283,6 +283,40 @@ def test_a_quota_delays_the_pods_it_hits_and_no_others(kube: Any, operator_on: A
     assert status(kube)["incarnations"]["worker-2"] == 1
 
 
+@pytest.mark.parametrize("error", [errors.Busy("create pods", 500, "InternalError", "webhook"), errors.Unreachable("x")])
+@pytest.mark.parametrize("pods_per_rank", [1, 2])
+def test_pods_are_created_again_when_their_creates_no_longer_fail(
+    kube: Any, operator_on: Any, make_job: MakeJob, error: Exception, pods_per_rank: int
+) -> None:
+    """A webhook does not answer. The status says so, and not each try takes a new incarnation."""
+    job = make_job()
+    job["spec"]["workers"]["podsPerRank"] = pods_per_rank
+    kube.put(JOBS, "team", job)
+    operator = operator_on(kube)
+    operator.settle()
+    made = len(names(kube))
+    failing = True
+    kube.fail = lambda verb, plural, _: error if failing and (verb, plural) == ("create", "pods") else None
+    crash(kube, of_role(kube, "worker")[-1]["metadata"]["name"])
+    for _ in range(40):
+        operator.show()
+        operator.reconcile()
+        operator.seconds += 1
+    tries = sum(1 for verb, plural, _ in kube.requests if (verb, plural) == ("create", "pods")) - made
+    assert tries <= 20 * pods_per_rank
+    assert status(kube)["incarnations"]["worker-2"] < 20
+    if isinstance(error, errors.Busy):
+        (created,) = [each for each in status(kube)["conditions"] if each["type"] == "PodsCreated"]
+        assert "webhook" in created["message"]
+    failing = False
+    operator.seconds += 60
+    operator.settle()
+    last = status(kube)["incarnations"]["worker-2"]
+    found = [pod for pod in of_role(kube, "worker") if pod["metadata"]["labels"]["backstay.dev/index"] == "2"]
+    newest = [pod for pod in found if pod["metadata"]["labels"]["backstay.dev/incarnation"] == str(last)]
+    assert len(newest) == pods_per_rank
+
+
 def test_o9_a_quota_of_two_pods_goes_to_the_servers_and_not_to_workers(
     kube: Any, operator_on: Any, make_job: MakeJob
 ) -> None:

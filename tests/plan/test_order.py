@@ -177,6 +177,41 @@ def test_a_worker_cannot_join_while_its_server_waits_in_a_queue(make_cluster):
     assert cluster.condition("Failed")["reason"] == "NotJoined"
 
 
+def test_a_server_cannot_join_while_another_one_waits_in_a_queue(make_cluster):
+    cluster = make_cluster({"parameterServers": {"replicas": 2}, "workers": {"replicas": 1}, "runPolicy": PENDING})
+    cluster.settle()
+    cluster.gate(cluster.named(SERVER, 0))
+    for name in (cluster.named(SERVER, 1), cluster.named(WORKER, 0)):
+        cluster.run(name, ready=False)
+    cluster.settle()
+    cluster.tick(600)
+    cluster.settle()
+    assert cluster.status["phase"] == "Starting"
+    cluster.run(cluster.named(SERVER, 0), ready=False)
+    cluster.settle()
+    cluster.tick(21)
+    cluster.settle()
+    assert cluster.condition("Failed")["reason"] == "NotJoined"
+
+
+def test_a_worker_that_waits_for_a_server_in_a_queue_is_not_charged(running):
+    """Both were replaced; the queue admits the worker first."""
+    cluster = running({"parameterServers": {"replicas": 1}, "workers": {"replicas": 1}, "runPolicy": PENDING})
+    cluster.answer(step=5, contributed={0: 1})
+    cluster.settle()
+    for role in (SERVER, WORKER):
+        cluster.disrupt(cluster.named(role, 0), "EvictionByEvictionAPI")
+    cluster.settle()
+    cluster.gate(cluster.named(SERVER, 0))
+    worker = cluster.named(WORKER, 0)
+    cluster.run(worker, ready=False)
+    for _ in range(5):
+        cluster.tick(30)
+        cluster.settle()
+    assert cluster.named(WORKER, 0) == worker
+    assert cluster.status["roles"]["Worker"]["restarts"] == 0
+
+
 def test_no_other_pod_is_created_while_a_server_is_refused(running):
     cluster = running({"parameterServers": {"replicas": 1}, "workers": {"replicas": 2}})
     Quota(cluster, 2)

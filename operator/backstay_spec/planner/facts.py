@@ -100,26 +100,18 @@ class Facts:
         """Whether the coordinator reported that training is complete and that the pods are leaving."""
         return self.progress is not None and self.progress.done
 
-    @property
-    def queued_until(self) -> datetime | None:
-        """Until when a server had scheduling gates: a worker cannot join before. None if no server is known to have had
-        any."""
-        servers = (pod for slot, pods in self.pods.items() if slot.role == contract.ROLE_SERVER for pod in pods)
-        return max((at for pod in servers if (at := self.observed.gated.get(pod.uid))), default=None)
-
     def pod_name(self, slot: Slot, incarnation: int) -> str:
         """The name of a slot's pod, or of the first pod of its rank."""
         return self.pod_names(slot, incarnation)[0]
 
     def members(self, slot: Slot) -> tuple[int | None, ...]:
         """The members of a slot's rank, as `names.pod_name` takes them."""
-        count = self.spec.workers.pods_per_rank if slot.role == contract.ROLE_WORKER else 1
-        return (None,) if count == 1 else tuple(range(count))
+        return names.members_of(slot, self.spec.workers.pods_per_rank)
 
     def pod_names(self, slot: Slot, incarnation: int) -> tuple[str, ...]:
         """The names of the pods of a slot's rank, in the order of `members`."""
-        meta = self.meta
-        return tuple(names.pod_name(meta.name, meta.uid, slot, incarnation, member) for member in self.members(slot))
+        meta, pods = self.meta, self.spec.workers.pods_per_rank
+        return names.pod_names(meta.name, meta.uid, slot, incarnation, pods)
 
     def absent(self, slot: Slot, incarnation: int) -> tuple[str, ...]:
         """The names of the pods of a slot's rank that are not observed."""

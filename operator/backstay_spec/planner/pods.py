@@ -260,7 +260,7 @@ def has_worked(view: PodView, progress: Progress | None) -> bool:
     The Ready condition of a dead pod is False, but its transition is then later than the container's start. If the pod
     never was Ready, the transition is earlier. No process waits for an evaluator, so its crashes always back off.
     """
-    started = _started_at(view.raw)
+    started = started_at(view)
     if view.slot.role == contract.ROLE_WORKER and progress is not None:
         if progress.contributed.get(view.slot.index) == view.incarnation:
             return True
@@ -281,7 +281,7 @@ def is_settled(view: PodView, progress: Progress | None) -> bool:
     An older answer cannot say what this pod did, and the next one comes within seconds. A worker may be Ready, and then
     crash in its first step: it has not worked.
     """
-    started = _started_at(view.raw)
+    started = started_at(view)
     if view.slot.role == contract.ROLE_WORKER and progress is not None and started is not None:
         is_old = 0 in progress.reached and progress.taken < started
         # The clock of the pod's node may be ahead of the operator's: then a newer answer looks old.
@@ -298,7 +298,7 @@ def is_restored(view: PodView) -> bool:
 
 def silent_since(view: PodView) -> datetime | None:
     """Since when a pod runs without ever having been Ready; None for other pods. A pod is Ready when it has joined."""
-    started = _started_at(view.raw)
+    started = started_at(view)
     if view.ready or view.ended or started is None:
         return None
     ready = _ready(view.raw.get("status") or {})
@@ -308,7 +308,7 @@ def silent_since(view: PodView) -> datetime | None:
 
 def unready_since(view: PodView) -> datetime | None:
     """Since when a running pod that has been Ready is no longer Ready; None for other pods."""
-    started = _started_at(view.raw)
+    started = started_at(view)
     ready = _ready(view.raw.get("status") or {})
     turned = parse_time(ready.get("lastTransitionTime")) if ready is not None else None
     if view.ready or view.ended or started is None or turned is None or turned <= started:
@@ -330,8 +330,9 @@ def is_node_silent(view: PodView) -> bool:
     return ready.get("status") == "False" and not ready.get("reason") and containers.get("status") == "True"
 
 
-def _started_at(pod: Manifest) -> datetime | None:
-    for container in (pod.get("status") or {}).get("containerStatuses") or ():
+def started_at(view: PodView) -> datetime | None:
+    """When its container `trainer` started."""
+    for container in (view.raw.get("status") or {}).get("containerStatuses") or ():
         if container.get("name") == contract.CONTAINER:
             state = container.get("state") or {}
             running = state.get("running") or state.get("terminated") or {}

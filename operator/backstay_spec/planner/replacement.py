@@ -30,7 +30,15 @@ from backstay_spec.planner.creating import LOOK_UP_RETRY, create, death_event, l
 from backstay_spec.planner.deleting import deletions
 from backstay_spec.planner.effects import Creation, Decision, Effects, JobFailure, Obstructed
 from backstay_spec.planner.facts import Facts
-from backstay_spec.planner.pods import PodView, cause_due, created_at, is_settled, silent_since
+from backstay_spec.planner.pods import (
+    PodView,
+    cause_due,
+    created_at,
+    is_settled,
+    ready_since,
+    silent_since,
+    started_at,
+)
 from backstay_spec.planner.promotion import GONE
 from backstay_spec.planner.record import Record
 
@@ -143,8 +151,8 @@ def _judge_running(facts: Facts, record: Record, pod: PodView) -> Decision:
     """Judge a running pod. If it never joins, because its script hangs before `train`, it has a deadline (T8). Before
     the first update that ends the job; later the pod is replaced."""
     since = silent_since(pod)
-    if since is not None and (queued := facts.queued_until) is not None:
-        since = max(since, queued)
+    if since is not None:
+        since = max(since, _could_join(facts, record, pod.slot))
     silence: hung.Liveness
     if since is None:
         if pod.slot.role == contract.ROLE_SERVER:
@@ -161,6 +169,21 @@ def _judge_running(facts: Facts, record: Record, pod: PodView) -> Decision:
     if isinstance(silence, hung.Hung):
         return _end_hung(facts, record, pod, silence)
     return Decision(record, Effects(wake=silence.check_at))
+
+
+def _could_join(facts: Facts, record: Record, slot: Slot) -> datetime:
+    """Since when a pod can join: the servers run, and serve it if it is no server. One may be in a queue for hours."""
+    times = [_LONG_AGO]
+    for shard in facts.shards:
+        other = Slot(contract.ROLE_SERVER, shard)
+        server = facts.pod(other, record.current(other))
+        if other == slot:
+            continue
+        at = None
+        if server is not None and server.alive:
+            at = started_at(server) if slot.role == contract.ROLE_SERVER else ready_since(server)
+        times.append(facts.now if at is None else at)
+    return max(times)
 
 
 def _end_hung(facts: Facts, record: Record, pod: PodView, found: hung.Hung) -> Decision:
