@@ -61,7 +61,8 @@ def one_line(text: str, limit: int = MAX_EVENT) -> str:
     first, *rest = [line.strip() for line in shortened(text, len(text)).splitlines() if line.strip()] or [""]
     if rest:
         why = next((line for line in reversed(rest) if _EXCEPTION.match(line)), rest[-1])
-        first = f"{first.removesuffix(_TRACEBACK).rstrip()} … {why}"
+        first, room = first.removesuffix(_TRACEBACK).rstrip(), max(limit // 3, limit - len(why) - len(" … "))
+        first = f"{first if len(first) <= room else first[: room - 1] + '…'} … {why}"
     if len(first) <= limit:
         return first
     end = limit // 3

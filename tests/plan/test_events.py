@@ -36,6 +36,7 @@ def test_of_a_log_the_line_that_states_the_reason_is_kept() -> None:
     assert one_line("exit code 1: step 7\nstep 8\nkilled") == "exit code 1: step 7 … killed"
     assert one_line("one line") == "one line"
     assert one_line("") == ""
+    assert one_line("exit code 1: " + "x" * 1000 + "\nstep 8\nRuntimeError: why", 60).endswith("x… … RuntimeError: why")
     long = one_line("who " + "x" * 1000 + " why")
     assert len(long) == MAX_EVENT
     assert long.startswith("who x")

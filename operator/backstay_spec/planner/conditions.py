@@ -375,9 +375,10 @@ def _running(facts: Facts, record: Record, slots: Sequence[Slot], stopped: str, 
         stepped = stepped and _reports_this_run(facts)
     if began and not stopped:
         return []
-    if (servers and workers) or stepped:
-        known = facts.conditions.get(kind)
-        again = known is not None and known.reason in (status.REASON_SERVERS, status.REASON_WORKERS)
+    known = facts.conditions.get(kind)
+    again = known is not None and known.reason in (status.REASON_SERVERS, status.REASON_WORKERS)
+    # After an interruption, the step may be one of before it that is reported late.
+    if (servers and workers) or (stepped and not again):
         text = "all servers and at least one worker are ready"
         event = normal("Running", f"{text} again" if again else "training has begun")
         return [Statement(kind, True, "Training", text, event)]

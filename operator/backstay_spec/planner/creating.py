@@ -73,7 +73,9 @@ def death_event(
     if verdict.cause.charged:
         then += f"; restart {record.restarts_of(slot)} of {budgets.max_restarts(facts.spec, slot.role)}"
     who = f"the standby of {slot.text}" if standby else slot.text
-    why = one_line(verdict.text, MAX_EVENT // 2)
+    died, more = f"{who} (pod {pod}) died: ", f"; `kubectl logs {pod}` shows more"
+    # A text that is cut once more would lose its reason.
+    why = one_line(verdict.text, max(MAX_EVENT // 4, MAX_EVENT - len(died) - len(f"; {then}{more}")))
     if why != verdict.text:
-        then += f"; `kubectl logs {pod}` shows more"
-    return warning(verdict.cause, f"{who} (pod {pod}) died: {why}; {then}", slot.key, incarnation)
+        then += more
+    return warning(verdict.cause, f"{died}{why}; {then}", slot.key, incarnation)
