@@ -302,7 +302,7 @@ def _owned_by(obj: Mapping[str, Any], uid: str) -> bool:
 
 
 def _identity(action: act.Action) -> str:
-    """What backs off. A pod that may have been created is tried again under another name."""
+    """The key of a back-off. A pod that may have been created is tried again under another name."""
     if isinstance(action, act.CreatePod):
         member = action.manifest["metadata"]["labels"].get(contract.LABEL_MEMBER, "")
         return f"CreatePod {action.role} {action.index} {member}"

@@ -196,7 +196,7 @@ def terminated_state(pod: Manifest) -> Mapping[str, Any] | None:
 
 def has_ended(pod: Manifest) -> bool:
     """Whether all containers of a pod have ended. The kubelet may report the phase seconds later. A pod with sidecars
-    has not ended before its phase says so."""
+    ends when its phase is terminal."""
     names = {container.get("name") for container in (pod.get("spec") or {}).get("containers") or ()}
     states = ((c.get("name"), (c.get("state") or {}).get("terminated")) for c in _statuses(pod, "containerStatuses"))
     ended = {name for name, state in states if state is not None and state.get("reason") != UNKNOWN_STATE}
@@ -289,7 +289,7 @@ def _exit_verdict(pod: Manifest, state: Mapping[str, Any] | None, reason: str, r
         return Verdict(Cause.CRASHED, _joined(reason or "its container has no exit status", reported))
     if state.get("reason") == UNKNOWN_STATE:
         return Verdict(Cause.NODE_LOST, f"the node lost its container ({UNKNOWN_STATE})")
-    if is_group_lost({"status": status}):
+    if is_group_lost(pod):
         why = _final_message(str(state.get("message") or ""), 0)
         return Verdict(Cause.UNRESPONSIVE, f"the pods of its rank lost each other{why}")
     if state.get("exitCode") == 0:
@@ -301,12 +301,21 @@ def _exit_verdict(pod: Manifest, state: Mapping[str, Any] | None, reason: str, r
 def is_group_lost(pod: Manifest) -> bool:
     """Whether a pod ended because another pod of its rank was lost. Then that pod has the cause."""
     state = terminated_state(pod) or {}
-    if state.get("exitCode") == contract.GROUP_LOST_EXIT:
+    if state.get("exitCode") == contract.GROUP_LOST_EXIT or _left_with_rank(pod, state):
         return True
     # JAX may abort the process before it ends. If it has not written its message, the message is the end of its log.
     message = str(state.get("message") or "")
     is_lost = (parsed(message) or {}).get("reason") == contract.GROUP_LOST or _JAX_LOST in message.lower()
     return is_lost and is_aborted(pod)
+
+
+def _left_with_rank(pod: Manifest, state: Mapping[str, Any]) -> bool:
+    """Whether a pod of a rank ended in order because another one received SIGTERM, which has the mark of a
+    deletion or an eviction."""
+    metadata = pod.get("metadata") or {}
+    is_marked = metadata.get("deletionTimestamp") or _condition(pod.get("status") or {}, "DisruptionTarget")
+    in_rank = contract.LABEL_MEMBER in (metadata.get("labels") or {})
+    return in_rank and not is_marked and state.get("exitCode") == SIGNALLED + signal.SIGTERM
 
 
 def is_aborted(pod: Manifest) -> bool:

@@ -215,8 +215,8 @@ class Observed:
         contact: the newest round of calls to the servers; None until there was one since this operator took over.
         updates: when the step last changed; None until the coordinator reported a step to this operator.
         spent: the seconds of the worker pods by part; None: no worker pod had a node yet.
-        gated: uid of a pod -> until when it had scheduling gates, as far as this operator knows. For a pod that has
-            them, this is the time of the observation.
+        gated: uid of a pod -> until when it had scheduling gates, as far as this operator observed. For a pod that
+            has them, this is the time of the observation.
         witnessed: names of pods that this process has observed: if one of them is missing, it did exist.
         missing: names of recorded pods that a live GET did not find, in answer to `actions.LookUpPod`.
         refused: name of an object -> why its last create was refused; dropped once a create succeeds.

@@ -375,7 +375,7 @@ EVENTS: Final[tuple[EventDoc, ...]] = (
     EventDoc(
         "Unresponsive",
         "Warning",
-        f"All servers of the job were silent for five minutes. {_FREE}",
+        f"All servers of the job were silent for five minutes, or the pods of a rank lost each other. {_FREE}",
         "Check the nodes and the network.",
     ),
     EventDoc("Evicted", "Warning", f"Kubernetes evicted a pod. {_FREE}", "None."),
@@ -385,7 +385,7 @@ EVENTS: Final[tuple[EventDoc, ...]] = (
     EventDoc(
         "NotAdmitted",
         "Warning",
-        f"The kubelet of the chosen node refused a pod. {_FREE}",
+        f"The kubelet of the chosen node refused a pod, or the pods of a rank do not fit near each other. {_FREE}",
         "None. The scheduler chooses again for the replacement.",
     ),
     EventDoc("Deleted", "Warning", f"A person or another controller deleted a pod. {_FREE}", "None."),

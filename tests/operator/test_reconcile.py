@@ -283,12 +283,12 @@ def test_a_quota_delays_the_pods_it_hits_and_no_others(kube: Any, operator_on: A
     assert status(kube)["incarnations"]["worker-2"] == 1
 
 
-@pytest.mark.parametrize("error", [errors.Busy("create pods", 500, "InternalError", "webhook"), errors.Unreachable("x")])
+@pytest.mark.parametrize("error", [errors.Busy("create", 500, "InternalError", "webhook"), errors.Unreachable("x")])
 @pytest.mark.parametrize("pods_per_rank", [1, 2])
 def test_pods_are_created_again_when_their_creates_no_longer_fail(
     kube: Any, operator_on: Any, make_job: MakeJob, error: Exception, pods_per_rank: int
 ) -> None:
-    """A webhook does not answer. The status says so, and not each try takes a new incarnation."""
+    """A webhook does not answer. The status has the reason, and not each try takes a new incarnation."""
     job = make_job()
     job["spec"]["workers"]["podsPerRank"] = pods_per_rank
     kube.put(JOBS, "team", job)

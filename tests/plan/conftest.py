@@ -62,7 +62,10 @@ class Cluster(SimulatedJob):
 
     def observed_now(self) -> Observed:
         self.memory.contact = self.contact()
-        pods = (*self.pods.values(), *self.foreign)
+        pods, spec = (*self.pods.values(), *self.foreign), self.job.spec
+        self.memory.prune(
+            self.job.metadata.name, self.job.status.incarnations, self.job.status.active, spec.workers.pods_per_rank
+        )
         return self.memory.observed(pods, self.services.values(), self.policies.values(), self.now)
 
     def plan(self) -> Plan:

@@ -206,6 +206,47 @@ def test_the_pod_with_the_cause_stays_for_its_log(running):
     assert names[0] in {action.name for action in cluster.plan().actions if isinstance(action, DeletePod)}
 
 
+def test_a_rank_whose_pod_was_evicted_while_the_operator_was_away_is_not_charged(running):
+    """The others ended in order. The pod that was evicted no longer exists, or still has its mark."""
+    for is_there in (True, False):
+        cluster = running(GROUPS)
+        names = pods_of(cluster, 0)
+        cluster.disrupt(names[2], "EvictionByEvictionAPI")
+        for name in names:
+            cluster.end(name, 143)
+        if not is_there:
+            cluster.vanish(names[2])
+            cluster.plan()
+        cluster.settle()
+        assert cluster.status["roles"]["Worker"]["restarts"] == 0
+        assert cluster.status["incarnations"]["worker-0"] == 2
+        assert cluster.deaths[-1].cause == ("Evicted" if is_there else "Vanished")
+
+
+def test_a_rank_that_fits_in_part_is_created_again(running):
+    """With `Required`, the pods that have nodes bind the others to a place that has no room for them."""
+    scheduling = {"groupTopologyKey": "topology.kubernetes.io/zone", "groupTopology": "Required"}
+    cluster = running({**GROUPS, "scheduling": scheduling, "runPolicy": {"pendingDeadlineSeconds": 400}})
+    for name in pods_of(cluster, 0):
+        cluster.disrupt(name, "EvictionByEvictionAPI")
+        cluster.end(name, 143)
+    cluster.settle()
+    names = pods_of(cluster, 0, 2)
+    cluster.run(names[0], ready=False)
+    cluster.pods[names[0]]["spec"]["nodeName"] = "node-1"
+    for name in names[1:]:
+        cluster.gate(name, gated=False)
+    cluster.tick(99)
+    cluster.settle()
+    assert cluster.status["incarnations"]["worker-0"] == 2
+    cluster.tick(2)
+    cluster.settle()
+    assert cluster.status["incarnations"]["worker-0"] == 3
+    assert all(cluster.pods[name]["metadata"]["deletionTimestamp"] for name in names)
+    assert cluster.status["roles"]["Worker"]["restarts"] == 0
+    assert "do not fit on nodes with one value of topology.kubernetes.io/zone" in str(cluster.events)
+
+
 @pytest.mark.parametrize("comes", [True, False])
 def test_the_pod_that_has_the_cause_may_be_seen_last(running, comes):
     """It was not charged when the kubelet reported the other pods first. On a lost node nothing is reported."""

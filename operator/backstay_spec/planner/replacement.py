@@ -17,12 +17,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from backstay_spec import contract, status
 from backstay_spec.actions import FoundDead, LookUpPod
-from backstay_spec.causes import Blocked, Cause, Obstacle, Verdict, obstacle_of, refusal_obstacle, verdict_of
+from backstay_spec.causes import (
+    Blocked,
+    Cause,
+    Obstacle,
+    Verdict,
+    is_group_lost,
+    obstacle_of,
+    refusal_obstacle,
+    verdict_of,
+)
 from backstay_spec.names import Slot
 from backstay_spec.observed import RefusedCreate
 from backstay_spec.planner import budgets, hung, leaving, promotion, standbys
@@ -45,6 +54,7 @@ from backstay_spec.planner.record import Record
 __all__ = ["judge"]
 
 _LONG_AGO: Final = datetime.min.replace(tzinfo=UTC)
+_TRIES_A_PLACE: Final = 0.25  # of the deadline; an autoscaler may add a node meanwhile
 NOT_JOINED: Final = "the pod runs, but has not joined the job: the script may hang before backstay.train"
 
 
@@ -97,7 +107,8 @@ def _judge_slot(facts: Facts, record: Record, slot: Slot, *, held: bool = False)
         cause_by = cause_due(pod)
         if cause_by is not None and facts.now < cause_by:
             return Decision(record, Effects(wake=cause_by))
-        return _die(facts, record, pod, verdict_of(pod.raw))
+        is_cause = not is_group_lost(pod.raw) or not facts.absent(slot, current)
+        return _die(facts, record, pod, verdict_of(pod.raw) if is_cause else GONE)
     return _judge_unseen(facts, record, slot, current)
 
 
@@ -137,14 +148,32 @@ def _judge_living(facts: Facts, record: Record, pod: PodView) -> Decision:
     if obstacle is None:
         return _judge_running(facts, record, pod)
     since = max(created_at(pod) or facts.now, facts.observed.gated.get(pod.uid) or _LONG_AGO)
+    if obstacle.blocked is Blocked.UNSCHEDULABLE and _is_bound_in_part(facts, pod):
+        other_place = since + _TRIES_A_PLACE * timedelta(seconds=facts.spec.run_policy.pending_deadline_seconds)
+        if facts.can_create and facts.now >= other_place:
+            key = facts.spec.scheduling.group_topology_key
+            text = f"its pods do not fit on nodes with one value of {key}: {obstacle.text}"
+            elsewhere = Decision(record, _delete(pod, Cause.NOT_ADMITTED))
+            return elsewhere.then(_die(facts, record, pod, Verdict(Cause.NOT_ADMITTED, text)))
+        wake = Effects(wake=other_place)
+    else:
+        wake = Effects()
     found: tuple[Obstructed, ...] = (Obstructed(pod.slot, obstacle, since),)
     if obstacle.blocked in (Blocked.NOT_STARTED, Blocked.UNSCHEDULABLE):
         found = _row_of_deaths(record, pod.slot) or found
-    effects = Effects(obstructed=found)
+    effects = Effects(obstructed=found) + wake
     if obstacle.blocked.permanent:
         text = f"{pod.slot.text} (pod {pod.name}) cannot start: {obstacle.text}"
         effects = replace(effects, failure=JobFailure(obstacle.blocked, text))
     return Decision(record, effects)
+
+
+def _is_bound_in_part(facts: Facts, pod: PodView) -> bool:
+    """Whether some pods of a rank have nodes, so that the others must lie near them, and another place may have room
+    for all."""
+    required = facts.spec.scheduling.group_topology_key is not None
+    required = required and facts.spec.scheduling.group_topology == "Required"
+    return required and any((member.raw.get("spec") or {}).get("nodeName") for member in pod.members)
 
 
 def _judge_running(facts: Facts, record: Record, pod: PodView) -> Decision:
@@ -172,7 +201,7 @@ def _judge_running(facts: Facts, record: Record, pod: PodView) -> Decision:
 
 
 def _could_join(facts: Facts, record: Record, slot: Slot) -> datetime:
-    """Since when a pod can join: the servers run, and serve it if it is no server. One may be in a queue for hours."""
+    """Since when a pod can join: the servers run, and serve workers. One may be in a queue for hours."""
     times = [_LONG_AGO]
     for shard in facts.shards:
         other = Slot(contract.ROLE_SERVER, shard)

@@ -6,16 +6,13 @@ import inspect
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
 from backstay_spec.whole import number, set_whole
 
 from .._update import LocalSteps
 from ..errors import ConfigurationError
 from ._functions import shown
-
-if TYPE_CHECKING:
-    from ._script import Script
 
 __all__ = ["check_arguments"]
 
@@ -42,8 +39,11 @@ _NOT_ORDINARY: Final = {
 }
 
 
-def check_arguments(script: Script) -> None:
+def check_arguments(script: Any) -> None:
     """Check the arguments of `train`, and replace the numbers and booleans of other libraries by those of Python.
+
+    Args:
+        script: a frozen dataclass with the arguments, as `Script` is.
 
     Raises:
         ConfigurationError: one is invalid, or needs another one that was left out.
@@ -55,7 +55,7 @@ def check_arguments(script: Script) -> None:
     _check_numbers(script)
 
 
-def _check_functions(script: Script) -> None:
+def _check_functions(script: Any) -> None:
     for name in ("init", "loss", "batches"):
         if not callable(value := getattr(script, name)):
             hint = ", such as backstay.from_dataset(data, batch_size=32) makes" if name == "batches" else ""
@@ -69,7 +69,7 @@ def _check_functions(script: Script) -> None:
         raise ConfigurationError("evaluate_every is given without evaluate: give both, or leave it out")
 
 
-def _check_objects(script: Script) -> None:
+def _check_objects(script: Any) -> None:
     optimizer, local = script.optimizer, script.local
     if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
         raise ConfigurationError(
@@ -80,7 +80,7 @@ def _check_objects(script: Script) -> None:
         raise ConfigurationError(f"local is {type(local).__name__}: must be backstay.LocalSteps, or None")
 
 
-def _check_flags(script: Script) -> None:
+def _check_flags(script: Any) -> None:
     for name in (*_FLAGS, "frozen", "frozen_state"):
         value = getattr(script, name)
         kind = type(value)
@@ -90,7 +90,7 @@ def _check_flags(script: Script) -> None:
             raise ConfigurationError(f"{name} is {shown(value)}: must be True or False")
 
 
-def _check_calls(script: Script) -> None:
+def _check_calls(script: Any) -> None:
     """The functions can have the arguments with which they are called."""
     state, key = ("state",) * script.has_state, ("key",) * script.has_rng
     calls = {
@@ -116,7 +116,7 @@ def _check_calls(script: Script) -> None:
             ) from None
 
 
-def _check_numbers(script: Script) -> None:
+def _check_numbers(script: Any) -> None:
     set_whole(script, *_WHOLE)
     for name in (*_WHOLE, *_NUMBERS):
         value = number(getattr(script, name)) if name in _NUMBERS else getattr(script, name)
