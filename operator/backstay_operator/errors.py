@@ -27,11 +27,6 @@ class KubeError(Exception):
     #: a short word for metrics
     kind = "unknown"
 
-    @property
-    def reason_and_message(self) -> tuple[str, str]:
-        """Why the request did not succeed, for users."""
-        return type(self).__name__, str(self)
-
 
 class Unreachable(KubeError):  # noqa: N818  the names say what happened
     """The API server did not answer."""
@@ -62,6 +57,11 @@ class Answered(KubeError):  # noqa: N818
     def reason_and_message(self) -> tuple[str, str]:
         """The reason and the message of the answer."""
         return self.reason or str(self.code), self.message
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the server certainly did not do what was requested. A webhook is called before."""
+        return self.code < 500 or "failed calling webhook" in self.message
 
 
 class Unauthorized(Answered):

@@ -121,6 +121,8 @@ class Executor:
             wait = self._backoffs.remaining(what, self._clock())
             if wait > 0:
                 waits.append(wait)
+                if isinstance(action, act.CreatePod):
+                    memory.hold(name_of(action), "waits after a create that failed", self._now())
                 return
             async with slots:
                 try:
@@ -223,7 +225,12 @@ class Executor:
             answer = await self._kube.create(resource, key[0], manifest)
         except errors.AlreadyExists as error:
             # The answer to an earlier create was late, or another client created the object.
-            answer = await self._kube.get(resource, key[0], name)
+            try:
+                answer = await self._kube.get(resource, key[0], name)
+            except errors.NotFound:  # it has ended since
+                memory.refused.pop(name, None)
+                memory.witnessed.add(name)
+                return False
             if not _owned_by(answer, memory.uid):
                 memory.refuse(name, error.reason, f"{error.message}, and it does not belong to this job", self._now())
                 return False
@@ -233,9 +240,9 @@ class Executor:
             memory.refuse(name, *error.reason_and_message, self._now())
             self._metrics.errors.labels(error.kind).inc()
             return False
-        except errors.KubeError as error:
-            # The next try finds a pod that was created nevertheless.
-            if resource == PODS:
+        except errors.Answered as error:
+            # After any other error, it may have been created.
+            if resource == PODS and error.is_certain:
                 memory.refuse(name, *error.reason_and_message, self._now())
             raise
         memory.refused.pop(name, None)
@@ -302,8 +309,9 @@ def _owned_by(obj: Mapping[str, Any], uid: str) -> bool:
 
 
 def _identity(action: act.Action) -> str:
-    """The key of a back-off. A pod that may have been created is tried again under another name."""
+    """The key of a back-off. A pod that may have been created is tried again under another name. Of a shard, the active
+    server and the standby have different stages."""
     if isinstance(action, act.CreatePod):
         member = action.manifest["metadata"]["labels"].get(contract.LABEL_MEMBER, "")
-        return f"CreatePod {action.role} {action.index} {member}"
+        return f"CreatePod {action.role} {action.index} {member} {action.stage}"
     return f"{type(action).__name__} {name_of(action)}"

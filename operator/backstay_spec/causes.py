@@ -197,10 +197,9 @@ def terminated_state(pod: Manifest) -> Mapping[str, Any] | None:
 def has_ended(pod: Manifest) -> bool:
     """Whether all containers of a pod have ended. The kubelet may report the phase seconds later. A pod with sidecars
     ends when its phase is terminal."""
-    names = {container.get("name") for container in (pod.get("spec") or {}).get("containers") or ()}
-    states = ((c.get("name"), (c.get("state") or {}).get("terminated")) for c in _statuses(pod, "containerStatuses"))
-    ended = {name for name, state in states if state is not None and state.get("reason") != UNKNOWN_STATE}
-    return bool(names) and names <= ended and not _sidecars(pod)
+    states = [(container.get("state") or {}).get("terminated") for container in _statuses(pod, "containerStatuses")]
+    ended = all(state is not None and state.get("reason") != UNKNOWN_STATE for state in states)
+    return bool(states) and ended and not _sidecars(pod)
 
 
 def outcome_of(pod: Manifest) -> PodOutcome | None:
@@ -289,7 +288,7 @@ def _exit_verdict(pod: Manifest, state: Mapping[str, Any] | None, reason: str, r
         return Verdict(Cause.CRASHED, _joined(reason or "its container has no exit status", reported))
     if state.get("reason") == UNKNOWN_STATE:
         return Verdict(Cause.NODE_LOST, f"the node lost its container ({UNKNOWN_STATE})")
-    if is_group_lost(pod):
+    if is_group_lost({"status": status}):
         why = _final_message(str(state.get("message") or ""), 0)
         return Verdict(Cause.UNRESPONSIVE, f"the pods of its rank lost each other{why}")
     if state.get("exitCode") == 0:
@@ -301,7 +300,7 @@ def _exit_verdict(pod: Manifest, state: Mapping[str, Any] | None, reason: str, r
 def is_group_lost(pod: Manifest) -> bool:
     """Whether a pod ended because another pod of its rank was lost. Then that pod has the cause."""
     state = terminated_state(pod) or {}
-    if state.get("exitCode") == contract.GROUP_LOST_EXIT or _left_with_rank(pod, state):
+    if state.get("exitCode") == contract.GROUP_LOST_EXIT:
         return True
     # JAX may abort the process before it ends. If it has not written its message, the message is the end of its log.
     message = str(state.get("message") or "")
@@ -309,13 +308,12 @@ def is_group_lost(pod: Manifest) -> bool:
     return is_lost and is_aborted(pod)
 
 
-def _left_with_rank(pod: Manifest, state: Mapping[str, Any]) -> bool:
-    """Whether a pod of a rank ended in order because another one received SIGTERM, which has the mark of a
-    deletion or an eviction."""
-    metadata = pod.get("metadata") or {}
-    is_marked = metadata.get("deletionTimestamp") or _condition(pod.get("status") or {}, "DisruptionTarget")
-    in_rank = contract.LABEL_MEMBER in (metadata.get("labels") or {})
-    return in_rank and not is_marked and state.get("exitCode") == SIGNALLED + signal.SIGTERM
+def may_have_left(pod: Manifest) -> bool:
+    """Whether a pod ended by SIGTERM and has no mark of a deletion or an eviction. In a rank, another one may have it:
+    the pods of a rank leave together."""
+    is_deleted = bool((pod.get("metadata") or {}).get("deletionTimestamp"))
+    is_marked = is_deleted or _condition(pod.get("status") or {}, "DisruptionTarget") is not None
+    return not is_marked and (terminated_state(pod) or {}).get("exitCode") == SIGNALLED + signal.SIGTERM
 
 
 def is_aborted(pod: Manifest) -> bool:

@@ -12,7 +12,7 @@ from datetime import datetime
 from backstay_spec import contract, names
 from backstay_spec.causes import Blocked, parse_time, parsed, terminated_state
 from backstay_spec.job_report import JobReport
-from backstay_spec.observed import TAKEN, Contact, Manifest, Observed, Progress, RefusedCreate, Spent, Updates
+from backstay_spec.observed import HELD, TAKEN, Contact, Manifest, Observed, Progress, RefusedCreate, Spent, Updates
 
 __all__ = ["JobMemory"]
 
@@ -24,8 +24,8 @@ class JobMemory:
 
     Attributes:
         uid: the job's uid.
-        secret_at, secret_deleted, witnessed, progress, contact, updates, gated, missing, refused, status_written: see
-            `backstay_spec.observed.Observed`.
+        secret_at, secret_deleted, witnessed, progress, contact, updates, gated, missing, refused, begun,
+            status_written: see `backstay_spec.observed.Observed`.
         held: the uids of the pods that had scheduling gates in the last observation.
     """
 
@@ -40,6 +40,7 @@ class JobMemory:
     held: set[str] = field(default_factory=set)
     missing: set[str] = field(default_factory=set)
     refused: dict[str, RefusedCreate] = field(default_factory=dict)
+    begun: datetime | None = None
     status_written: datetime | None = None
 
     def observed(
@@ -52,10 +53,10 @@ class JobMemory:
     ) -> Observed:
         """Returns the input of the next plan, with these objects of the job and the content of this memory."""
         pods = tuple(pods)
+        self.begun = self.begun or now
         seen = {pod["metadata"]["name"] for pod in pods}
         self.missing -= seen
         self.witnessed |= seen
-        # After an error of the server, the pod may have been created nevertheless.
         self.refused = {name: why for name, why in self.refused.items() if name not in seen or why.reason == TAKEN}
         self.gated = {uid: at for pod in pods if (at := self._gated_until(uid := pod["metadata"]["uid"], pod, now))}
         self.held = {pod["metadata"]["uid"] for pod in pods if _is_gated(pod)}
@@ -74,6 +75,7 @@ class JobMemory:
             witnessed=frozenset(self.witnessed),
             missing=frozenset(self.missing),
             refused=dict(self.refused),
+            begun=self.begun,
             status_written=self.status_written,
         )
 
@@ -87,6 +89,11 @@ class JobMemory:
     def refuse(self, name: str, reason: str, message: str, now: datetime) -> None:
         """Record that the create of an object was refused."""
         self.refused[name] = RefusedCreate(reason, message, now).after(self.refused.get(name))
+
+    def hold(self, name: str, why: str, now: datetime) -> None:
+        """Record that an object is not created now, if no refusal of it is known."""
+        if name not in self.refused:
+            self.refuse(name, HELD, why, now)
 
     def reported(self, step: int, at: datetime, coordinator: int) -> None:
         """Record that the coordinator of this incarnation reported a step."""

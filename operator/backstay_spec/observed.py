@@ -19,6 +19,8 @@ Manifest: TypeAlias = Mapping[str, Any]
 
 #: Reason of a refusal: the pod was not sent to the API server, because it refused one that must come before it.
 HELD: Final = "HeldBack"
+UNAVAILABLE: Final = frozenset({"InternalError", "TooManyRequests", "Unauthorized"})
+"""The reasons of a refusal if the API server or a webhook of the cluster does not work now."""
 TAKEN: Final = "AlreadyExists"
 """The reason of a refusal if an object of another owner has the name."""
 
@@ -220,6 +222,7 @@ class Observed:
         witnessed: names of pods that this process has observed: if one of them is missing, it did exist.
         missing: names of recorded pods that a live GET did not find, in answer to `actions.LookUpPod`.
         refused: name of an object -> why its last create was refused; dropped once a create succeeds.
+        begun: when this operator first observed the job.
         status_written: when this process last wrote the job's status; None when it did not. Paces what progress
             alone changes (O8).
     """
@@ -238,6 +241,7 @@ class Observed:
     witnessed: frozenset[str] = frozenset()
     missing: frozenset[str] = frozenset()
     refused: Mapping[str, RefusedCreate] = field(default_factory=dict)
+    begun: datetime | None = None
     status_written: datetime | None = None
 
 

@@ -105,6 +105,27 @@ def test_a_worker_makes_room_for_a_server_that_the_quota_refuses(running):
     assert all(not death.charged for death in cluster.deaths)
 
 
+def test_a_server_has_its_own_time_after_another_pod_was_refused_for_hours(running):
+    cluster = running({"parameterServers": {"replicas": 1}, "workers": {"replicas": 2}, "update": {"backups": 1}})
+    quota = Quota(cluster, 2)
+    cluster.disrupt(cluster.named(WORKER, 1), "EvictionByEvictionAPI")
+    cluster.end(cluster.named(WORKER, 1), 143)
+    for _ in range(5):
+        cluster.tick(3600)
+        cluster.settle()
+    assert cluster.condition("PodsCreated")["status"] == "False"
+    quota.limit = 0
+    cluster.disrupt(cluster.named(SERVER, 0), "EvictionByEvictionAPI")
+    cluster.end(cluster.named(SERVER, 0), 143)
+    cluster.settle()
+    cluster.tick(6)
+    cluster.settle()
+    assert cluster.status["phase"] != "Failed"
+    cluster.tick(700)
+    cluster.settle()
+    assert cluster.status["phase"] == "Failed"
+
+
 PENDING = {"pendingDeadlineSeconds": 20}
 
 

@@ -223,6 +223,15 @@ def test_a_rank_whose_pod_was_evicted_while_the_operator_was_away_is_not_charged
         assert cluster.deaths[-1].cause == ("Evicted" if is_there else "Vanished")
 
 
+def test_a_rank_that_ends_by_sigterm_without_a_deletion_is_charged(running):
+    """A probe of the kubelet, or the script, ended it."""
+    cluster = running(GROUPS)
+    for name in pods_of(cluster, 0):
+        cluster.end(name, 143)
+    cluster.settle()
+    assert cluster.status["roles"]["Worker"]["restarts"] == 1
+
+
 def test_a_rank_that_fits_in_part_is_created_again(running):
     """With `Required`, the pods that have nodes bind the others to a place that has no room for them."""
     scheduling = {"groupTopologyKey": "topology.kubernetes.io/zone", "groupTopology": "Required"}

@@ -144,7 +144,7 @@ def test_a_sidecar_does_not_keep_a_dead_trainer_alive(running):
     name = cluster.named(WORKER, 0)
     cluster.end(name, 1)
     cluster.pods[name]["status"]["phase"] = "Running"
-    cluster.pods[name]["spec"]["containers"].append({"name": "proxy"})
+    cluster.pods[name]["status"]["containerStatuses"].append({"name": "proxy", "state": {"running": {}}})
     cluster.settle()
     assert cluster.named(WORKER, 0) != name
     assert cluster.pods[name]["metadata"]["deletionTimestamp"]

@@ -382,6 +382,8 @@ def _running(facts: Facts, record: Record, slots: Sequence[Slot], stopped: str, 
         text = "all servers and at least one worker are ready"
         event = normal("Running", f"{text} again" if again else "training has begun")
         return [Statement(kind, True, "Training", text, event)]
+    if stepped:
+        return []
     if began or (facts.trained and stopped):
         text = "not all servers are ready" if stopped == status.REASON_SERVERS else "no worker is ready"
         return [Statement(kind, False, stopped, text)]

@@ -10,9 +10,11 @@ from typing import Any, Final
 from backstay_spec import contract
 from backstay_spec.causes import (
     UNKNOWN_STATE,
+    Blocked,
     has_ended,
     is_aborted,
     is_group_lost,
+    may_have_left,
     obstacle_of,
     outcome_of,
     parse_time,
@@ -116,11 +118,11 @@ def together(pods: Sequence[PodView]) -> PodView:
     there = [pod for pod in members if pod.alive]
     if dead:
         # The others ended because of the first death, and their exit codes would be charged to the script.
-        # An abort without a word may be JAX's too.
-        shown = min(dead, key=lambda pod: (is_group_lost(pod.raw), is_aborted(pod.raw), pod.member))
+        shown = min(dead, key=_how_late)
     else:
         waiting = [pod for pod in there if not pod.ready]
-        blocked = [pod for pod in waiting if obstacle_of(pod.raw) is not None]
+        found = [(obstacle.blocked, pod) for pod in waiting if (obstacle := obstacle_of(pod.raw)) is not None]
+        blocked = [pod for why, pod in found if why is Blocked.UNSCHEDULABLE] or [pod for _, pod in found]
         shown = (blocked or waiting or [first])[0]
     return replace(
         shown,
@@ -131,6 +133,12 @@ def together(pods: Sequence[PodView]) -> PodView:
         started=all(pod.started for pod in members),
         members=members,
     )
+
+
+def _how_late(pod: PodView) -> tuple[bool, bool, bool, int]:
+    """A sort key that has the pod with the cause of its rank's death first. JAX may abort the others with no message,
+    and they leave together with one that is deleted."""
+    return is_group_lost(pod.raw), may_have_left(pod.raw), is_aborted(pod.raw), pod.member
 
 
 def _ended_in_order(pod: PodView) -> bool:

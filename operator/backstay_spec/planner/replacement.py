@@ -28,12 +28,13 @@ from backstay_spec.causes import (
     Obstacle,
     Verdict,
     is_group_lost,
+    may_have_left,
     obstacle_of,
     refusal_obstacle,
     verdict_of,
 )
 from backstay_spec.names import Slot
-from backstay_spec.observed import RefusedCreate
+from backstay_spec.observed import UNAVAILABLE, RefusedCreate
 from backstay_spec.planner import budgets, hung, leaving, promotion, standbys
 from backstay_spec.planner.creating import LOOK_UP_RETRY, create, death_event, look_up, lost, try_again
 from backstay_spec.planner.deleting import deletions
@@ -55,6 +56,7 @@ __all__ = ["judge"]
 
 _LONG_AGO: Final = datetime.min.replace(tzinfo=UTC)
 _TRIES_A_PLACE: Final = 0.25  # of the deadline; an autoscaler may add a node meanwhile
+_FIRST_TRIES: Final = timedelta(seconds=30)
 NOT_JOINED: Final = "the pod runs, but has not joined the job: the script may hang before backstay.train"
 
 
@@ -107,8 +109,9 @@ def _judge_slot(facts: Facts, record: Record, slot: Slot, *, held: bool = False)
         cause_by = cause_due(pod)
         if cause_by is not None and facts.now < cause_by:
             return Decision(record, Effects(wake=cause_by))
-        is_cause = not is_group_lost(pod.raw) or not facts.absent(slot, current)
-        return _die(facts, record, pod, verdict_of(pod.raw) if is_cause else GONE)
+        has_followed = is_group_lost(pod.raw) or may_have_left(pod.raw)
+        verdict = GONE if has_followed and facts.absent(slot, current) else verdict_of(pod.raw)
+        return _die(facts, record, pod, verdict)
     return _judge_unseen(facts, record, slot, current)
 
 
@@ -148,20 +151,18 @@ def _judge_living(facts: Facts, record: Record, pod: PodView) -> Decision:
     if obstacle is None:
         return _judge_running(facts, record, pod)
     since = max(created_at(pod) or facts.now, facts.observed.gated.get(pod.uid) or _LONG_AGO)
-    if obstacle.blocked is Blocked.UNSCHEDULABLE and _is_bound_in_part(facts, pod):
+    other_place = None
+    if obstacle.blocked is Blocked.UNSCHEDULABLE and facts.can_create and _is_bound_in_part(facts, pod):
         other_place = since + _TRIES_A_PLACE * timedelta(seconds=facts.spec.run_policy.pending_deadline_seconds)
-        if facts.can_create and facts.now >= other_place:
+        if facts.now >= other_place:
             key = facts.spec.scheduling.group_topology_key
             text = f"its pods do not fit on nodes with one value of {key}: {obstacle.text}"
             elsewhere = Decision(record, _delete(pod, Cause.NOT_ADMITTED))
             return elsewhere.then(_die(facts, record, pod, Verdict(Cause.NOT_ADMITTED, text)))
-        wake = Effects(wake=other_place)
-    else:
-        wake = Effects()
     found: tuple[Obstructed, ...] = (Obstructed(pod.slot, obstacle, since),)
     if obstacle.blocked in (Blocked.NOT_STARTED, Blocked.UNSCHEDULABLE):
         found = _row_of_deaths(record, pod.slot) or found
-    effects = Effects(obstructed=found) + wake
+    effects = Effects(obstructed=found, wake=other_place)
     if obstacle.blocked.permanent:
         text = f"{pod.slot.text} (pod {pod.name}) cannot start: {obstacle.text}"
         effects = replace(effects, failure=JobFailure(obstacle.blocked, text))
@@ -230,7 +231,7 @@ def _judge_unseen(facts: Facts, record: Record, slot: Slot, incarnation: int) ->
     name = facts.pod_name(slot, incarnation)
     every = facts.pod_names(slot, incarnation)
     refusal = facts.refusal(slot, incarnation)
-    if refusal is not None:
+    if refusal is not None and facts.observed.witnessed.isdisjoint(every):
         return Decision(record, _not_created(facts, slot, incarnation, name, refusal))
     if not facts.observed.missing.issuperset(every):
         return Decision(record, look_up(facts, slot, incarnation))
@@ -249,8 +250,13 @@ def _judge_unseen(facts: Facts, record: Record, slot: Slot, incarnation: int) ->
 def _not_created(facts: Facts, slot: Slot, incarnation: int, name: str, refusal: RefusedCreate) -> Effects:
     """The obstacle of a slot whose pod `name` the API server has refused, and the next attempt to create it."""
     obstacle = refusal_obstacle(refusal.reason, refusal.message)
+    since, begun = refusal.since or refusal.at, facts.observed.begun
     created = facts.conditions.get(status.PODS_CREATED)
-    since = created.last_transition_time if created is not None and created.status == "False" else facts.now
+    # An operator that has started again finds in the status since when its predecessor tried.
+    if begun is not None and since - begun < _FIRST_TRIES and created is not None and created.status == "False":
+        since = min(since, created.last_transition_time) if f"{slot.text}:" in created.message else since
+    if refusal.reason in UNAVAILABLE:
+        since = facts.now  # the deadline does not count the time in which a webhook or the API server does not work
     effects = Effects(obstructed=(Obstructed(slot, obstacle, since),))
     if obstacle.blocked.permanent:
         text = f"{slot.text} (pod {name}) cannot be created: {obstacle.text}"
