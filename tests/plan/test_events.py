@@ -149,6 +149,29 @@ def test_a_server_takes_part_again_with_its_first_update_and_not_with_its_first_
     assert (datetime.fromisoformat(death["recovered"]) - before).total_seconds() == 1.05
 
 
+def test_running_states_that_no_worker_is_ready_until_one_is(running):
+    """After an interruption, the steps of a new worker are reported before Kubernetes shows that it is ready."""
+    cluster = running({"workers": {"replicas": 1}, "checkpoint": {"uri": "file:///c"}})
+    cluster.answer(term=1, step=5)
+    cluster.settle()
+    cluster.end(cluster.named(contract.ROLE_WORKER, 0), 1)
+    cluster.settle()
+    cluster.tick(31)
+    cluster.settle()
+    assert cluster.condition("Running")["reason"] == "WorkersNotReady"
+    for step in (6, 7, 8):
+        cluster.answer(term=1, step=step)
+        cluster.settle()
+        cluster.tick(11)
+        assert cluster.condition("Running")["reason"] == "WorkersNotReady"
+    cluster.run_all()
+    cluster.settle()
+    assert cluster.condition("Running")["status"] == "True"
+    (began, again) = [event for event in cluster.events if event[0] == "Running"]
+    assert "training has begun" in str(began)
+    assert "ready again" in str(again)
+
+
 def test_an_interruption_is_one_event_for_any_order_of_causes(running):
     cluster = running({"workers": {"replicas": 2}, "checkpoint": {"uri": "file:///c"}})
     cluster.answer(term=1, step=5)

@@ -382,11 +382,11 @@ def _running(facts: Facts, record: Record, slots: Sequence[Slot], stopped: str, 
         text = "all servers and at least one worker are ready"
         event = normal("Running", f"{text} again" if again else "training has begun")
         return [Statement(kind, True, "Training", text, event)]
-    if stepped:
-        return []
     if began or (facts.trained and stopped):
         text = "not all servers are ready" if stopped == status.REASON_SERVERS else "no worker is ready"
         return [Statement(kind, False, stopped, text)]
+    if again:
+        return []  # updates are reported before Kubernetes shows that the pods are ready
     pods = (facts.pod(slot, record.current(slot)) for slot in slots)
     if any(pod is not None and pod.started for pod in pods):
         return [Statement(kind, False, status.REASON_STARTING, "pods are starting")]

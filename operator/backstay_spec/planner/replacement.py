@@ -153,7 +153,7 @@ def _judge_living(facts: Facts, record: Record, pod: PodView) -> Decision:
     since = max(created_at(pod) or facts.now, facts.observed.gated.get(pod.uid) or _LONG_AGO)
     other_place = None
     if obstacle.blocked is Blocked.UNSCHEDULABLE and facts.can_create and _is_bound_in_part(facts, pod):
-        other_place = since + _TRIES_A_PLACE * timedelta(seconds=facts.spec.run_policy.pending_deadline_seconds)
+        other_place = since + _TRIES_A_PLACE * _pending_limit(facts)
         if facts.now >= other_place:
             key = facts.spec.scheduling.group_topology_key
             text = f"its pods do not fit on nodes with one value of {key}: {obstacle.text}"
@@ -181,7 +181,8 @@ def _judge_running(facts: Facts, record: Record, pod: PodView) -> Decision:
     """Judge a running pod. If it never joins, because its script hangs before `train`, it has a deadline (T8). Before
     the first update that ends the job; later the pod is replaced."""
     since = silent_since(pod)
-    if since is not None:
+    # Only for a pod that seems late: in a large job, each of a thousand workers would look at all servers.
+    if since is not None and facts.now >= since + _pending_limit(facts):
         since = max(since, _could_join(facts, record, pod.slot))
     silence: hung.Liveness
     if since is None:
@@ -199,6 +200,10 @@ def _judge_running(facts: Facts, record: Record, pod: PodView) -> Decision:
     if isinstance(silence, hung.Hung):
         return _end_hung(facts, record, pod, silence)
     return Decision(record, Effects(wake=silence.check_at))
+
+
+def _pending_limit(facts: Facts) -> timedelta:
+    return timedelta(seconds=facts.spec.run_policy.pending_deadline_seconds)
 
 
 def _could_join(facts: Facts, record: Record, slot: Slot) -> datetime:
