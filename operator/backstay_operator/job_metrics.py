@@ -19,6 +19,7 @@ from pydantic.alias_generators import to_camel
 from backstay_operator.watching import JobKey
 from backstay_spec import contract, status
 from backstay_spec.actions import FoundDead
+from backstay_spec.causes import condition_of
 from backstay_spec.goodput import PARTS
 from backstay_spec.job_report import NO_RATES, exported_rows
 from backstay_spec.names import ROLE_OF_LABEL
@@ -430,7 +431,6 @@ def _ready(pod: Json, role: str, index: int) -> int | None:
     own = labels.get(contract.LABEL_ROLE), labels.get(contract.LABEL_INDEX), labels.get(contract.LABEL_MEMBER, "0")
     if own != (role, str(index), "0"):
         return None
-    conditions = (pod.get("status") or {}).get("conditions") or ()
-    ready = any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions)
+    ready = condition_of(pod, "Ready").get("status") == "True"
     incarnation = labels.get(contract.LABEL_INCARNATION, "")
     return int(incarnation) if ready and incarnation.isdigit() else None

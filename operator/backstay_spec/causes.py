@@ -194,6 +194,12 @@ def terminated_state(pod: Manifest) -> Mapping[str, Any] | None:
     return None
 
 
+def condition_of(pod: Manifest, kind: str) -> Mapping[str, Any]:
+    """The condition of this type of a pod; empty if it has none."""
+    conditions: Iterable[Mapping[str, Any]] = (pod.get("status") or {}).get("conditions") or ()
+    return next((condition for condition in conditions if condition.get("type") == kind), {})
+
+
 def has_ended(pod: Manifest) -> bool:
     """Whether all containers of a pod have ended. The kubelet may report the phase seconds later. A pod with sidecars
     ends when its phase is terminal."""
@@ -260,11 +266,11 @@ def verdict_of(pod: Manifest) -> Verdict:
     its program handles SIGTERM.
     """
     status: Mapping[str, Any] = pod.get("status") or {}
-    disruption = _condition(status, "DisruptionTarget")
+    disruption = condition_of(pod, "DisruptionTarget")
     reason = status.get("reason") or ""
     reported = status.get("message") or ""
     state = terminated_state(pod)
-    if disruption is not None and disruption.get("status") == "True":
+    if disruption.get("status") == "True":
         why = disruption.get("reason") or ""
         cause = _DISRUPTIONS.get(why, Cause.EVICTED)
         if why == "TerminationByKubelet" and reason in _REASONS:
@@ -312,7 +318,7 @@ def may_have_left(pod: Manifest) -> bool:
     """Whether a pod ended by SIGTERM and has no mark of a deletion or an eviction. In a rank, another one may have it:
     the pods of a rank leave together."""
     is_deleted = bool((pod.get("metadata") or {}).get("deletionTimestamp"))
-    is_marked = is_deleted or _condition(pod.get("status") or {}, "DisruptionTarget") is not None
+    is_marked = is_deleted or bool(condition_of(pod, "DisruptionTarget"))
     return not is_marked and (terminated_state(pod) or {}).get("exitCode") == SIGNALLED + signal.SIGTERM
 
 
@@ -391,8 +397,8 @@ def obstacle_of(pod: Manifest) -> Obstacle | None:
                     initializes = f"the startup probe of the sidecar {container.get('name', '')} has not succeeded"
     if started or status.get("phase") not in (None, "Pending"):
         return None
-    scheduled = _condition(status, "PodScheduled")
-    if scheduled is not None and scheduled.get("status") == "False":
+    scheduled = condition_of(pod, "PodScheduled")
+    if scheduled.get("status") == "False":
         why = scheduled.get("message") or scheduled.get("reason") or ""
         if scheduled.get("reason") == Blocked.GATED:
             return Obstacle(Blocked.GATED, _joined(Blocked.GATED, why))
@@ -440,14 +446,6 @@ def _deleted_before_it_ended(pod: Manifest, state: Mapping[str, Any] | None) -> 
     # deletionTimestamp is the end of the grace period, not the time of the request.
     requested = deadline - timedelta(seconds=metadata.get("deletionGracePeriodSeconds") or 0)
     return ended >= requested
-
-
-def _condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any] | None:
-    for condition in status.get("conditions") or ():
-        if condition.get("type") == kind:
-            found: Mapping[str, Any] = condition
-            return found
-    return None
 
 
 def _statuses(pod: Manifest, field: str) -> Iterable[Mapping[str, Any]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from backstay_spec import contract, names
-from backstay_spec.causes import Blocked, parse_time, parsed, terminated_state
+from backstay_spec.causes import Blocked, condition_of, parse_time, parsed, terminated_state
 from backstay_spec.job_report import JobReport
 from backstay_spec.observed import HELD, TAKEN, Contact, Manifest, Observed, Progress, RefusedCreate, Spent, Updates
 
@@ -26,7 +26,7 @@ class JobMemory:
         uid: the job's uid.
         secret_at, secret_deleted, witnessed, progress, contact, updates, gated, missing, refused, begun,
             status_written: see `backstay_spec.observed.Observed`.
-        held: the uids of the pods that had scheduling gates in the last observation.
+        in_queue: the uids of the pods that had scheduling gates in the last observation.
     """
 
     uid: str
@@ -37,7 +37,7 @@ class JobMemory:
     contact: Contact | None = None
     updates: Updates | None = None
     gated: dict[str, datetime] = field(default_factory=dict)
-    held: set[str] = field(default_factory=set)
+    in_queue: set[str] = field(default_factory=set)
     missing: set[str] = field(default_factory=set)
     refused: dict[str, RefusedCreate] = field(default_factory=dict)
     begun: datetime | None = None
@@ -59,7 +59,7 @@ class JobMemory:
         self.witnessed |= seen
         self.refused = {name: why for name, why in self.refused.items() if name not in seen or why.reason == TAKEN}
         self.gated = {uid: at for pod in pods if (at := self._gated_until(uid := pod["metadata"]["uid"], pod, now))}
-        self.held = {pod["metadata"]["uid"] for pod in pods if _is_gated(pod)}
+        self.in_queue = {pod["metadata"]["uid"] for pod in pods if _is_gated(pod)}
         return Observed(
             pods=pods,
             services=tuple(services),
@@ -82,7 +82,7 @@ class JobMemory:
     def _gated_until(self, uid: str, pod: Manifest, now: datetime) -> datetime | None:
         """See `Observed.gated`. Between two plans of a job whose pods all wait, hours may pass. So what counts is the
         first plan that observes that the gates are gone."""
-        if uid in self.held or _is_gated(pod):
+        if uid in self.in_queue or _is_gated(pod):
             return now
         return self.gated.get(uid) or _admitted_at(pod)
 
@@ -129,18 +129,12 @@ class JobMemory:
 
 def _is_gated(pod: Manifest) -> bool:
     """Whether the pod has scheduling gates, which another controller removes."""
-    return _scheduled(pod).get("reason") == Blocked.GATED
+    return condition_of(pod, "PodScheduled").get("reason") == Blocked.GATED
 
 
 def _admitted_at(pod: Manifest) -> datetime | None:
     """When a pod of a queue was scheduled, for an operator that has not observed it with its gates; else None."""
-    found = _scheduled(pod)
+    found = condition_of(pod, "PodScheduled")
     if contract.LABEL_QUEUE not in (pod["metadata"].get("labels") or {}) or found.get("status") != "True":
         return None
     return parse_time(found.get("lastTransitionTime"))
-
-
-def _scheduled(pod: Manifest) -> Manifest:
-    """The condition ``PodScheduled`` of a pod; empty if it has none."""
-    conditions = (pod.get("status") or {}).get("conditions") or ()
-    return next((c for c in conditions if c.get("type") == "PodScheduled"), {})

@@ -10,6 +10,7 @@ from backstay_client.view.follow import STOPPED, JobView, PodActivity
 from backstay_client.view.starting import is_ready
 from backstay_client.words import duration, on_one_line
 from backstay_spec import contract
+from backstay_spec.causes import condition_of
 
 __all__ = ["PodRow", "active_pods", "has_ended", "rows", "slot_of", "slot_words"]
 
@@ -180,9 +181,9 @@ def obstacle(pod: dict[str, Any]) -> str:
         reason = waiting.get("reason", "")
         if reason and reason not in {"ContainerCreating", "PodInitializing"}:
             return on_one_line(f"{reason} {waiting.get('message', '')}")
-    for condition in status.get("conditions") or []:
-        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            return on_one_line(f"{condition.get('reason', '')} {condition.get('message', '')}")
+    scheduled = condition_of(pod, "PodScheduled")
+    if scheduled.get("status") == "False":
+        return on_one_line(f"{scheduled.get('reason', '')} {scheduled.get('message', '')}")
     return ""
 
 

@@ -15,6 +15,7 @@ import aiohttp
 from backstay_client.kube import ApiRequestError, JobApi
 from backstay_client.words import log_line, printable
 from backstay_spec import contract
+from backstay_spec.causes import condition_of
 
 __all__ = ["is_ready", "newest_line"]
 
@@ -53,8 +54,7 @@ async def newest_line(api: JobApi, namespace: str, pods: Iterable[dict[str, Any]
 
 def is_ready(pod: dict[str, Any]) -> bool:
     """Whether a pod has started: its condition `Ready` is true."""
-    conditions = pod.get("status", {}).get("conditions") or []
-    return any(one.get("type") == "Ready" and one.get("status") == "True" for one in conditions)
+    return condition_of(pod, "Ready").get("status") == "True"
 
 
 def _order(pod: dict[str, Any]) -> tuple[bool, str]:

@@ -11,6 +11,7 @@ from backstay_spec import contract
 from backstay_spec.causes import (
     UNKNOWN_STATE,
     Blocked,
+    condition_of,
     has_ended,
     is_aborted,
     is_group_lost,
@@ -168,7 +169,7 @@ def _view(raw: Manifest) -> PodView | None:
         deleting=is_deleting(raw),
         terminal=terminal,
         ended=terminal or terminated_state(raw) is not None,
-        ready=(_ready(status) or {}).get("status") == "True",
+        ready=condition_of(raw, "Ready").get("status") == "True",
         started=phase not in (None, "Pending"),
         member=int(member) if _is_number(member := labels.get(contract.LABEL_MEMBER, "0")) else 0,
     )
@@ -178,12 +179,9 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 10
 
 
-def _ready(status: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    for condition in status.get("conditions") or ():
-        if condition.get("type") == "Ready":
-            found: Mapping[str, Any] = condition
-            return found
-    return None
+def _turned_at(view: PodView) -> datetime | None:
+    """When its condition Ready changed last."""
+    return parse_time(condition_of(view.raw, "Ready").get("lastTransitionTime"))
 
 
 def created_at(view: PodView) -> datetime | None:
@@ -278,8 +276,7 @@ def has_worked(view: PodView, progress: Progress | None) -> bool:
         return False
     if view.ready:
         return True
-    ready = _ready(view.raw.get("status") or {})
-    turned = parse_time(ready.get("lastTransitionTime")) if ready is not None else None
+    turned = _turned_at(view)
     return started is not None and turned is not None and turned > started
 
 
@@ -309,16 +306,14 @@ def silent_since(view: PodView) -> datetime | None:
     started = started_at(view)
     if view.ready or view.ended or started is None:
         return None
-    ready = _ready(view.raw.get("status") or {})
-    turned = parse_time(ready.get("lastTransitionTime")) if ready is not None else None
+    turned = _turned_at(view)
     return None if turned is not None and turned > started else started
 
 
 def unready_since(view: PodView) -> datetime | None:
     """Since when a running pod that has been Ready is no longer Ready; None for other pods."""
     started = started_at(view)
-    ready = _ready(view.raw.get("status") or {})
-    turned = parse_time(ready.get("lastTransitionTime")) if ready is not None else None
+    turned = _turned_at(view)
     if view.ready or view.ended or started is None or turned is None or turned <= started:
         return None
     return turned
@@ -326,15 +321,13 @@ def unready_since(view: PodView) -> datetime | None:
 
 def ready_since(view: PodView) -> datetime | None:
     """The time since which a pod is Ready, or None if it is not Ready."""
-    ready = _ready(view.raw.get("status") or {}) if view.ready else None
-    return parse_time(ready.get("lastTransitionTime")) if ready is not None else None
+    return _turned_at(view) if view.ready else None
 
 
 def is_node_silent(view: PodView) -> bool:
     """Whether the pod's node does not answer. Then the node controller sets Ready to False without a reason. But
     ContainersReady, which only the kubelet sets, stays True."""
-    conditions = {c.get("type"): c for c in (view.raw.get("status") or {}).get("conditions") or ()}
-    ready, containers = conditions.get("Ready") or {}, conditions.get("ContainersReady") or {}
+    ready, containers = condition_of(view.raw, "Ready"), condition_of(view.raw, "ContainersReady")
     return ready.get("status") == "False" and not ready.get("reason") and containers.get("status") == "True"
 
 
