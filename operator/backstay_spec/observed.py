@@ -19,8 +19,9 @@ Manifest: TypeAlias = Mapping[str, Any]
 
 #: Reason of a refusal: the pod was not sent to the API server, because it refused one that must come before it.
 HELD: Final = "HeldBack"
-UNAVAILABLE: Final = frozenset({"InternalError", "TooManyRequests", "Unauthorized"})
-"""The reasons of a refusal if the API server or a webhook of the cluster does not work now."""
+UNCOUNTED: Final = frozenset({HELD, "InternalError", "TooManyRequests", "Unauthorized"})
+"""The reasons of a refusal that does not count against a pod's time to start. Another pod must come first, or the API
+server or a webhook of the cluster does not work now."""
 TAKEN: Final = "AlreadyExists"
 """The reason of a refusal if an object of another owner has the name."""
 

@@ -6,6 +6,7 @@ import pytest
 
 from backstay_spec import contract
 from backstay_spec.actions import CreatePod
+from backstay_spec.observed import HELD
 from backstay_spec.status_model import format_time
 
 SERVER, WORKER = contract.ROLE_SERVER, contract.ROLE_WORKER
@@ -127,6 +128,24 @@ def test_a_server_has_its_own_time_after_another_pod_was_refused_for_hours(runni
 
 
 PENDING = {"pendingDeadlineSeconds": 20}
+WEBHOOK = ("InternalError", 'failed calling webhook "gone.example.com"')
+
+
+def test_the_time_without_a_webhook_does_not_count_for_the_pods_that_it_held_back(make_cluster):
+    """The server is refused, and the worker waits for it. Both are created when the webhook answers again."""
+    cluster = make_cluster({"parameterServers": {"replicas": 1}, "workers": {"replicas": 1}, "runPolicy": PENDING})
+    cluster.refuse = {"mnist-ps-0-1-": WEBHOOK}
+    cluster.settle()
+    assert HELD in {refusal.reason for refusal in cluster.memory.refused.values()}
+    for _ in range(10):
+        cluster.tick(10)
+        cluster.settle()
+    assert roles(cluster) == []
+    cluster.refuse = {}
+    cluster.tick(6)
+    cluster.settle()
+    assert roles(cluster) == [SERVER, WORKER]
+    assert cluster.status["phase"] == "Pending"
 
 
 @pytest.mark.parametrize("restarts", [False, True])

@@ -34,7 +34,7 @@ from backstay_spec.causes import (
     verdict_of,
 )
 from backstay_spec.names import Slot
-from backstay_spec.observed import UNAVAILABLE, RefusedCreate
+from backstay_spec.observed import UNCOUNTED, RefusedCreate
 from backstay_spec.planner import budgets, hung, leaving, promotion, standbys
 from backstay_spec.planner.creating import LOOK_UP_RETRY, create, death_event, look_up, lost, try_again
 from backstay_spec.planner.deleting import deletions
@@ -260,8 +260,8 @@ def _not_created(facts: Facts, slot: Slot, incarnation: int, name: str, refusal:
     # An operator that has started again finds in the status since when its predecessor tried.
     if begun is not None and since - begun < _FIRST_TRIES and created is not None and created.status == "False":
         since = min(since, created.last_transition_time) if f"{slot.text}:" in created.message else since
-    if refusal.reason in UNAVAILABLE:
-        since = facts.now  # the deadline does not count the time in which a webhook or the API server does not work
+    if refusal.reason in UNCOUNTED:
+        since = facts.now
     effects = Effects(obstructed=(Obstructed(slot, obstacle, since),))
     if obstacle.blocked.permanent:
         text = f"{slot.text} (pod {name}) cannot be created: {obstacle.text}"
