@@ -178,6 +178,8 @@ class Executor:
             case act.CreatePod():
                 if await self._create(key, PODS, action.manifest, memory):
                     self._count_pod(action, memory)
+            case act.HoldPod():
+                memory.queue(action.name, action.why, self._now())
             case act.DeletePod():
                 await self._delete_pod(key, action)
             case act.LookUpPod():

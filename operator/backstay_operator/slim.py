@@ -38,7 +38,7 @@ def pod(body: Mapping[str, Any]) -> Json:
     if status.get("conditions"):
         kept["conditions"] = [_only(condition, _CONDITION) for condition in status["conditions"]]
     spec: Mapping[str, Any] = body.get("spec") or {}
-    kept_spec = _only(spec, ("nodeName",))
+    kept_spec = _only(spec, ("nodeName", "schedulingGates"))
     kept_spec["containers"] = [
         # A lost Service is created again with the address that its job's running pods have. A worker that was created
         # after training is recognized by its variable.

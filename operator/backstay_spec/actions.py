@@ -107,6 +107,19 @@ class CreatePod:
 
 
 @dataclass(frozen=True, slots=True)
+class HoldPod:
+    """Do not create a recorded pod now: record a refusal with the reason `IN_QUEUE` under its name.
+
+    Attributes:
+        name: the pod's name.
+        why: a sentence for people.
+    """
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class DeletePod:
     """Delete one pod, with its uid as a precondition.
 
@@ -147,6 +160,7 @@ Action: TypeAlias = (
     | DeleteService
     | PatchService
     | CreatePod
+    | HoldPod
     | DeletePod
     | LookUpPod
     | DeleteJob

@@ -78,6 +78,7 @@ class Blocked(StrEnum):
     UNSCHEDULABLE = "Unschedulable"
     GATED = "SchedulingGated"
     REFUSED = "PodRefused"
+    HELD = "PodHeldBack"
     NOT_STARTED = "NotStarted"
     NEVER_STARTED = "NeverStarted"
     NOT_JOINED = "NotJoined"
@@ -279,6 +280,9 @@ def verdict_of(pod: Manifest) -> Verdict:
     if reason in _REASONS or reason.lower().startswith("outof"):
         return Verdict(_REASONS.get(reason, Cause.NOT_ADMITTED), _joined(reason, reported))
     if _deleted_before_it_ended(pod, state):
+        queue = condition_of(pod, "TerminationTarget")  # set by Kueue
+        if queue.get("status") == "True":
+            return Verdict(Cause.EVICTED, _joined(queue.get("reason") or "", queue.get("message") or ""))
         return Verdict(Cause.DELETED, "deleted")
     return _exit_verdict(pod, state, reason, reported)
 
@@ -420,7 +424,9 @@ def _has_started(container: Mapping[str, Any]) -> bool:
 
 
 def refusal_obstacle(reason: str, message: str) -> Obstacle:
-    """Why a pod could not be created, from the API server's refusal."""
+    """Why a pod could not be created, from the API server's refusal, or from what the pod waits for."""
+    if reason == Blocked.HELD:
+        return Obstacle(Blocked.HELD, message)
     blocked = Blocked.POD_INVALID if reason in _PERMANENT_REFUSALS else Blocked.REFUSED
     return Obstacle(blocked, _joined(reason, message))
 

@@ -22,9 +22,11 @@ LABEL_ROLE: Final = f"{GROUP}/role"
 LABEL_INDEX: Final = f"{GROUP}/index"
 LABEL_INCARNATION: Final = f"{GROUP}/incarnation"
 LABEL_MEMBER: Final = f"{GROUP}/member"  # of a worker: the pod's index inside its rank, if a rank has several
+LABEL_QUEUE: Final = "kueue.x-k8s.io/queue-name"  # Kueue's; the name of a LocalQueue
+# The numbers of servers and workers that Kueue admits together with this pod, such as 3.8.
+LABEL_TOGETHER: Final = f"{GROUP}/admitted-together"
 
 # Labels of a TrainingJob that is a trial of a sweep.
-LABEL_QUEUE: Final = "kueue.x-k8s.io/queue-name"  # Kueue's; the name of a LocalQueue
 LABEL_SWEEP: Final = f"{GROUP}/sweep"  # the sweep's name
 LABEL_SWEEP_ID: Final = f"{GROUP}/sweep-id"  # another sweep of this name has another id
 LABEL_TRIAL: Final = f"{GROUP}/trial"  # the number of the trial, from 0

@@ -11,7 +11,13 @@ from backstay_spec.grace import grace_seconds
 from backstay_spec.manifests import owner_reference
 from backstay_spec.merge import merged
 from backstay_spec.runtime import BestConfig, CheckpointConfig, RuntimeConfig, Trained, WireConfig
-from backstay_spec.types import KUEUE_GROUP, KUEUE_LABELS, Json, PodsOfRank, TrainingJob, TrainingJobSpec
+from backstay_spec.types import (
+    KUEUE_GROUP,
+    Json,
+    QueueGroup,
+    TrainingJob,
+    TrainingJobSpec,
+)
 
 CODE_VOLUME: Final = "backstay-code"
 CHECKPOINT_VOLUME: Final = "backstay-checkpoints"
@@ -87,6 +93,19 @@ def template_of(spec: TrainingJobSpec, role: str) -> Json:
     return (spec.evaluator.template if spec.evaluator is not None else None) or {}
 
 
+def is_grouped(spec: TrainingJobSpec, role: str) -> bool:
+    """Returns whether the queue may admit pods of this role together. A template may name another queue, remove the
+    labels, or have a group of Kueue that is the user's.
+    """
+    queue, metadata = spec.scheduling.queue, template_of(spec, role).get("metadata", {})
+    if queue is None or metadata is None:
+        return False
+    labels, annotations = metadata.get("labels", {}), metadata.get("annotations", {})
+    if labels is None or annotations is None or labels.get(contract.LABEL_QUEUE, queue) != queue:
+        return False
+    return KUEUE_GROUP.isdisjoint(labels) and KUEUE_GROUP.isdisjoint(annotations)
+
+
 def pod(
     job: TrainingJob,
     slot: names.Slot,
@@ -96,6 +115,7 @@ def pod(
     active: int = 0,
     trained: Trained | None = None,
     member: int | None = None,
+    group: QueueGroup | None = None,
 ) -> dict[str, Any]:
     """The manifest of one pod.
 
@@ -108,6 +128,7 @@ def pod(
         active: the incarnation that serves the shard, for a server with standbys.
         trained: how training ended, for a worker that is created after training.
         member: the index of the pod inside its rank; None: the rank has one pod.
+        group: the pods that the queue admits together with this one; None: none.
     """
     meta = job.metadata
     name = names.pod_name(meta.name, meta.uid, slot, incarnation, member)
@@ -123,19 +144,13 @@ def pod(
     if trained is not None:
         value = trained.model_dump_json().replace("$(", "$$(")
         environment.insert(0, {"name": contract.ENV_TRAINED, "value": value})
-    rank = None
-    if slot.role == contract.ROLE_WORKER:
-        own_name = names.pod_name(meta.name, meta.uid, slot, incarnation)
-        theirs = (template_of(job.spec, slot.role).get("metadata") or {}).get("labels") or {}
-        # A template may have its pods in a group of Kueue that is the user's.
-        together = 1 if "kueue.x-k8s.io/pod-group-name" in theirs else job.spec.workers.pods_per_rank
-        rank = PodsOfRank(slot.index, own_name, together)
+    rank = slot.index if slot.role == contract.ROLE_WORKER else None
     built = {
         "metadata": {
-            "labels": {**job.spec.scheduling.pod_labels(rank), **labels},
+            "labels": {**job.spec.scheduling.pod_labels(rank, group), **labels},
             "annotations": {
                 "kubectl.kubernetes.io/default-container": contract.CONTAINER,
-                **job.spec.scheduling.pod_annotations(rank),
+                **job.spec.scheduling.pod_annotations(slot.role, rank, group),
             },
         },
         "spec": _pod_spec(job.spec, slot.role, environment, reads_checkpoint=trained is not None),
@@ -148,21 +163,12 @@ def pod(
     result = merged(built, template_of(job.spec, slot.role))
     metadata, spec = result.setdefault("metadata", {}), result.setdefault("spec", {})
     metadata["labels"] = {**(metadata.get("labels") or {}), **labels}
-    if built["metadata"]["labels"].keys() >= KUEUE_LABELS and not metadata["labels"].keys() >= KUEUE_LABELS:
-        _leave_group(metadata)
     metadata.update(name=name, namespace=meta.namespace, ownerReferences=[owner_reference(meta)])
     metadata.pop("generateName", None)
     spec["restartPolicy"] = "Never"
     ours = _protect_container(spec, built["spec"]["containers"][0], environment)
     gpus.prepare(spec, ours, slot.role, 1 if member is None else job.spec.workers.pods_per_rank)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
-
-
-def _leave_group(metadata: dict[str, Any]) -> None:
-    """Remove what belongs to a group of Kueue from a pod whose template removes the queue or the group."""
-    for part in ("labels", "annotations"):
-        own = metadata.get(part) or {}
-        metadata[part] = {name: value for name, value in own.items() if name not in KUEUE_GROUP}
 
 
 def _apart(selector: dict[str, str]) -> dict[str, Any]:

@@ -100,6 +100,11 @@ def service_name(job: str, uid: str, shard: int) -> str:
     return f"{job}-ps-{shard}-{short_hash(uid)}"
 
 
+def queue_group_name(job: str, uid: str, number: int) -> str:
+    """Returns the name of the pods that a queue admits together, ``{job}-group-{number}-{hash}``."""
+    return f"{job}-group-{number}-{short_hash(uid)}"
+
+
 def secret_name(job: str, uid: str) -> str:
     """Returns the name of the Secret with the job's token, ``{job}-token-{hash}``."""
     return f"{job}-token-{short_hash(uid)}"

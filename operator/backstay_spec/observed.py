@@ -19,7 +19,9 @@ Manifest: TypeAlias = Mapping[str, Any]
 
 #: Reason of a refusal: the pod was not sent to the API server, because it refused one that must come before it.
 HELD: Final = "HeldBack"
-UNCOUNTED: Final = frozenset({HELD, "InternalError", "TooManyRequests", "Unauthorized"})
+#: The same, because the queue must first admit other pods of the job, or still counts an old one.
+IN_QUEUE: Final = "PodHeldBack"
+UNCOUNTED: Final = frozenset({HELD, IN_QUEUE, "InternalError", "TooManyRequests", "Unauthorized"})
 """The reasons of a refusal that does not count against a pod's time to start. Another pod must come first, or the API
 server or a webhook of the cluster does not work now."""
 TAKEN: Final = "AlreadyExists"

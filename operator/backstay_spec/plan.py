@@ -30,6 +30,7 @@ from backstay_spec.job_report import INTERRUPTED, NO_RATES
 from backstay_spec.names import ROLE_OF_LABEL, Slot
 from backstay_spec.observed import Manifest, Observed, PlanSettings
 from backstay_spec.planner import (
+    admission,
     after_training,
     conditions,
     end,
@@ -52,7 +53,7 @@ from backstay_spec.planner.new_status import NewStatus
 from backstay_spec.planner.pods import own_pods
 from backstay_spec.planner.record import Record, standby_key
 from backstay_spec.runtime import Trained
-from backstay_spec.types import ObjectMeta, TrainingJob
+from backstay_spec.types import ObjectMeta, QueueGroup, TrainingJob
 from backstay_spec.types_status import Role, TrainingJobStatus
 
 __all__ = ["plan", "refuse"]
@@ -218,7 +219,11 @@ def _after_training(facts: Facts, outline: _Outline, trained: after_training.Tra
     record, found = verdict.record, verdict.effects + late
     result = after_training.restored_from(trained, facts)
     lacks_config = any(o.obstacle.blocked is Blocked.CONFIG for o in found.obstructed)
-    created = tuple(action for creation in found.creations for action in _create(facts, record, creation, result))
+    created = tuple(
+        action
+        for creation in found.creations
+        for action in _create(facts, record, creation, result, admission.rank_group(facts, creation))
+    )
     return replace(
         outline,
         record=record,
@@ -293,12 +298,12 @@ def _judge_slots(facts: Facts, record: Record, slots: Sequence[Slot]) -> Decisio
     if not facts.has_standbys:
         record = record.without_standbys()
     record = record.with_backoff_of([key for slot in slots for key in (slot.key, standby_key(slot))])
-    ordered = order.judge(facts, record)
-    decided = Decision(record, end.active_deadline(facts) + ordered.release)
+    ordered, given_up = order.judge(facts, record), admission.given_up(facts, record)
+    decided = Decision(record, end.active_deadline(facts) + ordered.release + Effects(wake=given_up.wake))
     for slot in slots:
         if decided.effects.failure is not None:
             return decided
-        decided = decided.then(replacement.judge(facts, decided.record, slot, hold=ordered.hold))
+        decided = decided.then(replacement.judge(facts, decided.record, slot, hold=ordered.hold, given_up=given_up))
     if decided.effects.failure is not None:
         return decided
     return decided.also(end.pending_deadline(facts, decided.effects.obstructed))
@@ -311,7 +316,9 @@ def _objects(facts: Facts, decided: Decision, slots: Sequence[Slot]) -> Effects:
     lacks_config = any(o.obstacle.blocked is Blocked.CONFIG for o in found.obstructed)
     effects = services.missing(facts, record, lacks_config=lacks_config)
     in_order = sorted(found.creations, key=lambda creation: order.stage(facts, record, creation))
-    created = Effects(actions=tuple(action for creation in in_order for action in _create(facts, record, creation)))
+    admitted = admission.judge(facts, record, in_order, deleted)
+    made = [action for creation, group in admitted.created for action in _create(facts, record, creation, group=group)]
+    created = admitted.effects + Effects(actions=tuple(made))
     selected = services.repointed(facts, record)
     # A promoted standby serves immediately, so its Service is patched before the next standby is created.
     effects += selected + created if facts.has_standbys else created + selected
@@ -323,14 +330,20 @@ def _objects(facts: Facts, decided: Decision, slots: Sequence[Slot]) -> Effects:
     return effects
 
 
-def _create(facts: Facts, record: Record, creation: Creation, trained: Trained | None = None) -> list[Action]:
+def _create(
+    facts: Facts,
+    record: Record,
+    creation: Creation,
+    trained: Trained | None = None,
+    group: QueueGroup | None = None,
+) -> list[Action]:
     slot, addresses, log_format = creation.slot, facts.server_addresses, facts.settings.log_format
     active = record.selected(slot.index) if slot.role == contract.ROLE_SERVER else 0
     stage = order.stage(facts, record, creation)
     made: list[Action] = []
     for member in facts.members(slot) if creation.members is None else creation.members:
         manifest = manifests_pod.pod(
-            facts.job, slot, creation.incarnation, addresses, log_format, active, trained, member
+            facts.job, slot, creation.incarnation, addresses, log_format, active, trained, member, group
         )
         made.append(CreatePod(manifest, slot.role, slot.index, creation.incarnation, creation.cause, stage))
     return made

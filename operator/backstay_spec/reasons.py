@@ -69,6 +69,8 @@ _POD_START: Final = {
     "Unschedulable": "No node that the pod may use has enough free resources.",
     "SchedulingGated": "A queue or a person has set scheduling gates on a pod. The deadline does not count this time.",
     "PodRefused": "A quota or an admission webhook refused a pod.",
+    "PodHeldBack": "The queue must first admit other pods of the job, or still counts an old pod. The deadline does "
+    "not count this time.",
     "NeverStarted": "Pods of a slot end before they start. The message has the newest reason.",
     "NotStarted": "The kubelet has not started a container after 30 seconds.",
     "NotJoined": "A container runs, but its script has not called `train`, or `train` cannot reach the servers.",
@@ -90,6 +92,7 @@ CONDITIONS: Final[tuple[ConditionDoc, ...]] = (
             "Creating": "The operator creates pods. The status is Unknown until it has observed all of them.",
             "Preparing": "The operator creates the Secret and the Services.",
             "PodRefused": "The API server refused a pod. The message has the reason.",
+            "PodHeldBack": "The queue must first admit other pods of the job, or still counts an old pod.",
             "InvalidPod": "The API server refused a pod as invalid. The job fails.",
             "Finished": "The job ended before the operator had observed all pods.",
         },
@@ -393,6 +396,7 @@ EVENTS: Final[tuple[EventDoc, ...]] = (
     *(
         EventDoc(reason, "Warning", meaning, _FAILED_ACTION if reason in _FAILS_IMMEDIATELY else _POD_START_ACTION)
         for reason, meaning in _POD_WAITS.items()
+        if reason != "PodHeldBack"
     ),
 )
 
@@ -473,7 +477,7 @@ FAILURES: Final[tuple[FailureDoc, ...]] = (
     *(
         FailureDoc(reason, f"{meaning} `runPolicy.pendingDeadlineSeconds` has passed.", _FAILED_ACTION)
         for reason, meaning in _POD_START.items()
-        if reason not in (*_FAILS_IMMEDIATELY, "SchedulingGated")
+        if reason not in (*_FAILS_IMMEDIATELY, "SchedulingGated", "PodHeldBack")
     ),
     FailureDoc("InvalidImageName", "The name of an image is invalid.", "Correct `image`."),
     FailureDoc(

@@ -25,6 +25,7 @@ from backstay_spec.actions import (
     DeleteSecret,
     DeleteService,
     FoundDead,
+    HoldPod,
     LookUpPod,
     PatchService,
     Plan,
@@ -165,6 +166,8 @@ class SimulatedJob:
                     stored["spec"].setdefault("clusterIP", f"10.0.0.{self._serial}")
             case CreatePod():
                 self._create_pod(action)
+            case HoldPod():
+                self.memory.queue(action.name, action.why, self._now())
             case PatchService():
                 _patch(self.services[action.name], action.patch)
             case DeletePod():

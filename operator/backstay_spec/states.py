@@ -40,7 +40,8 @@ DEATHS: Final[Mapping[Cause, str]] = {
     Cause.STALLED: "A worker sends no heartbeats, or a server does not answer and another process confirms it.",
     Cause.UNRESPONSIVE: "A server does not answer, and no other process could confirm it. Or the pods of a rank "
     "lost each other.",
-    Cause.EVICTED: "The condition DisruptionTarget, or the kubelet needs memory or disk.",
+    Cause.EVICTED: "The condition DisruptionTarget, or the kubelet needs memory or disk. Or a queue "
+    "takes back the place.",
     Cause.PREEMPTED: "The scheduler or the kubelet needs the place for another pod.",
     Cause.NODE_LOST: "The node is gone, or does not know the container any more.",
     Cause.NODE_SHUTDOWN: "The node shuts down.",
@@ -58,6 +59,9 @@ OBSTACLES: Final[Mapping[Blocked, StateDoc]] = {
     Blocked.UNSCHEDULABLE: StateDoc("The scheduler finds no node.", "the scheduler tries again"),
     Blocked.GATED: StateDoc("The pod has scheduling gates.", "the time of the gates does not count"),
     Blocked.REFUSED: StateDoc("The API server refuses the pod, such as for a quota.", "the operator tries again"),
+    Blocked.HELD: StateDoc(
+        "The queue must first admit other pods of the job, or still counts an old pod.", "the time does not count"
+    ),
     Blocked.NOT_STARTED: StateDoc("No container has started, for none of these reasons.", "the kubelet tries again"),
     Blocked.NEVER_STARTED: StateDoc(
         "Pods of the slot died in a row before they started.", "the next pod after a back-off"
@@ -91,4 +95,4 @@ def end_of(blocked: Blocked) -> str:
     """When an obstacle ends the job, as a cell of the table."""
     if blocked.permanent:
         return "immediately"
-    return "no" if blocked is Blocked.GATED else "after `spec.runPolicy.pendingDeadlineSeconds`"
+    return "no" if blocked in (Blocked.GATED, Blocked.HELD) else "after `spec.runPolicy.pendingDeadlineSeconds`"

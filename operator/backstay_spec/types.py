@@ -20,8 +20,10 @@ from backstay_spec.template import EnvFrom, EnvVar, PodTemplate, Shape, Volume
 from backstay_spec.types_status import TrainingJobStatus
 
 __all__ = [
+    "KUEUE_FINALIZER",
+    "KUEUE_GATE",
     "KUEUE_GROUP",
-    "KUEUE_LABELS",
+    "KUEUE_GROUP_NAME",
     "CheckpointSpec",
     "CleanPods",
     "Code",
@@ -33,7 +35,7 @@ __all__ = [
     "ObjectMeta",
     "ParameterCodec",
     "ParameterServers",
-    "PodsOfRank",
+    "QueueGroup",
     "RunPolicy",
     "Scheduling",
     "TrainingJob",
@@ -291,8 +293,8 @@ class Scheduling(SpecModel):
     """Start all pods together or none."""
 
     queue: str | None = None
-    """Name of a Kueue LocalQueue that admits the job's pods (label `kueue.x-k8s.io/queue-name`). It admits the pods of
-    a rank together, and all others one by one."""
+    """Name of a Kueue LocalQueue that admits the job's pods (label `kueue.x-k8s.io/queue-name`). It admits the servers
+    and the quorum of workers together, then the pods of each other rank, and all others one by one."""
 
     group_topology_key: str | None = None
     """Place the pods of a rank (`workers.podsPerRank`) on nodes with the same value of this label, such as
@@ -301,68 +303,79 @@ class Scheduling(SpecModel):
     group_topology: GroupTopology = "Preferred"
     """With `Required`, the pods of a rank start only on such nodes, and otherwise stay pending."""
 
-    def pod_labels(self, rank: PodsOfRank | None = None) -> dict[str, str]:
-        """Labels that a pod gets so that `queue` and `gang` take effect. `rank` is the worker's, else None."""
+    def pod_labels(self, rank: int | None = None, group: QueueGroup | None = None) -> dict[str, str]:
+        """Labels that a pod gets so that `queue` and `gang` take effect.
+
+        Args:
+            rank: the rank of a worker; None: it is another pod.
+            group: the pods that the queue admits together with this one; None: it admits this one alone.
+        """
         labels = {}
         if self.queue is not None:
             labels[contract.LABEL_QUEUE] = self.queue
-            if rank is not None and rank.pods > 1:
-                labels["kueue.x-k8s.io/pod-group-name"] = rank.name
-        group = self._group_of(rank)
-        if self.gang is not None and self.gang.kind == "Coscheduling" and group:
-            labels["scheduling.x-k8s.io/pod-group"] = group
+            if group is not None:
+                labels[KUEUE_GROUP_NAME] = group.name
+                if group.is_of_job:
+                    labels[contract.LABEL_TOGETHER] = f"{group.servers}.{group.workers}"
+        pod_group = self._pod_group_of(rank)
+        if self.gang is not None and self.gang.kind == "Coscheduling" and pod_group:
+            labels["scheduling.x-k8s.io/pod-group"] = pod_group
         return labels
 
-    def pod_annotations(self, rank: PodsOfRank | None = None) -> dict[str, str]:
-        """Annotations for the same purpose. See `pod_labels`."""
+    def pod_annotations(self, role: str, rank: int | None = None, group: QueueGroup | None = None) -> dict[str, str]:
+        """Annotations for the same purpose. See `pod_labels`; `role` is the value of the pod's role label."""
         annotations = {}
-        if self.queue is not None and rank is not None and rank.pods > 1:
-            annotations["kueue.x-k8s.io/pod-group-total-count"] = str(rank.pods)
-            # The pods that replace these are another group, so Kueue must not wait for them.
-            annotations["kueue.x-k8s.io/retriable-in-group"] = "false"
+        if self.queue is not None and group is not None:
+            annotations[_GROUP_COUNT] = str(group.servers + group.workers)
+            # The group ends when all its pods have ended. Without this, it keeps the quota of pods that are never
+            # created again, and its finalizers keep the pods of a deleted job.
+            annotations[_RETRIABLE] = "false"
             # A pod of an old incarnation that is still alive is refused by all others, so nothing waits for its end.
-            annotations["kueue.x-k8s.io/safe-to-forcefully-delete"] = "true"
-        group = self._group_of(rank)
-        if self.gang is not None and self.gang.kind == "Volcano" and group:
-            annotations["scheduling.k8s.io/group-name"] = group
+            annotations[_FORCEFULLY] = "true"
+            if group.is_of_job:
+                # Kueue would give a role to each set of pods with another affinity, and it accepts eight roles.
+                annotations[_ROLE] = role
+        pod_group = self._pod_group_of(rank)
+        if self.gang is not None and self.gang.kind == "Volcano" and pod_group:
+            annotations["scheduling.k8s.io/group-name"] = pod_group
         return annotations
 
-    def _group_of(self, rank: PodsOfRank | None) -> str:
+    def _pod_group_of(self, rank: int | None) -> str:
         """The PodGroup of a gang scheduler that a pod joins, or an empty text if it joins none."""
         if self.gang is None:
             return ""
         if self.gang.by == "Job":
             return self.gang.pod_group
-        return "" if rank is None else f"{self.gang.pod_group}-{rank.index}"
+        return "" if rank is None else f"{self.gang.pod_group}-{rank}"
 
 
-KUEUE_LABELS: Final = frozenset({contract.LABEL_QUEUE, "kueue.x-k8s.io/pod-group-name"})
-"""The labels that a pod of a group of Kueue needs."""
+# https://kueue.sigs.k8s.io/docs/reference/labels-and-annotations/
+KUEUE_GROUP_NAME: Final = "kueue.x-k8s.io/pod-group-name"
+_GROUP_COUNT: Final = "kueue.x-k8s.io/pod-group-total-count"
+_RETRIABLE: Final = "kueue.x-k8s.io/retriable-in-group"
+KUEUE_GATE: Final = "kueue.x-k8s.io/admission"
+KUEUE_FINALIZER: Final = "kueue.x-k8s.io/managed"
+_FORCEFULLY: Final = "kueue.x-k8s.io/safe-to-forcefully-delete"
+_ROLE: Final = "kueue.x-k8s.io/role-hash"
 
-KUEUE_GROUP: Final = frozenset(
-    {
-        "kueue.x-k8s.io/pod-group-name",
-        "kueue.x-k8s.io/pod-group-total-count",
-        "kueue.x-k8s.io/retriable-in-group",
-        "kueue.x-k8s.io/safe-to-forcefully-delete",
-    }
-)
+KUEUE_GROUP: Final = frozenset({KUEUE_GROUP_NAME, _GROUP_COUNT, _RETRIABLE, _FORCEFULLY, _ROLE})
 """The labels and annotations that make a pod a part of a group of Kueue."""
 
 
 @dataclass(frozen=True)
-class PodsOfRank:
-    """The worker pods of a rank that are created together.
+class QueueGroup:
+    """The pods that Kueue admits together.
 
     Attributes:
-        index: the rank.
-        name: a name that no other pods have.
-        pods: how many there are.
+        name: a name that no other group has.
+        servers, workers: how many pods of the two roles there are.
+        is_of_job: whether these are the pods that a job needs, and not those of one rank.
     """
 
-    index: int
     name: str
-    pods: int
+    servers: int
+    workers: int
+    is_of_job: bool = True
 
 
 class TrainingJobSpec(SpecModel):

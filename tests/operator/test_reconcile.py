@@ -103,6 +103,32 @@ def test_a_dead_worker_is_replaced_and_only_it(kube: Any, operator_on: Any, make
     assert value("backstay_job_restarts_total", {"namespace": "team", "training_job": "digits", "role": "Worker"}) == 1
 
 
+def test_a_pod_of_a_queue_is_created_when_the_old_one_has_ended(kube: Any, operator_on: Any, make_job: MakeJob) -> None:
+    """O9: Kueue counts the old pod, and would delete the new one. The operator sends no request while it waits."""
+    job = make_job()
+    job["spec"]["scheduling"] = {"queue": "gpus"}
+    kube.put(JOBS, "team", job)
+    operator = operator_on(kube)
+    operator.settle()
+    for name in names(kube):
+        kube.change(PODS, "team", name, {"spec": {"nodeName": "node-1"}})
+    run_all(kube)
+    operator.settle()
+    old = of_role(kube, "worker")[1]["metadata"]["name"]
+    kube.change(PODS, "team", old, {"metadata": {"deletionTimestamp": "2099-01-01T00:00:00Z"}})
+    operator.show()
+    operator.settle()
+    assert len(of_role(kube, "worker")) == 3
+    sent = len(kube.requests)
+    operator.settle()
+    assert len(kube.requests) == sent
+    crash(kube, old, 143)
+    operator.show()
+    operator.settle()
+    groups = {pod["metadata"]["labels"]["kueue.x-k8s.io/pod-group-name"] for pod in of_role(kube, "worker")}
+    assert (len(of_role(kube, "worker")), len(groups)) == (4, 1)
+
+
 def test_a_worker_that_did_no_work_waits_and_is_counted_when_it_is_replaced(
     kube: Any, operator_on: Any, make_job: MakeJob
 ) -> None:

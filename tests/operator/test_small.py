@@ -175,6 +175,7 @@ def test_a_pod_is_kept_small_and_whole_enough() -> None:
         },
         "spec": {
             "nodeName": "n",
+            "schedulingGates": [{"name": "kueue.x-k8s.io/admission"}],
             "containers": [{"name": "trainer", "env": env}, {"name": "side"}],
             "initContainers": [{"name": "proxy", "restartPolicy": "Always", "image": "x"}],
         },
@@ -190,6 +191,7 @@ def test_a_pod_is_kept_small_and_whole_enough() -> None:
     assert kept["metadata"] == {"name": "p", "uid": "u", "labels": {"l": "1"}}
     assert kept["spec"] == {
         "nodeName": "n",
+        "schedulingGates": [{"name": "kueue.x-k8s.io/admission"}],
         "containers": [{"name": "trainer", "env": [{"name": "BACKSTAY_SERVERS", "value": "10.0.0.1:7077"}]}],
         "initContainers": [{"name": "proxy", "restartPolicy": "Always"}],
     }

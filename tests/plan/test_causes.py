@@ -23,8 +23,8 @@ def ended(code, reason="Error", message="", finished="2026-03-01T12:00:10Z"):
     }
 
 
-def target(why, **more):
-    condition = {"type": "DisruptionTarget", "status": "True", "reason": why, "message": "because"}
+def target(why, kind="DisruptionTarget", **more):
+    condition = {"type": kind, "status": "True", "reason": why, "message": "because"}
     return {"phase": "Running", "conditions": [condition], **more}
 
 
@@ -46,6 +46,14 @@ def target(why, **more):
             "exit code 1; its standard error ends: warming up\nno place to export to",
         ),
         (pod(ended(0, "Completed")), "ExitedEarly", "exit code 0"),
+        (
+            pod(
+                target("WorkloadEvictedDueToPreempted", kind="TerminationTarget"),
+                deletionTimestamp="2026-03-01T12:00:05Z",
+            ),
+            "Evicted",
+            "WorkloadEvictedDueToPreempted: because",
+        ),
         (pod(ended(137, "OOMKilled")), "OutOfMemory", "OOMKilled"),
         (pod(ended(137, "ContainerStatusUnknown")), "NodeLost", "ContainerStatusUnknown"),
         (pod({"phase": "Failed"}), "Crashed", "no exit status"),

@@ -66,27 +66,34 @@ def test_a_rank_has_its_pods_and_counts_once(running):
     assert open_to["from"][0]["podSelector"]["matchLabels"][contract.LABEL_ROLE] == WORKER
 
 
-def test_a_queue_and_a_gang_have_a_group_for_each_incarnation_of_a_rank(running):
-    gang = {"podGroup": "mnist", "by": "Rank"}
-    cluster = running(GROUPS | {"scheduling": {"queue": "gpus", "gang": gang}})
+def test_a_gang_has_a_group_for_each_rank(running):
+    cluster = running(GROUPS | {"scheduling": {"gang": {"podGroup": "mnist", "by": "Rank"}}})
+    label = "scheduling.x-k8s.io/pod-group"
 
     def groups(rank, incarnation):
-        made = [cluster.pods[name]["metadata"] for name in pods_of(cluster, rank, incarnation)]
-        counts = {pod["annotations"]["kueue.x-k8s.io/pod-group-total-count"] for pod in made}
-        assert (len(made), counts) == (3, {"3"})
-        labels = "kueue.x-k8s.io/pod-group-name", "scheduling.x-k8s.io/pod-group"
-        (found,) = {tuple(pod["labels"][label] for label in labels) for pod in made}
-        return found
+        return {cluster.pods[name]["metadata"]["labels"][label] for name in pods_of(cluster, rank, incarnation)}
 
-    first, other = groups(0, 1), groups(1, 1)
     end(cluster, pods_of(cluster, 0)[1], 137)
     cluster.settle()
-    again = groups(0, 2)
-    assert len({first[0], other[0], again[0]}) == 3, "Kueue waits for the pods of one name"
-    assert (first[1], other[1], again[1]) == ("mnist-0", "mnist-1", "mnist-0")
+    assert (groups(0, 1), groups(1, 1), groups(0, 2)) == ({"mnist-0"}, {"mnist-1"}, {"mnist-0"})
     (server,) = (pod for pod in cluster.pods.values() if pod["metadata"]["labels"][contract.LABEL_ROLE] != WORKER)
-    assert "kueue.x-k8s.io/queue-name" in server["metadata"]["labels"]
-    assert not {"kueue.x-k8s.io/pod-group-name", "scheduling.x-k8s.io/pod-group"} & set(server["metadata"]["labels"])
+    assert label not in server["metadata"]["labels"]
+
+
+def test_a_queue_has_a_group_for_each_incarnation_of_a_rank_beyond_the_quorum(running):
+    """Kueue waits for the pods of one name, so the pods of another incarnation have another one."""
+    cluster = running(GROUPS | {"update": {"mode": "Async"}, "scheduling": {"queue": "gpus"}})
+
+    def group(incarnation):
+        made = [cluster.pods[name]["metadata"] for name in pods_of(cluster, 1, incarnation)]
+        counts = {pod["annotations"]["kueue.x-k8s.io/pod-group-total-count"] for pod in made}
+        assert (len(made), counts) == (3, {"3"})
+        (found,) = {pod["labels"]["kueue.x-k8s.io/pod-group-name"] for pod in made}
+        return found
+
+    end(cluster, pods_of(cluster, 1)[1], 137)
+    cluster.settle()
+    assert group(1) != group(2)
 
 
 @pytest.mark.parametrize("labels", [None, {"kueue.x-k8s.io/queue-name": None}])

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
 from pydantic import ValidationError
 
+from backstay_spec import contract
 from backstay_spec.contract import ROLE_WORKER
 from backstay_spec.status_model import format_time
-from backstay_spec.types import PodsOfRank, Scheduling, TrainingJobSpec
+from backstay_spec.types import QueueGroup, Scheduling, TrainingJobSpec
 from backstay_spec.types_status import Backoff, TrainingJobStatus, slot_key
 
 
@@ -51,27 +51,38 @@ def test_a_queue_and_a_gang_are_labels_of_the_pods() -> None:
     assert read({"queue": "q"}).pod_labels() == {"kueue.x-k8s.io/queue-name": "q"}
     coscheduling = read({"gang": {"podGroup": "g"}})
     assert coscheduling.pod_labels() == {"scheduling.x-k8s.io/pod-group": "g"}
-    assert coscheduling.pod_annotations() == {}
+    assert coscheduling.pod_annotations(contract.ROLE_SERVER) == {}
     volcano = read({"gang": {"podGroup": "g", "kind": "Volcano"}})
     assert volcano.pod_labels() == {}
-    assert volcano.pod_annotations() == {"scheduling.k8s.io/group-name": "g"}
-    assert read({}).pod_labels() == read({}).pod_annotations() == {}
+    assert volcano.pod_annotations(contract.ROLE_SERVER) == {"scheduling.k8s.io/group-name": "g"}
+    assert read({}).pod_labels() == read({}).pod_annotations(contract.ROLE_SERVER) == {}
 
 
 def test_the_pods_of_a_rank_are_admitted_together() -> None:
     """Kueue counts the pods with a name, and a rank that is created again has another one."""
-    read, rank = Scheduling.model_validate, PodsOfRank(3, "llama-worker-3-2-x", 4)
-    queued = read({"queue": "q"})
-    assert queued.pod_labels(rank) == {"kueue.x-k8s.io/queue-name": "q", "kueue.x-k8s.io/pod-group-name": rank.name}
-    assert queued.pod_annotations(rank) == {
+    read, group = Scheduling.model_validate, QueueGroup("llama-worker-3-2-x", 0, 4, is_of_job=False)
+    queued, worker = read({"queue": "q"}), contract.ROLE_WORKER
+    assert queued.pod_labels(3, group) == {
+        "kueue.x-k8s.io/queue-name": "q",
+        "kueue.x-k8s.io/pod-group-name": group.name,
+    }
+    assert queued.pod_annotations(worker, 3, group) == {
         "kueue.x-k8s.io/pod-group-total-count": "4",
         "kueue.x-k8s.io/retriable-in-group": "false",
         "kueue.x-k8s.io/safe-to-forcefully-delete": "true",
     }
-    alone = replace(rank, pods=1)
-    assert (queued.pod_labels(alone), queued.pod_annotations(alone)) == (queued.pod_labels(), {})
+    assert (queued.pod_labels(3), queued.pod_annotations(worker, 3)) == (queued.pod_labels(), {})
     coscheduling = read({"gang": {"podGroup": "g", "by": "Rank"}})
-    assert coscheduling.pod_labels(rank) == {"scheduling.x-k8s.io/pod-group": "g-3"}
+    assert coscheduling.pod_labels(3) == {"scheduling.x-k8s.io/pod-group": "g-3"}
     volcano = read({"gang": {"podGroup": "g", "by": "Rank", "kind": "Volcano"}})
-    assert volcano.pod_annotations(rank) == {"scheduling.k8s.io/group-name": "g-3"}
-    assert coscheduling.pod_labels() == volcano.pod_annotations() == {}
+    assert volcano.pod_annotations(worker, 3) == {"scheduling.k8s.io/group-name": "g-3"}
+    assert coscheduling.pod_labels() == volcano.pod_annotations(contract.ROLE_SERVER) == {}
+
+
+def test_the_pods_that_a_job_needs_have_two_roles_for_the_queue() -> None:
+    """Kueue has a role for each affinity, and a rank or a shard may have its own. It accepts eight roles."""
+    queued, group = Scheduling.model_validate({"queue": "q"}), QueueGroup("llama-group-9-x", 2, 8)
+    assert queued.pod_labels(3, group)["backstay.dev/admitted-together"] == "2.8"
+    annotations = queued.pod_annotations(contract.ROLE_SERVER, None, group)
+    assert annotations["kueue.x-k8s.io/role-hash"] == "parameter-server"
+    assert annotations["kueue.x-k8s.io/pod-group-total-count"] == "10"

@@ -14,6 +14,7 @@
 | `hung` | Is a running pod hung? |
 | `promotion` | Does the standby of a shard become its active server? |
 | `order` | Which pods are created first, and which are deleted to make room for a server? |
+| `admission` | Which pods does a queue admit together? Which wait for the end of an old pod? |
 | `budgets` | What does a pod's death cost, and may the slot have another pod? |
 | `surplus` | Which pods does the job no longer need? |
 | `services` | Which Secret, NetworkPolicy and Services are missing, or select the wrong pod? |

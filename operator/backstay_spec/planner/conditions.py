@@ -47,6 +47,7 @@ SLOW_START: Final = timedelta(seconds=30)
 INTERRUPTED: Final = timedelta(seconds=10)
 # The same while all are ready; also at least a multiple of the duration of an update.
 NO_UPDATE: Final = timedelta(seconds=30)
+_NOT_CREATED: Final = (Blocked.REFUSED, Blocked.HELD, Blocked.POD_INVALID)
 _UPDATES: Final = 5
 # Together shorter than a condition's message may be, so that neither cuts the other one.
 _MAX_SUMMARY: Final = 600
@@ -177,8 +178,7 @@ def pods_created(facts: Facts, found: Effects) -> list[Statement]:
     """PodsCreated is Unknown from the status that records a new incarnation until all pods are observed. An operator
     that finds it Unknown, and a pod missing, cannot determine whether the pod ever existed."""
     kind, before = status.PODS_CREATED, facts.conditions.get(status.PODS_CREATED)
-    refusals = (Blocked.REFUSED, Blocked.POD_INVALID)
-    refused = next((o for o in found.obstructed if o.obstacle.blocked in refusals), None)
+    refused = next((o for o in found.obstructed if o.obstacle.blocked in _NOT_CREATED), None)
     if refused is not None:
         return [Statement(kind, False, refused.obstacle.blocked, f"{refused.slot.text}: {refused.obstacle.text}")]
     if found.creations:
@@ -208,7 +208,7 @@ def all_created(facts: Facts, record: Record, slots: Sequence[Slot], found: Effe
 
 
 def _refused(found: Effects) -> bool:
-    return any(o.obstacle.blocked in (Blocked.REFUSED, Blocked.POD_INVALID) for o in found.obstructed)
+    return any(o.obstacle.blocked in _NOT_CREATED for o in found.obstructed)
 
 
 def pods_ready(facts: Facts, record: Record, slots: Sequence[Slot], obstructed: Sequence[Obstructed]) -> Statement:
@@ -225,7 +225,8 @@ def pods_ready(facts: Facts, record: Record, slots: Sequence[Slot], obstructed: 
     if obstacles:
         worst = obstacles[0]
         text = f"{worst.text}: {worst.obstacle.text}"
-        event = warning(worst.obstacle.blocked, text)
+        # A wait for the queue is usual.
+        event = None if worst.obstacle.blocked is Blocked.HELD else warning(worst.obstacle.blocked, text)
         return Statement(kind, False, worst.obstacle.blocked, f"{message}; {text}", event)
     waiting = [slot.text for slot in slots if record.waits_until(slot.key) is not None]
     waiting += [f"the standby of {slot.text}" for slot in standbys if record.waits_until(standby_key(slot)) is not None]

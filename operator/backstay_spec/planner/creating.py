@@ -9,7 +9,7 @@ from backstay_spec.actions import FoundDead, LookUpPod
 from backstay_spec.causes import Cause, Verdict
 from backstay_spec.events import MAX_EVENT, Event, one_line, warning
 from backstay_spec.names import Slot
-from backstay_spec.observed import HELD, RefusedCreate
+from backstay_spec.observed import HELD, IN_QUEUE, RefusedCreate
 from backstay_spec.planner import budgets
 from backstay_spec.planner.effects import Creation, Decision, Effects
 from backstay_spec.planner.facts import Facts
@@ -30,7 +30,7 @@ def create(record: Record, slot: Slot, cause: Cause | None) -> Decision:
 
 def try_again(facts: Facts, slot: Slot, incarnation: int, refusal: RefusedCreate) -> Effects:
     """Create again a pod that the API server refused, after the time between two attempts."""
-    due = refusal.at if refusal.reason == HELD else refusal.at + REFUSED_RETRY
+    due = refusal.at if refusal.reason in (HELD, IN_QUEUE) else refusal.at + REFUSED_RETRY
     if facts.now >= due:
         return Effects(creations=(Creation(slot, incarnation),))
     return Effects(wake=due)

@@ -12,16 +12,18 @@ from typing import Final
 from backstay_spec import contract
 from backstay_spec.causes import refusal_obstacle
 from backstay_spec.names import Slot
-from backstay_spec.observed import RefusedCreate
+from backstay_spec.observed import IN_QUEUE, RefusedCreate
 from backstay_spec.planner.deleting import deletions
 from backstay_spec.planner.effects import NOTHING, Creation, Effects
 from backstay_spec.planner.facts import Facts, desired_slots
 from backstay_spec.planner.record import Record
 
-__all__ = ["CreationOrder", "judge", "stage"]
+__all__ = ["REST", "CreationOrder", "is_quorum", "judge", "stage"]
 
 # The text of a ResourceQuota's refusal: "exceeded quota: gpus, requested: pods=1, used: pods=2, limited: pods=2".
 _QUOTA: Final = "exceeded quota"
+REST: Final = 2
+"""The stage of the pods that are neither the active servers nor the quorum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +59,16 @@ def stage(facts: Facts, record: Record, creation: Creation) -> int:
     """The stage in which a pod is created: 0 with the active servers, 1 with the quorum, 2 with the rest."""
     slot = creation.slot
     if slot.role == contract.ROLE_SERVER:
-        return 0 if creation.incarnation == record.current(slot) else 2
-    world = facts.spec.workers.replicas
-    quorum = facts.spec.update.quorum(world)
-    return 1 if slot.role == contract.ROLE_WORKER and slot.index < quorum else 2
+        return 0 if creation.incarnation == record.current(slot) else REST
+    return 1 if is_quorum(facts, slot) else REST
+
+
+def is_quorum(facts: Facts, slot: Slot) -> bool:
+    """Whether the job cannot train without this slot: it is a shard's, or one of the quorum of workers."""
+    if slot.role == contract.ROLE_SERVER:
+        return True
+    quorum = facts.spec.update.quorum(facts.spec.workers.replicas)
+    return slot.role == contract.ROLE_WORKER and slot.index < quorum
 
 
 def _refusal(facts: Facts, record: Record, shard: int) -> RefusedCreate | None:
@@ -68,7 +76,7 @@ def _refusal(facts: Facts, record: Record, shard: int) -> RefusedCreate | None:
     slot = Slot(contract.ROLE_SERVER, shard)
     current = record.current(slot)
     refusal = facts.refusal(slot, current)
-    if refusal is None or facts.pod(slot, current) is not None:
+    if refusal is None or refusal.reason == IN_QUEUE or facts.pod(slot, current) is not None:
         return None
     return None if refusal_obstacle(refusal.reason, refusal.message).blocked.permanent else refusal
 

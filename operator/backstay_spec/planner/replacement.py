@@ -36,6 +36,7 @@ from backstay_spec.causes import (
 from backstay_spec.names import Slot
 from backstay_spec.observed import UNCOUNTED, RefusedCreate
 from backstay_spec.planner import budgets, hung, leaving, promotion, standbys
+from backstay_spec.planner.admission import NONE_GIVEN_UP, GivenUp
 from backstay_spec.planner.creating import LOOK_UP_RETRY, create, death_event, look_up, lost, try_again
 from backstay_spec.planner.deleting import deletions
 from backstay_spec.planner.effects import Creation, Decision, Effects, JobFailure, Obstructed
@@ -60,14 +61,22 @@ _FIRST_TRIES: Final = timedelta(seconds=30)
 NOT_JOINED: Final = "the pod runs, but has not joined the job: the script may hang before backstay.train"
 
 
-def judge(facts: Facts, record: Record, slot: Slot, *, hold: bool = False) -> Decision:
+def judge(
+    facts: Facts, record: Record, slot: Slot, *, hold: bool = False, given_up: GivenUp = NONE_GIVEN_UP
+) -> Decision:
     """The pods of one slot after this plan.
 
     Args:
         hold: whether only active servers are created now (see `order`).
+        given_up: the pods that are created again because of the queue.
     """
+    held = hold and slot.role != contract.ROLE_SERVER
+    current = facts.pod(slot, record.current(slot))
+    if current is not None and current.alive and given_up.has(current) and facts.can_create and not held:
+        deleted = Decision(record, _delete(current, "NeverAdmitted"))
+        return deleted.then(_create(facts, record, slot, None))
     if not (facts.has_standbys and slot.role == contract.ROLE_SERVER):
-        return _judge_slot(facts, record, slot, held=hold and slot.role != contract.ROLE_SERVER)
+        return _judge_slot(facts, record, slot, held=held)
     found = promotion.judge(facts, record, slot)
     if isinstance(found, promotion.StoreFirst | promotion.AskFirst):
         return Decision(record, Effects(wake=found.until))
@@ -77,7 +86,7 @@ def judge(facts: Facts, record: Record, slot: Slot, *, hold: bool = False) -> De
     decided = decided.then(_judge_slot(facts, decided.record, slot))
     if decided.effects.failure is not None or hold:
         return decided
-    return decided.then(standbys.judge(facts, decided.record, slot, decided.effects.creations))
+    return decided.then(standbys.judge(facts, decided.record, slot, decided.effects.creations, given_up))
 
 
 def _judge_slot(facts: Facts, record: Record, slot: Slot, *, held: bool = False) -> Decision:

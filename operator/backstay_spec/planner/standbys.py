@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from backstay_spec.actions import DeletePod
-from backstay_spec.causes import Cause, Verdict, obstacle_of, verdict_of
+from backstay_spec.causes import Cause, Verdict, obstacle_of, refusal_obstacle, verdict_of
 from backstay_spec.names import Slot
 from backstay_spec.planner import budgets, hung, leaving
+from backstay_spec.planner.admission import NONE_GIVEN_UP, GivenUp
 from backstay_spec.planner.creating import create, look_up, lost, try_again
+from backstay_spec.planner.deleting import deletions
 from backstay_spec.planner.effects import Creation, Decision, Effects, Obstructed
 from backstay_spec.planner.facts import Facts
 from backstay_spec.planner.pods import PodView, created_at, has_worked, silent_since
@@ -22,17 +24,20 @@ from backstay_spec.planner.record import Record, standby_key
 __all__ = ["judge"]
 
 
-def judge(facts: Facts, record: Record, slot: Slot, creations: Iterable[Creation]) -> Decision:
+def judge(
+    facts: Facts, record: Record, slot: Slot, creations: Iterable[Creation], given_up: GivenUp = NONE_GIVEN_UP
+) -> Decision:
     """The shard's standby after this plan.
 
     Args:
         creations: the pods that this plan creates for the slot already.
+        given_up: the pods that are created again because of the queue.
     """
     if not facts.can_create or slot.key not in record.active or record.waits_until(slot.key) is not None:
         return Decision(record)
     active, newest = record.active[slot.key], record.newest(slot)
     created = {creation.incarnation for creation in creations}
-    if newest <= active or active in created:
+    if newest <= active:
         return _create(record, slot, None)
     if newest in created:
         return Decision(record)
@@ -42,11 +47,16 @@ def judge(facts: Facts, record: Record, slot: Slot, creations: Iterable[Creation
             return _create(record, slot, None)
         return Decision(record, Effects(wake=not_before))
     if standby is not None and standby.incarnation == newest:
+        if standby.alive and given_up.has(standby):
+            deleted = Effects(actions=deletions(standby, None, "NeverAdmitted"))
+            return Decision(record, deleted).then(_create(record, slot, None))
         return _judge_pod(facts, record, slot, standby)
     if facts.pod_name(slot, newest) in facts.observed.missing:
         return _create(record, slot, None)
     if (refusal := facts.refusal(slot, newest)) is not None:
-        return Decision(record, try_again(facts, slot, newest, refusal))
+        obstacle = refusal_obstacle(refusal.reason, refusal.message)
+        found = Obstructed(slot, obstacle, refusal.since or refusal.at, standby=True)
+        return Decision(record, try_again(facts, slot, newest, refusal) + Effects(obstructed=(found,)))
     return Decision(record, look_up(facts, slot, newest))
 
 

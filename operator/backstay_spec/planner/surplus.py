@@ -38,6 +38,8 @@ def judge(
                     reason = "Superfluous"
             elif pod.incarnation < current and not pod.terminal:
                 reason = "Superseded"
+            elif current < pod.incarnation < newest and pod.alive and not pod.started:
+                reason = "Superseded"  # a standby that another one follows
             elif pod.incarnation < current - 1 or (pod.terminal and current < pod.incarnation < newest - 1):
                 reason = "Outdated"
             found = deletions(pod, None, reason, deleted, terminal=reason != "Superseded") if reason else ()
