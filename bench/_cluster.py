@@ -48,14 +48,14 @@ class BenchCluster:
     operators: list[asyncio.subprocess.Process] = field(default_factory=list)
 
     async def try_request(self, method: str, path: str, body: Any = None, **parameters: str) -> Any:
-        """The answer, or None when the API server refuses the request or does not answer."""
+        """Returns the answer, or None when the API server refuses the request or does not answer."""
         try:
             return await self.api.request(method, path, body, **parameters)
         except (ApiRequestError, *_UNAVAILABLE):
             return None
 
     def part(self, module: str) -> psutil.Process | None:
-        """The running process of ``backstay_operator`` or ``backstay_cluster``."""
+        """Returns the running process of ``backstay_operator`` or ``backstay_cluster``."""
         for process in psutil.Process().children():
             with contextlib.suppress(psutil.Error):
                 if module in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
@@ -187,7 +187,7 @@ class BenchJob:
         await self.cluster.api.request("POST", self._path, body)
 
     async def look(self) -> dict[str, Any]:
-        """The status of the job, or the last one that was read while the API server does not answer."""
+        """Returns the status of the job, or the last one that was read while the API server does not answer."""
         found = await self.cluster.try_request("GET", f"{self._path}/{self.name}")
         if found is not None:
             self.status = found.get("status") or {}
@@ -214,7 +214,7 @@ class BenchJob:
         return self.status
 
     def describe(self) -> str:
-        """The status of a job, and the end of its pods' logs."""
+        """Returns the status of a job, and the end of its pods' logs."""
         lines = [json.dumps(self.status, indent=1)]
         logs = sorted((self.cluster.folder / "pods" / NAMESPACE).glob(f"{self.name}-*/trainer.log"))
         lines += [f"--- {log.parent.name}\n{log.read_text(errors='replace')[-1200:]}" for log in logs]
@@ -237,12 +237,13 @@ class BenchJob:
         return marks_in(self.timeline / pod)
 
     def pods(self, slot: str) -> list[str]:
-        """The pods that ran in a slot, such as ``worker-1``, in order of incarnation."""
+        """Returns the pods that ran in a slot, such as ``worker-1``, in order of incarnation."""
         found = [path.name for path in self.timeline.iterdir() if f"-{slot}-" in path.name]
         return sorted(found, key=lambda name: min(at for at, _ in self.marks(name)))
 
     def updates(self) -> list[BenchUpdate]:
-        """Every update that was decided, in order of time. The list has an update twice if it was lost and redone."""
+        """Returns every update that was decided, in order of time. The list has an update twice if it was lost and
+        redone."""
         found = [
             BenchUpdate(at, int(what.split()[1]), pod)
             for pod in self.pods("ps-0")
@@ -252,7 +253,7 @@ class BenchJob:
         return sorted(found, key=lambda update: update.at)
 
     def facts(self, point: str) -> list[Fact]:
-        """The facts of one name that all pods reported, in order of time."""
+        """Returns the facts of one name that all pods reported, in order of time."""
         found = [
             Fact(at, file.name, notes)
             for file in self.timeline.iterdir()
@@ -262,7 +263,7 @@ class BenchJob:
         return sorted(found, key=lambda fact: fact.at)
 
     def processes(self) -> dict[str, int]:
-        """The running processes of this job's pods."""
+        """Returns the running processes of this job's pods."""
         found: dict[str, int] = {}
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
@@ -280,7 +281,7 @@ class BenchJob:
         return found
 
     def newest(self, slot: str) -> str | None:
-        """The running pod of a slot with the highest incarnation."""
+        """Returns the running pod of a slot with the highest incarnation."""
         living = [pod for pod in self.processes() if f"-{slot}-" in pod]
         return max(living, key=incarnation_of, default=None)
 
@@ -316,7 +317,7 @@ def shard_of(pod: str) -> int | None:
 
 
 def gaps(updates: Sequence[BenchUpdate], begin: float, end: float) -> float:
-    """The longest time without an update that overlaps an interval, in seconds."""
+    """Returns the longest time without an update that overlaps an interval, in seconds."""
     times = [update.at for update in updates]
     return max((b - a for a, b in itertools.pairwise(times) if b > begin and a < end), default=0.0)
 
@@ -349,7 +350,7 @@ async def alone(script: str, arguments: Sequence[str] = (), **environment: str) 
 
 
 def stored(job: BenchJob) -> tuple[int, dict[str, np.ndarray]]:
-    """The step and the parameters of the job's last checkpoint."""
+    """Returns the step and the parameters of the job's last checkpoint."""
     import backstay
 
     checkpoint = backstay.load(str(job.checkpoints))

@@ -30,7 +30,7 @@ HOST = "127.0.8.1"  # of the servers; bench/_link.py limits what is not between 
 
 
 def allocator_environment() -> dict[str, str]:
-    """The variables that the operator sets in every pod of a job."""
+    """Returns the variables that the operator sets in every pod of a job."""
     from backstay_spec.manifests_pod import ALLOCATOR
 
     return dict(ALLOCATOR)
@@ -93,7 +93,7 @@ def processes() -> Iterator[list[BenchProcess]]:
 
 
 def commands() -> Iterator[dict[str, Any]]:
-    """The commands that a role receives from its `BenchProcess`."""
+    """Yields the commands that a role receives from its `BenchProcess`."""
     for line in sys.stdin:
         yield json.loads(line)
 
@@ -103,7 +103,7 @@ def reply(**values: Any) -> None:
 
 
 def free_address() -> str:
-    """A free port of the loopback interface, with its address."""
+    """Returns a free port of the loopback interface, with its address."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         return f"127.0.0.1:{free.getsockname()[1]}"
 
@@ -149,7 +149,7 @@ class RawClient:
 
 
 def float_tree(arrays: int, elements: int) -> dict[str, np.ndarray]:
-    """A tree of `arrays` float32 arrays, each with `elements` elements."""
+    """Returns a tree of `arrays` float32 arrays, each with `elements` elements."""
     rng = np.random.default_rng(0)
     return {f"w{i:02}": rng.standard_normal(elements, dtype=np.float32) for i in range(arrays)}
 
@@ -297,7 +297,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """The rows as a table with aligned columns. The first row is the head."""
+    """Returns the rows as a table with aligned columns. The first row is the head."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])

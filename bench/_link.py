@@ -41,7 +41,7 @@ def enter(gigabits: float) -> None:
 
 
 def carried() -> tuple[int, int]:
-    """Bytes that the link has carried: to pods, and from pods, with headers of TCP and IP."""
+    """Returns the bytes that the link has carried: to pods, and from pods, with headers of TCP and IP."""
     shown = subprocess.check_output(["tc", "-s", "class", "show", "dev", "lo"], text=True)
     sent = dict(re.findall(r"class htb (\S+) .*?Sent (\d+) bytes", shown, re.DOTALL))
     return int(sent[TO_PODS]), int(sent[FROM_PODS])

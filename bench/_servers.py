@@ -21,7 +21,7 @@ class Trains(control_pb2_grpc.ControlServicer):
     async def Progress(  # noqa: N802  gRPC's name
         self, request: control_pb2.ProgressRequest, context: grpc.aio.ServicerContext
     ) -> control_pb2.ProgressReply:
-        """The answer of the server that the request is for."""
+        """Returns the answer of the server that the request is for."""
         ranks = {
             int(slot.rpartition("-")[2]): incarnation
             for slot, incarnation in request.incarnations.items()

@@ -18,7 +18,7 @@ RATE = 1e-3
 
 
 def step_of(tf: Any, rank: int, workers: int, arrays: int, elements: int) -> tuple[Any, Any]:
-    """One push, update and pull of `arrays` float32 arrays, as an operation, and the hook of its session."""
+    """Returns one push, update and pull of `arrays` float32 arrays, as an operation, and the hook of its session."""
     here, there = f"/job:worker/task:{rank}", "/job:ps/task:0"
     with tf.device(there):
         shape = (elements,)

@@ -124,7 +124,7 @@ class Chaos:
             print(f"  {time.strftime('%H:%M:%S')}  {self.faults[-1].kind}: {target}", file=sys.stderr, flush=True)
 
     def _pick(self, role: str) -> str:
-        """A running pod of a role, or an empty string."""
+        """Returns a running pod of a role, or an empty string."""
         return self.rng.choice(sorted(pod for pod in self.job.processes() if f"-{role}-" in pod) or [""])
 
     def _kill(self, pod: str) -> ChaosTarget:
@@ -215,7 +215,7 @@ class Chaos:
 
 
 def inside(rng: random.Random, steps: int, workers: Sequence[str], servers: int, standbys: int, seconds: float) -> str:
-    """A fault script with points of a step that cannot be timed from outside the pods."""
+    """Returns a fault script with points of a step that cannot be timed from outside the pods."""
     script = []
     pods = 1 + standbys  # of a shard at the same time, so each replacement of both uses that many incarnations
     for _ in range(max(6, int(seconds / 8))):
@@ -253,7 +253,7 @@ def inside(rng: random.Random, steps: int, workers: Sequence[str], servers: int,
 
 
 def witness_of(job: BenchJob) -> Applied:
-    """The lost and repeated gradients in the job's last checkpoint."""
+    """Returns the lost and repeated gradients in the job's last checkpoint."""
     step, params = stored(job)
     if step != job.steps:
         raise SystemExit(f"{job.name} ended, but its newest checkpoint is of step {step} instead of {job.steps}")
@@ -263,7 +263,7 @@ def witness_of(job: BenchJob) -> Applied:
 
 
 def injected(job: BenchJob) -> Counter[str]:
-    """The number of injected faults of each kind."""
+    """Returns the number of injected faults of each kind."""
     faults = [fact.notes for fact in job.facts("fault")]
     return Counter(f"inside: {fault['action']} {fault['role']} at {fault['where']}" for fault in faults)
 
@@ -271,7 +271,7 @@ def injected(job: BenchJob) -> Counter[str]:
 def unprotected(
     backs: Sequence[float], faulted: Sequence[tuple[float, float, int, str]], filled: Sequence[tuple[float, int | None]]
 ) -> int:
-    """How many rollbacks one standby for each shard cannot prevent.
+    """Returns how many rollbacks one standby for each shard cannot prevent.
 
     Before such a rollback, two pods of one shard had a fault since its standby last had the whole state. They are the
     server and its standby, or the server that took over and a standby that did not have the whole state yet.
@@ -294,7 +294,8 @@ def unprotected(
 
 
 def explained(job: BenchJob, faults: Sequence[ChaosFault]) -> int:
-    """How many rollbacks of the job one standby cannot prevent, from the faults, its history and its pods' reports."""
+    """Returns how many rollbacks of the job one standby cannot prevent, from the faults, its history and its pods'
+    reports."""
     began: dict[int, float] = {}  # by term; a coordinator that takes over continues the term
     for fact in (*job.facts("start"), *job.facts("rollback")):
         term = fact.notes["term"]
@@ -333,12 +334,13 @@ def print_gaps(faults: Sequence[ChaosFault], updates: Sequence[BenchUpdate]) -> 
 
 
 def redone_of(updates: Sequence[BenchUpdate]) -> int:
-    """The number of updates that were computed again after a rollback."""
+    """Returns the number of updates that were computed again after a rollback."""
     return len(updates) - len({update.step for update in updates})
 
 
 def rate_of(updates: Sequence[BenchUpdate], begin: float, end: float) -> float:
-    """Seconds of an update between two times. Updates that a rollback lost in this interval do not count."""
+    """Returns the seconds of an update between two times. Updates that a rollback lost in this interval do not
+    count."""
     before = max((update.step for update in updates if update.at <= begin), default=0)
     after = [update for update in updates if update.at <= end][-1]
     return (end - begin) / max(1, after.step - before)

@@ -99,7 +99,7 @@ class Point:
 
 
 async def in_one_process(run: ClassifierRun) -> list[Point]:
-    """The script in one process; the time of its evaluations does not count."""
+    """Returns the script in one process; the time of its evaluations does not count."""
     every = run.steps // POINTS
     points: list[Point] = []
     began, evaluating = 0.0, 0.0
@@ -116,7 +116,7 @@ async def in_one_process(run: ClassifierRun) -> list[Point]:
 
 
 async def as_job(run: ClassifierRun) -> list[Point]:
-    """The script as a job; its checkpoints are evaluated after it."""
+    """Returns the script as a job; its checkpoints are evaluated after it."""
     assert run.update is not None
     async with cluster() as on:
         faults = {"FAULT_INJECTION": delays(run)} if run.late else {}
@@ -153,7 +153,7 @@ def delays(run: ClassifierRun) -> str:
 
 
 def evaluated(manifest: Path, times: dict[int, float], ended: dict[int, tuple[int, int]]) -> Point | None:
-    """The accuracy of a checkpoint, and the examples before it."""
+    """Returns the accuracy of a checkpoint, and the examples before it."""
     import backstay
     from backstay.integrations.nnx import adapt
 
@@ -171,7 +171,7 @@ def evaluated(manifest: Path, times: dict[int, float], ended: dict[int, tuple[in
 
 
 def table(results: dict[str, list[Point]]) -> str:
-    """The table of the runs, in Markdown."""
+    """Returns the table of the runs, in Markdown."""
     rows = [
         f"| run | updates | examples applied | examples dropped | time | accuracy | {GOAL:.1%} after |",
         "|---|---|---|---|---|---|---|",

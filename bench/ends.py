@@ -101,7 +101,7 @@ async def without_operator(on: BenchCluster, job: BenchJob, how: str, case: Case
 
 
 async def run(on: BenchCluster, case: Case, name: str, how: str) -> tuple[str, float]:
-    """A job of one case; returns how it ended, and its seconds."""
+    """Run a job of one case. Returns how it ended, and its seconds."""
     env = {"STEPS": str(case.steps)} | ({} if case.seconds is None else {"EVALUATE": str(case.seconds)})
     shape = {"steps": case.steps, "servers": case.servers, "workers": case.workers, "standbys": case.standbys}
     job = BenchJob(on, name, script="short.py", env=env, **shape)  # type: ignore[arg-type]

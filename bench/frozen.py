@@ -39,19 +39,21 @@ def job(forker: Forker, shards: int = 1, workers: int = 2, **settings: Any) -> I
 
 
 def sent_on_loopback() -> int:
-    """The bytes that this machine has sent to itself, by the counter of the kernel."""
+    """Returns the bytes that this machine has sent to itself, by the counter of the kernel."""
     line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
     return int(line.split()[9])
 
 
 def highest_memory(pod: Pod) -> int:
-    """The highest resident memory of a pod's process, in bytes. It has its own pages and those of its parent."""
+    """Returns the highest resident memory of a pod's process, in bytes. It has its own pages and those of its
+    parent."""
     lines = Path(f"/proc/{pod.process.pid}/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) << 10
 
 
 def traffic(forker: Forker, base: str, frozen: int, trained: int) -> Rows:
-    """The traffic of an update and worker, by the kernel and by the job's own report, against the trained bytes."""
+    """Returns the traffic of an update and worker, by the kernel and by the job's own report, against the trained
+    bytes."""
     del base
     rows: Rows = [("codec", "frozen MB", "expected MB", "kernel", "report")]
     workers = 2
@@ -77,7 +79,7 @@ def traffic(forker: Forker, base: str, frozen: int, trained: int) -> Rows:
 
 
 def memory(forker: Forker, base: str, frozen: int, trained: int) -> Rows:
-    """The highest memory of a server and a worker, with and without the frozen part."""
+    """Returns the highest memory of a server and a worker, with and without the frozen part."""
     found: dict[str, dict[int, int]] = {"server": {}, "worker": {}}
     for size in (0, frozen):
         with job(forker, 1, 1) as running:
@@ -97,7 +99,7 @@ def memory(forker: Forker, base: str, frozen: int, trained: int) -> Rows:
 
 
 def update(forker: Forker, base: str, frozen: int, trained: int) -> Rows:
-    """The time of an update with the frozen part and of a model of the trained size alone, in turns."""
+    """Returns the time of an update with the frozen part and of a model of the trained size alone, in turns."""
     times: dict[int, list[float]] = {0: [], frozen: []}
     steps = 150
     for _ in range(3):
@@ -119,7 +121,7 @@ def update(forker: Forker, base: str, frozen: int, trained: int) -> Rows:
 
 
 def read(base: str) -> float:
-    """Seconds to read the base by the library of the format, into arrays of JAX."""
+    """Returns the seconds to read the base by the library of the format, into arrays of JAX."""
     import jax
     import safetensors.numpy
 
@@ -129,7 +131,7 @@ def read(base: str) -> float:
 
 
 def replacement(forker: Forker, base: str, frozen: int, trained: int) -> Rows:
-    """The time from the start of a replacement to its first step, with and without a base to read."""
+    """Returns the time from the start of a replacement to its first step, with and without a base to read."""
     times: dict[int, list[float]] = {0: [], frozen: []}
     for size, seconds in times.items():
         with job(forker, 1, 1) as running:

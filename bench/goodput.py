@@ -39,7 +39,7 @@ CASES: tuple[tuple[str, str, float, dict[str, Any]], ...] = (
 
 
 def all_train(job: BenchJob) -> bool:
-    """Whether every rank has computed."""
+    """Returns whether every rank has computed."""
     return all(
         any(what.startswith("step") for pod in job.pods(f"worker-{rank}") for _, what in job.marks(pod))
         for rank in range(job.workers)
@@ -47,7 +47,7 @@ def all_train(job: BenchJob) -> bool:
 
 
 def reported(job: BenchJob) -> dict[str, float]:
-    """The seconds that the workers which ended by themselves reported at their end."""
+    """Returns the seconds that the workers which ended by themselves reported at their end."""
     found: dict[str, float] = {}
     for fact in job.facts("worker_seconds"):
         for part in PARTS:
@@ -56,7 +56,7 @@ def reported(job: BenchJob) -> dict[str, float]:
 
 
 async def run(on: BenchCluster, arguments: argparse.Namespace, case: int) -> tuple[BenchJob, float, int]:
-    """A job of one case; returns it with the seconds of an update, and how many pods were killed."""
+    """Run a job of one case. Returns it with the seconds of an update, and how many pods were killed."""
     _, what, every, shape = CASES[case]
     job = BenchJob(
         on,

@@ -61,7 +61,7 @@ def on_gpu() -> bool:
 
 
 def versions(size: str, tokens: int) -> list[tuple[str, ...]]:
-    """The machine, and the highest rates of arithmetic and memory that a program reaches."""
+    """Returns the machine, and the highest rates of arithmetic and memory that a program reaches."""
     import jax
     import jax.numpy as jnp
 
@@ -208,7 +208,7 @@ def codecs(size: str, tokens: int) -> list[tuple[str, ...]]:
 
 
 def step(size: str, tokens: int) -> list[tuple[str, ...]]:
-    """A training step of one jitted function in JAX alone, with Adam and donated buffers."""
+    """Returns a training step of one jitted function in JAX alone, with Adam and donated buffers."""
     import jax
     import optax
     from scripts.language import Model
@@ -338,11 +338,11 @@ class JobOfBench:
                 raise RuntimeError("\n".join([f"{pod.name} has not ended well", *each]))
 
     def _dead(self) -> bool:
-        """Whether a pod has failed that this program did not kill."""
+        """Returns whether a pod has failed that this program did not kill."""
         return any(one.process.poll() not in (None, 0) and not one.process.signalled for one in self._job.pods)
 
     def spans(self, pod: Any, role: str = "worker") -> dict[str, list[tuple[float, float, int]]]:
-        """The spans of a pod by point. Each has its beginning, its end and its step."""
+        """Returns the spans of a pod by point. Each has its beginning, its end and its step."""
         found: dict[str, list[tuple[float, float, int]]] = {}
         for point, began, ended, number in json.loads((self.folder / f"{role}-{pod.process.pid}.json").read_text()):
             found.setdefault(point, []).append((began, ended, number))
@@ -362,13 +362,13 @@ def job(platform: str, arguments: Sequence[str], **settings: Any) -> Iterator[Jo
 
 
 def lengths(spans: Sequence[tuple[float, float, int]]) -> float:
-    """The median of the spans after the first few, in milliseconds."""
+    """Returns the median of the spans after the first few, in milliseconds."""
     kept = spans[SKIPPED:] or spans
     return 1e3 * statistics.median(ended - began for began, ended, _ in kept) if kept else float("nan")
 
 
 def parts_of(spans: Mapping[str, Sequence[tuple[float, float, int]]]) -> tuple[float, dict[str, float]]:
-    """The milliseconds between two updates, and of each part of a worker's step."""
+    """Returns the milliseconds between two updates, and of each part of a worker's step."""
     ends = [ended for _, ended, _ in spans["pull"]][SKIPPED - 1 :]
     between = 1e3 * statistics.median(b - a for a, b in itertools.pairwise(ends))
     points = ("batch_wait", "compute", "encode", "push", "update_wait", "pull")
@@ -376,7 +376,7 @@ def parts_of(spans: Mapping[str, Sequence[tuple[float, float, int]]]) -> tuple[f
 
 
 def with_servers(platform: str, size: str, tokens: int, bare: float | None, steps: int) -> list[tuple[str, ...]]:
-    """The step of one worker with servers beside it."""
+    """Returns the step of one worker with servers beside it."""
     rows: list[tuple[str, ...]] = [
         (f"with servers, {size}", "ms", "share", "batch", "compute", "encode", "push", "wait", "pull", "apply")
     ]
@@ -417,7 +417,7 @@ def with_servers(platform: str, size: str, tokens: int, bare: float | None, step
 
 
 def bits(platform: str, size: str, tokens: int) -> list[tuple[str, ...]]:
-    """Whether two jobs give the same bits, with and without `deterministic`."""
+    """Returns whether two jobs give the same bits, with and without `deterministic`."""
     rows: list[tuple[str, ...]] = [("the same job twice", "bits of the parameters")]
     for name, extra in (("as it is", []), ("deterministic=True", ["--deterministic"])):
         found = []
@@ -432,7 +432,7 @@ def bits(platform: str, size: str, tokens: int) -> list[tuple[str, ...]]:
 
 
 def killed(platform: str, size: str, tokens: int) -> list[tuple[str, ...]]:
-    """A worker that is killed in the middle, and its replacement on the same device."""
+    """Measure a worker that is killed in the middle, and its replacement on the same device."""
     with job(platform, ["--size", size, "--tokens", str(tokens), "--steps", "40"], shards=1) as running:
         (worker,) = running.start()
         deadline = time.monotonic() + 200
@@ -451,7 +451,7 @@ def killed(platform: str, size: str, tokens: int) -> list[tuple[str, ...]]:
 
 
 def mixed(platform: str, size: str, tokens: int) -> list[tuple[str, ...]]:
-    """One worker on the machine's device and one on its CPU, in one job."""
+    """Measure one worker on the machine's device and one on its CPU, in one job."""
     with job(platform, ["--size", "tiny", "--tokens", "512", "--steps", "20"], shards=1, workers=2) as running:
         workers = running.start([platform, "cpu"])
         running.wait(workers)

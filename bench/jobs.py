@@ -47,7 +47,7 @@ PREEMPTED = {
 
 
 def job_of(name: str) -> dict[str, Any]:
-    """A job with 2 servers and 8 workers."""
+    """Returns a job with 2 servers and 8 workers."""
     return {
         "apiVersion": contract.API_VERSION,
         "kind": contract.KIND,
@@ -72,7 +72,7 @@ async def wait_for(kubelet: FakeKubelet, count: int, seconds: float) -> None:
 
 
 def phase(pod: dict[str, Any]) -> str:
-    """The phase of a pod, as the watch last showed it."""
+    """Returns the phase of a pod, as the watch last showed it."""
     return str(pod.get("status", {}).get("phase", ""))
 
 
@@ -83,7 +83,7 @@ def slot_of(pod: dict[str, Any]) -> tuple[str, ...]:
 
 
 def replaced(kubelet: FakeKubelet, victim: dict[str, Any], incarnation: int) -> bool:
-    """Whether the slot of the pod `victim` has a newer incarnation."""
+    """Returns whether the slot of the pod `victim` has a newer incarnation."""
     return any(
         slot_of(pod) == slot_of(victim) and int(pod["metadata"]["labels"][contract.LABEL_INCARNATION]) > incarnation
         for pod in kubelet.pods.values()

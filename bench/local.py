@@ -47,7 +47,8 @@ def network(width: int, batch: int) -> tuple[Any, Any, Any, Any]:
 
 
 def embedding(rows: int, width: int, batch: int) -> tuple[Any, Any, Any, Any]:
-    """The same of one large table, whose gradient is mostly zeros. Memory, and not arithmetic, takes the time."""
+    """Returns the same of one large table, whose gradient is mostly zeros. Memory, and not arithmetic, takes the
+    time."""
 
     def init(key: Any) -> Any:
         return {"table": 0.01 * jax.random.normal(key, (rows, width)), "out": jnp.zeros((width, 4))}
@@ -73,7 +74,7 @@ SIZES: dict[str, Callable[[], tuple[Any, Any, Any, Any]]] = {
 
 
 def plain(init: Any, loss: Any, batches: Any, optimizer: Any, steps: int) -> float:
-    """Seconds of one step of the plain loop."""
+    """Returns the seconds of one step of the plain loop."""
 
     def step(params: Any, state: Any, batch: Any) -> Any:
         value, gradients = jax.value_and_grad(loss)(params, batch)
@@ -94,7 +95,7 @@ def plain(init: Any, loss: Any, batches: Any, optimizer: Any, steps: int) -> flo
 
 
 def ours(init: Any, loss: Any, batches: Any, optimizer: Any, steps: int) -> float:
-    """Seconds of one step of `train`."""
+    """Returns the seconds of one step of `train`."""
     times = []
 
     def on_update(report: Any) -> bool:
@@ -108,7 +109,7 @@ def ours(init: Any, loss: Any, batches: Any, optimizer: Any, steps: int) -> floa
 
 
 def peak(size: str, loop: Callable[..., float]) -> float:
-    """The most memory that a process held which ran `loop` for a few steps, in GB."""
+    """Returns the most memory that a process held which ran `loop` for a few steps, in GB."""
     loop(*SIZES[size](), WARM + 5)
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024 / 1e9

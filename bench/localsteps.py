@@ -72,7 +72,7 @@ class LocalStepsRow:
         return 1 if self.local is None else int(self.local["count"]) // int(self.local.get("fragments", 1))
 
     def updates(self, size: str) -> int:
-        """How many updates a job of this row makes."""
+        """Returns how many updates a job of this row makes."""
         steps = STEPS[size] // self.workers // self.between
         return steps if self.update["mode"] == "Sync" else steps * self.workers
 
@@ -164,7 +164,7 @@ async def run(on: BenchCluster, row: LocalStepsRow, size: str, seed: int, killin
 
 
 def found(results: Mapping[str, LocalStepsResult], size: str, row: int, killing: bool) -> list[LocalStepsResult]:
-    """The runs of all seeds that there are."""
+    """Returns the runs of all seeds that there are."""
     return [result for key, result in results.items() if key.rpartition("/")[0] == name(size, row, killing)]
 
 
@@ -173,7 +173,7 @@ def mean(of: Callable[[LocalStepsResult], float], runs: Iterable[LocalStepsResul
 
 
 def table(results: Mapping[str, LocalStepsResult], size: str, rows: Iterable[int]) -> str:
-    """The table of all runs that are done, in Markdown."""
+    """Returns the table of all runs that are done, in Markdown."""
     lines = [
         "| row | workers | updates | bits per byte | with deaths | bytes per token | goodput | seconds |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -191,7 +191,7 @@ def table(results: Mapping[str, LocalStepsResult], size: str, rows: Iterable[int
 
 
 def bits_of(runs: list[LocalStepsResult]) -> str:
-    """The mean of the bits per byte, with the standard deviation of several seeds; a dash without a run."""
+    """Returns the mean of the bits per byte, with the standard deviation of several seeds; a dash without a run."""
     if not runs:
         return "-"
     spread = f" ± {deviation(runs):.3f}" if len(runs) > 1 else ""
@@ -199,12 +199,12 @@ def bits_of(runs: list[LocalStepsResult]) -> str:
 
 
 def sizes_of(results: Iterable[str]) -> list[str]:
-    """The sizes that have results."""
+    """Returns the sizes that have results."""
     return [size for size in STEPS if any(key.startswith(f"{size}/") for key in results)]
 
 
 def deviation(runs: Iterable[LocalStepsResult]) -> float:
-    """The standard deviation of the bits per byte; 0 for a single run."""
+    """Returns the standard deviation of the bits per byte; 0 for a single run."""
     bits = [run.bits for run in runs]
     return statistics.stdev(bits) if len(bits) > 1 else 0.0
 
@@ -249,7 +249,7 @@ Points = Mapping[tuple[int, bool], list[LocalStepsResult]]
 
 
 def scatter(points: Points, title: str, along: Callable[[LocalStepsResult], float], *, log: bool) -> Iterator[str]:
-    """One point for each row, with a line for the standard deviation of the bits."""
+    """Yields one point for each row, with a line for the standard deviation of the bits."""
     scale = math.log10 if log else float
     places = {key: (scale(mean(along, runs)), mean(lambda run: run.bits, runs)) for key, runs in points.items()}
     bits = [bits for _, bits in places.values()]
@@ -302,12 +302,12 @@ def write(results: Mapping[str, LocalStepsResult]) -> None:
 
 
 def name(size: str, row: int, killing: bool) -> str:
-    """The name of a run in the file of results, without its seed."""
+    """Returns the name of a run in the file of results, without its seed."""
     return f"{size}/{row}/{'killed' if killing else 'quiet'}"
 
 
 def stored(path: Path | None) -> dict[str, LocalStepsResult]:
-    """The results in a file."""
+    """Returns the results in a file."""
     kept = json.loads(path.read_text()) if path and path.exists() else {}
     return {key: LocalStepsResult(**values) for key, values in kept.items()}
 

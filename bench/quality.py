@@ -39,7 +39,7 @@ WORKERS = 4
 
 
 def share(module: Any, wire: backstay.Wire) -> float:
-    """The bytes of a contribution and of the parameters, as a share of those without a codec."""
+    """Returns the bytes of a contribution and of the parameters, as a share of those without a codec."""
     tree = describe(module.init(jax.random.key(0)))
     coded = coded_leaves(tree, wire)
     (of,) = shard_wires(partition(tree, analyse(optax.sgd(1.0), tree), 1, coded=coded), wire, coded)

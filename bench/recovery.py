@@ -162,7 +162,7 @@ async def server(on: BenchCluster, kills: int, standbys: int) -> None:
 
 
 def _active(job: BenchJob, shard: int) -> str:
-    """The serving pod of a shard. With standbys, a shard has two pods."""
+    """Returns the serving pod of a shard. With standbys, a shard has two pods."""
     living = [pod for pod in job.processes() if f"-ps-{shard}-" in pod]
     if not living:
         raise SystemExit(f"no server of shard {shard} is running")

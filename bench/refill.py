@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def refills(option: str, kills: int) -> Iterator[float]:
-    """Seconds of each replacement of shard 0's standby.
+    """Yields the seconds of each replacement of shard 0's standby.
 
     Raises:
         SystemExit: a standby was not filled within five minutes, or the command ended.
@@ -84,7 +84,7 @@ def wait(run: CommandRun, filled: int) -> None:
 
 
 def standby(command: int) -> psutil.Process:
-    """The process of shard 0's standby."""
+    """Returns the process of shard 0's standby."""
     for child in psutil.Process(command).children(recursive=True):
         environ = child.environ()
         if (environ.get(contract.ENV_ROLE), environ.get(contract.ENV_INDEX)) != (contract.ROLE_SERVER, "0"):

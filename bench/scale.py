@@ -153,7 +153,7 @@ def workers(first: int, count: int, mib: int, port: int) -> None:
 
 
 def measure(world: int, mib: int, updates: int, backups: int, held: int) -> dict[str, float]:
-    """Memory and time of `updates` updates, after one warm-up update."""
+    """Returns memory and time of `updates` updates, after one warm-up update."""
     script = Path(__file__).name
     shape = ("--mib", str(mib))
     with processes() as running:

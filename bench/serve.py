@@ -108,7 +108,7 @@ def server(folder: Path, script: str, checkpoints: Path, batch: int, width: int)
 
 
 def ready(port: int, path: str) -> bool:
-    """Whether a server answers its probe."""
+    """Returns whether a server answers its probe."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     try:
         connection.request("GET", path)
@@ -120,7 +120,7 @@ def ready(port: int, path: str) -> bool:
 
 
 def body_of(width: int, rows: int = 1) -> bytes:
-    """A request with JSON."""
+    """Returns a request with JSON."""
     data = np.random.default_rng(0).normal(size=rows * width).astype(np.float32).round(3).tolist()
     tensor = {"name": "input", "datatype": "FP32", "shape": [rows, width], "data": data}
     return json.dumps({"inputs": [tensor]}).encode()
@@ -145,7 +145,7 @@ class LoadClient:
 
 
 def timed(call: Callable[[], Any], count: int) -> list[float]:
-    """The sorted times of calls, in milliseconds."""
+    """Returns the sorted times of calls, in milliseconds."""
     for _ in range(100):
         call()
     found = []

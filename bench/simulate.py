@@ -87,7 +87,8 @@ async def measure(on: BenchCluster, case: int, seconds: float, seed: int) -> dic
 
 
 def starts(job: BenchJob, killed: Sequence[float]) -> dict[str, list[float]]:
-    """The seconds of starts: of the first pods, of replacements, and from a kill to the process of the replacement."""
+    """Returns the seconds of starts: of the first pods, of replacements, and from a kill to the process of the
+    replacement."""
     found: dict[str, list[float]] = {"first": [], "again": [], "created": []}
     for rank in range(job.workers):
         for number, pod in enumerate(job.pods(f"worker-{rank}")):
@@ -100,7 +101,7 @@ def starts(job: BenchJob, killed: Sequence[float]) -> dict[str, list[float]]:
 
 
 def job_of(case: int) -> TrainingJob:
-    """The TrainingJob of a case."""
+    """Returns the TrainingJob of a case."""
     shape = CASES[case][3]
     update: dict[str, Any] = {"mode": shape.get("mode", "Sync")}
     if update["mode"] == "Sync":
@@ -116,7 +117,7 @@ def job_of(case: int) -> TrainingJob:
 
 
 def assumed(case: int, steps: int, calibrated: Mapping[str, float], kills: Sequence[float] = ()) -> Assumptions:
-    """The assumptions of a case.
+    """Returns the assumptions of a case.
 
     Args:
         steps: updates at which training ends.
@@ -175,7 +176,7 @@ def simulated(
 
 
 def calibrate(measured: Mapping[str, Any]) -> dict[str, float]:
-    """The values of the two calibrating runs."""
+    """Returns the values of the two calibrating runs."""
     quiet, killed = measured[str(QUIET)], measured[str(KILLED)]
     again, created = killed["starts"]["again"], killed["starts"]["created"]
     found = {
@@ -200,12 +201,12 @@ def solve(found: dict[str, float], name: str, most: float, case: int, real: Mapp
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean."""
+    """Returns the mean."""
     return sum(values) / len(values)
 
 
 def report(measured: Mapping[str, Any]) -> str:
-    """The table."""
+    """Returns the table."""
     calibrated = calibrate(measured)
     rows: list[tuple[str, ...]] = [("", "updates/s", "simulated", "", *(f"{p}, simulated" for p in PARTS), "load")]
     for number, (name, *_) in enumerate(CASES):

@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def first_update(job: Path, option: str) -> tuple[float, float]:
-    """Seconds on the clock, and of processor time, until server 0 has made an update.
+    """Returns the seconds on the clock, and of processor time, until server 0 has made an update.
 
     Raises:
         SystemExit: the job ended without an update, or made none within five minutes.

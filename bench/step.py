@@ -52,7 +52,7 @@ def worker() -> None:
 
 
 def chain(params: Any, batch: Any) -> Any:
-    """A loss that uses its leaves one after another, like layers that are not stacked."""
+    """Returns a loss that uses its leaves one after another, like layers that are not stacked."""
     import jax.numpy as jnp
 
     for name in sorted(params):
@@ -187,7 +187,7 @@ SIZE = 250_000
 
 
 def processor_seconds(job: BenchJob) -> dict[str, float]:
-    """The processor time of all processes of a job's pods, in seconds by role."""
+    """Returns the processor time of all processes of a job's pods, in seconds by role."""
     found = dict.fromkeys(("worker", "ps", "standby"), 0.0)
     active = {f"ps-{slot.rpartition('-')[2]}-{n}" for slot, n in (job.status.get("active") or {}).items()}
     for pod, pid in job.processes().items():
@@ -221,7 +221,7 @@ def gradient() -> None:
 
 
 def alone(workers: int, steps: int) -> tuple[str, ...]:
-    """The row of the gradients without Backstay."""
+    """Returns the row of the gradients without Backstay."""
     with processes() as running:
         running += [BenchProcess("step.py", "gradient") for _ in range(workers)]
         for each in running:
@@ -239,7 +239,7 @@ def alone(workers: int, steps: int) -> tuple[str, ...]:
 
 
 async def one_job(on: BenchCluster, workers: int, steps: int) -> tuple[str, ...]:
-    """The row of one job."""
+    """Returns the row of one job."""
     name = f"step-{workers}"
     shape: dict[str, Any] = {"workers": workers, "servers": 2, "standbys": 1, "pause": 0.0, "every_steps": 100_000}
     job = BenchJob(

@@ -128,11 +128,11 @@ class Replicas:
         return [BenchUpdate(at, int(what.split()[1]), name) for at, what in marks if what.startswith("step ")]
 
     def all_train(self) -> bool:
-        """Whether every replica has made an update."""
+        """Returns whether every replica has made an update."""
         return all(self._steps(rank) for rank in range(WORKERS))
 
     def updates(self) -> list[BenchUpdate]:
-        """The first mark of each update."""
+        """Returns the first mark of each update."""
         first: dict[int, BenchUpdate] = {}
         for update in sorted((u for rank in range(WORKERS) for u in self._steps(rank)), key=lambda u: u.at):
             first.setdefault(update.step, update)
@@ -146,7 +146,7 @@ class Replicas:
         return process.returncode is None
 
     def counted(self) -> np.ndarray:
-        """The number of gradients of each update, from the parameters, int[steps].
+        """Returns the number of gradients of each update, from the parameters, int[steps].
 
         Raises:
             SystemExit: the replicas do not have the same parameters.
@@ -242,7 +242,7 @@ async def backstay(keep: Path, seconds: float, backups: int, *, forked: bool = F
 
 
 async def measure(case: TorchftCase, seconds: float, seed: int) -> tuple[str, ...]:
-    """The row of one case.
+    """Returns the row of one case.
 
     Raises:
         SystemExit: an update of the window has no gradient.
@@ -280,7 +280,7 @@ async def measure(case: TorchftCase, seconds: float, seed: int) -> tuple[str, ..
 
 
 def cases(python: str, folder: Path, seconds: float) -> list[TorchftCase]:
-    """All rows in the order in which they run."""
+    """Returns all rows in the order in which they run."""
 
     def theirs(timeout: float, name: str) -> Callable[[], contextlib.AbstractAsyncContextManager[Running]]:
         return lambda: torchft(python, folder / name, seconds, timeout)

@@ -143,7 +143,7 @@ def gloo(rank: int, coordinator: str) -> None:
 
 
 def started_gloo(running: list[BenchProcess]) -> list[BenchProcess]:
-    """The two processes of `gloo`, started."""
+    """Returns the two processes of `gloo`, started."""
     coordinator = free_address()
     both = [BenchProcess("wire.py", "gloo", "--rank", str(rank), "--coordinator", coordinator) for rank in range(2)]
     running.extend(both)
@@ -153,7 +153,7 @@ def started_gloo(running: list[BenchProcess]) -> list[BenchProcess]:
 
 
 def started_tensorflow(running: list[BenchProcess], python: str, workers: int) -> list[BenchProcess]:
-    """The workers of a parameter server of TensorFlow, which runs beside them."""
+    """Returns the workers of a parameter server of TensorFlow, which runs beside them."""
     cluster = {"ps": [free_address()], "worker": [free_address() for _ in range(workers)]}
     size = ("--cluster", json.dumps(cluster), "--arrays", str(ARRAYS), "--elements", str(ELEMENTS))
     running.append(BenchProcess("_tensorflow.py", "ps", *size, python=python))

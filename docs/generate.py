@@ -39,7 +39,7 @@ def cell(text: str) -> str:
 
 
 def table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
-    """A Markdown table."""
+    """Returns a Markdown table."""
     lines = [head, tuple("---" for _ in head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
@@ -48,7 +48,7 @@ def table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
 
 
 def kind_of(schema: Mapping[str, Any]) -> str:
-    """The type of a field, as a user writes it."""
+    """Returns the type of a field, as a user writes it."""
     if "enum" in schema:
         return " or ".join(f"`{value}`" for value in schema["enum"])
     if schema.get("x-kubernetes-int-or-string"):
@@ -61,7 +61,7 @@ def kind_of(schema: Mapping[str, Any]) -> str:
 
 
 def bounds_of(schema: Mapping[str, Any]) -> str:
-    """The bounds of a field."""
+    """Returns the bounds of a field."""
     said = []
     if "minimum" in schema and schema.get("maximum", INT32_MAX) < INT32_MAX:
         said.append(f"{schema['minimum']} to {schema['maximum']}")
@@ -75,7 +75,7 @@ def bounds_of(schema: Mapping[str, Any]) -> str:
 
 
 def sections(schema: Mapping[str, Any], path: str, meaning: str) -> Iterator[str]:
-    """A heading and a table for the fields of an object, then the same for each object among them."""
+    """Yields a heading and a table for the fields of an object, then the same for each object among them."""
     required = set(schema.get("required", ()))
     rows, nested = [], []
     for name, field in schema.get("properties", {}).items():
@@ -103,12 +103,12 @@ def sections(schema: Mapping[str, Any], path: str, meaning: str) -> Iterator[str
 
 
 def anchor(heading: str) -> str:
-    """The anchor of a heading."""
+    """Returns the anchor of a heading."""
     return re.sub(r"[^a-z0-9_-]", "", heading.lower())
 
 
 def trainingjob() -> str:
-    """The page of the TrainingJob."""
+    """Returns the page of the TrainingJob."""
     schema = openapi_schema()["properties"]
     head = (
         "# TrainingJob\n\n"
@@ -161,7 +161,7 @@ writes every 10 s.
 
 
 def commands() -> str:
-    """The page of the `backstay` command."""
+    """Returns the page of the `backstay` command."""
     group: Any = typer.main.get_command(app)  # typer contains its own click
     parts = [
         NOTE + "# The backstay command\n\n" + cell(group.help or "") + "\n",
@@ -203,13 +203,13 @@ def commands() -> str:
 
 
 def metric_row(name: str, kind: str, labels: Iterable[str], text: str, *more: str) -> tuple[str, ...]:
-    """The row of one metric."""
+    """Returns the row of one metric."""
     shown = ", ".join(f"`{label}`" for label in labels)
     return f"`{name}_total`" if kind == "counter" else f"`{name}`", kind, shown, *more, cell(text)
 
 
 def pod_rows() -> Iterator[tuple[str, ...]]:
-    """The metrics of training pods."""
+    """Yields the metrics of training pods."""
     pod = PodMetrics("job", "Worker", 0)
     for family in sorted(pod.families, key=lambda one: str(one._name)):
         own = [label for label in family._labelnames if label not in ("training_job", "role", "index")]
@@ -217,7 +217,7 @@ def pod_rows() -> Iterator[tuple[str, ...]]:
 
 
 def operator_rows() -> Iterator[tuple[str, ...]]:
-    """The metrics of the operator about itself and about each job."""
+    """Yields the metrics of the operator about itself and about each job."""
     metrics = OperatorMetrics()
     families = [value for value in vars(metrics).values() if isinstance(value, MetricWrapperBase)]
     rows = [metric_row(f._name, f._type, f._labelnames, f._documentation) for f in families]
@@ -227,13 +227,13 @@ def operator_rows() -> Iterator[tuple[str, ...]]:
 
 
 def serving_rows() -> Iterator[tuple[str, ...]]:
-    """The metrics of processes that serve a model."""
+    """Yields the metrics of processes that serve a model."""
     for family in sorted(ServingMetrics().families, key=lambda one: str(one._name)):
         yield metric_row(family._name, family._type, family._labelnames, family._documentation)
 
 
 def metrics() -> str:
-    """The page of the metrics."""
+    """Returns the page of the metrics."""
     head = ("metric", "type", "labels", "meaning")
     return (
         NOTE
@@ -264,7 +264,7 @@ def metrics() -> str:
 
 
 def conditions() -> str:
-    """The page of conditions, events and reasons."""
+    """Returns the page of conditions, events and reasons."""
     parts = [
         NOTE,
         "# Conditions and events\n\n",
@@ -296,7 +296,7 @@ def conditions() -> str:
 
 
 def decisions() -> str:
-    """The list of the decision records, each with the numbers of the records that it replaces."""
+    """Returns the list of the decision records, each with the numbers of the records that it replaces."""
     rows = []
     for record in sorted((FOLDER.parent / "decisions").glob("[0-9]*.md")):
         text = record.read_text(encoding="utf-8")
@@ -316,7 +316,7 @@ def decisions() -> str:
 
 
 def end_of_job() -> str:
-    """The waits at the end of a job."""
+    """Returns the waits at the end of a job."""
     rows = ((wait.who, wait.what, f"{wait.seconds:.0f} s", wait.late) for wait in WAITS)
     verdicts = ((leader.value, *(row[one].value for one in HasResult)) for leader, row in AFTER_TRAINING.items())
     return f"""{NOTE}# The end of a job
@@ -339,7 +339,7 @@ AfterTrainingComplete is False.
 
 
 def silences() -> str:
-    """The times after which a silent process is replaced."""
+    """Returns the times after which a silent process is replaced."""
     rows = iter(silence.table())
     header = ("`stallSeconds`", "reported without a heartbeat for", "health request", "replaced after at least")
     return f"""{NOTE}# Silence
@@ -364,7 +364,7 @@ confirms this, {silence.NO_WITNESS_CALLS} calls are needed. `stallSeconds` has n
 
 
 def states_of_all() -> str:
-    """The states of jobs, pods and ranks."""
+    """Returns the states of jobs, pods and ranks."""
     jobs = ((f"`{phase}`", row.set_by, row.next) for phase, row in states.JOBS.items())
     deaths = ((f"`{cause}`", set_by, states.budget_of(cause)) for cause, set_by in states.DEATHS.items())
     obstacles = (

@@ -48,7 +48,7 @@ class Series:
 
 
 def number(value: float, unit: str) -> str:
-    """A value as a person reads it."""
+    """Returns a value as a person reads it."""
     if not math.isfinite(value):
         return "-"
     match unit:
@@ -92,7 +92,7 @@ class Picture:
         self._made: list[str] = []
 
     def svg(self) -> str:
-        """The whole picture."""
+        """Returns the whole picture."""
         height = 44.0
         for panel in self._board["panels"]:
             at = panel["gridPos"]

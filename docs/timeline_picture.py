@@ -60,7 +60,7 @@ JOB = ("--name", "digits", "--servers", "2", "--workers", "3", "--env", "FAULT_I
 
 
 def traced(folder: Path) -> dict[str, Any]:
-    """The trace of a run of `SCRIPT`."""
+    """Returns the trace of a run of `SCRIPT`."""
     (folder / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "backstay_cli.main", "run", *JOB, "--trace", "trace.json", "train.py"]
     subprocess.run(command, cwd=folder, check=True)
@@ -69,7 +69,7 @@ def traced(folder: Path) -> dict[str, Any]:
 
 
 def drawn(trace: dict[str, Any]) -> str:
-    """The picture of the seconds around the first death."""
+    """Returns the picture of the seconds around the first death."""
     events = trace["traceEvents"]
     died = min(e["ts"] for e in events if e["ph"] == "i" and "died" in e["name"])
     picture = _Picture(events, died / 1e6 - BEFORE, died / 1e6 + AFTER)
@@ -103,7 +103,7 @@ class _Picture:
         return LABELS + share * (WIDTH - LABELS - 8)
 
     def text(self) -> str:
-        """The picture as SVG."""
+        """Returns the picture as SVG."""
         size = f'width="{WIDTH}" height="{self._height}" viewBox="0 0 {WIDTH} {self._height}"'
         head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
         paper = f'<rect width="{WIDTH}" height="{self._height}" fill="{PAPER}"/>'

@@ -51,7 +51,7 @@ IN_ONE_PROCESS += ("tests/trainer_math/", "tests/wire/")
 
 
 def limit_of(nodeid: str) -> float:
-    """The seconds that a test may take on a quiet machine. It is a limit and no expectation."""
+    """Returns the seconds that a test may take on a quiet machine. It is a limit and no expectation."""
     return (
         20.0
         if nodeid.startswith(tuple(f"{folder}/" for folder in PURE))
@@ -73,7 +73,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """The limit grows with the load. A test that gets a tenth of a core may take ten times as long."""
+    """Yields the limit grows with the load. A test that gets a tenth of a core may take ten times as long."""
     marked = item.get_closest_marker("timeout")
     seconds = limit_of(item.nodeid) if marked is None else float(marked.args[0])
     item.add_marker(pytest.mark.timeout(seconds * slack()), append=False)
@@ -92,7 +92,7 @@ _begun_in: dict[threading.Thread, str] = {}
 
 
 def _note_threads(nodeid: str) -> list[threading.Thread]:
-    """The threads of Backstay; `_begun_in` has the first test that each was seen after."""
+    """Returns the threads of Backstay; `_begun_in` has the first test that each was seen after."""
     found = [one for one in threading.enumerate() if one.name.startswith("backstay-") and one.name not in LASTING]
     for thread in found:
         _begun_in.setdefault(thread, nodeid)
@@ -148,7 +148,7 @@ def _compiled_once(compiled: Path) -> Generator[None]:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Two for each core, as tests with processes wait half of the time; not many, as each takes up to 2 GiB."""
+    """Returns two for each core, as tests with processes wait half of the time; not many, as each takes up to 2 GiB."""
     return min(6, 2 * len(os.sched_getaffinity(0)))
 
 
@@ -229,7 +229,7 @@ class Helm:
         return subprocess.run([self.program, *arguments], capture_output=True, text=True, env=env, timeout=LONG)
 
     def template(self, *arguments: str, namespace: str = CHART_NAMESPACE) -> str:
-        """The rendered manifests; fails with helm's message."""
+        """Returns the rendered manifests; fails with helm's message."""
         done = self.run(
             "template",
             "backstay",
@@ -241,7 +241,7 @@ class Helm:
         return done.stdout
 
     def objects(self, *arguments: str, namespace: str = CHART_NAMESPACE) -> list[dict[str, Any]]:
-        """The rendered manifests, read."""
+        """Returns the rendered manifests, read."""
         return [o for o in yaml.safe_load_all(self.template(*arguments, namespace=namespace)) if o]
 
 

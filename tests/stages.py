@@ -61,7 +61,7 @@ QUICK_COMPILER = (
 
 
 def stages() -> list[Stage]:
-    """All stages in their order."""
+    """Returns all stages in their order."""
     first = ("tests/prose", *PURE, "tests/codecs", "tests/wire")
     quick = f"XLA_FLAGS={' '.join((os.environ.get('XLA_FLAGS', ''), *QUICK_COMPILER)).strip()}"
     twice = [".venv/bin/python", "tests/twice.py", "--report", str(REPORT), "-n", "auto"]
@@ -103,13 +103,13 @@ def run(stage: Stage) -> None:
 
 
 def report_of() -> dict[str, Any]:
-    """The report of the stages until now; empty before the first one with tests."""
+    """Returns the report of the stages until now; empty before the first one with tests."""
     found: dict[str, Any] = json.loads(REPORT.read_text()) if REPORT.exists() else {}
     return found
 
 
 def summary(done: list[Stage], tools: str = "") -> list[str]:
-    """The lines of the summary; `tools`: the seconds of `make tools`, if they are known."""
+    """Returns the lines of the summary; `tools`: the seconds of `make tools`, if they are known."""
     report = report_of()
     lines = ["==== summary"] + ([f"{float(tools):6.0f} s  tools"] if tools else [])
     for stage in done:
@@ -133,14 +133,14 @@ def summary(done: list[Stage], tools: str = "") -> list[str]:
 
 
 def named(title: str, tests: dict[str, str]) -> list[str]:
-    """Some tests, each in one line with its reason."""
+    """Returns some tests, each in one line with its reason."""
     shown = [shortened(f"  {test}: {why}") for test, why in list(tests.items())[:MOST_NAMED]]
     more = [f"  and {len(tests) - MOST_NAMED} more"] if len(tests) > MOST_NAMED else []
     return [f"{title}: {len(tests)}", *shown, *more] if tests else []
 
 
 def shortened(text: str) -> str:
-    """The text as one line of limited length."""
+    """Returns the text as one line of limited length."""
     line = " ".join(text.splitlines())
     return line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..."
 

@@ -66,7 +66,7 @@ class Report:
 
     @staticmethod
     def read(path: Path | None) -> Report:
-        """The report in a file, which may not exist."""
+        """Returns the report in a file, which may not exist."""
         return Report(**json.loads(path.read_text())) if path is not None and path.exists() else Report()
 
     def write(self, path: Path) -> None:
@@ -118,7 +118,8 @@ class Recorder:
 
 
 def reason(report: pytest.TestReport) -> str:
-    """The exception of a failed test as one line, with the part of the test that raised it if that is not its call."""
+    """Returns the exception of a failed test as one line, with the part of the test that raised it if that is not its
+    call."""
     crash = getattr(report.longrepr, "reprcrash", None)
     text = crash.message if crash is not None else str(report.longrepr)
     first = next((line.strip() for line in text.splitlines() if line.strip()), "no message")
@@ -165,7 +166,8 @@ def run(arguments: list[str], folder: Path, ending: float = 20.0) -> Outcome:
 
 
 def ended(process: subprocess.Popen[bytes], place: Path, ending: float) -> int | None:
-    """The exit status of pytest, or None if it did not end within `ending` seconds after its results and was killed."""
+    """Returns the exit status of pytest, or None if it did not end within `ending` seconds after its results and was
+    killed."""
     try:
         results = None
         while process.poll() is None and (results is None or time.monotonic() < results + ending * slack()):
@@ -216,7 +218,7 @@ class Surroundings:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def left(self) -> list[str]:
-        """The things that the tests have left, as text. Processes that do not end in time are killed."""
+        """Returns the things that the tests have left, as text. Processes that do not end in time are killed."""
         began = time.monotonic()
         while (living := self._processes()) or (more := self._of_machine()):
             # A mount or a namespace may be of another run, whose tests remove it in this time.
@@ -232,7 +234,7 @@ class Surroundings:
         return [*found, *(f"the file {name} in the temporary folder" for name in names), *more]
 
     def _of_machine(self) -> list[str]:
-        """The mounts and network namespaces that were not there at the start, as text."""
+        """Returns the mounts and network namespaces that were not there at the start, as text."""
         found = [f"the mount {place}" for place in sorted(mounts() - self._mounts)]
         return found + [f"the network namespace {name}" for name in sorted(namespaces() - self._namespaces)]
 
@@ -243,7 +245,7 @@ class Surroundings:
                 os.kill(pid, signal.SIGKILL)
 
     def _processes(self) -> dict[int, str]:
-        """The command lines of the processes that pytest or one of its processes has started."""
+        """Returns the command lines of the processes that pytest or one of its processes has started."""
         found = {}
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -254,20 +256,20 @@ class Surroundings:
 
 
 def mounts() -> set[str]:
-    """The places where file systems are mounted."""
+    """Returns the places where file systems are mounted."""
     with contextlib.suppress(OSError):
         return {line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()}
     return set()
 
 
 def namespaces() -> set[str]:
-    """The network namespaces with a name."""
+    """Returns the network namespaces with a name."""
     folder = Path("/run/netns")
     return {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
 
 
 def passes_alone(test: str, folder: Path, options: list[str], ending: float) -> bool:
-    """Whether the test passes as the only one of a process; a test that is skipped or not found does not."""
+    """Returns whether the test passes as the only one of a process; a test that is skipped or not found does not."""
     print(f"\nonce more, alone: {test}", flush=True)
     # The file of the first run, and not that of a folder with other settings, such as operator/backstay_cluster.
     here = ["-c", "pyproject.toml"] if Path("pyproject.toml").exists() else []
@@ -276,7 +278,7 @@ def passes_alone(test: str, folder: Path, options: list[str], ending: float) -> 
 
 
 def options_of(arguments: list[str]) -> list[str]:
-    """The arguments of pytest that hold for any test, without those that select tests or processes."""
+    """Returns the arguments of pytest that hold for any test, without those that select tests or processes."""
     kept, words = [], iter(arguments)
     for word in words:
         if word in ("-n", "--dist"):

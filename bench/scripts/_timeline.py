@@ -20,7 +20,7 @@ def mark(what: str, at: float | None = None) -> None:
 
 
 def _process_began() -> float:
-    """The time at which the kernel started this process, in the seconds of `time.time`."""
+    """Returns the time at which the kernel started this process, in the seconds of `time.time`."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     up = float(Path("/proc/uptime").read_text().split()[0])
     return time.time() - up + ticks / os.sysconf("SC_CLK_TCK")

@@ -44,7 +44,7 @@ class Model:
         return made | {name: jnp.ones((layers, width)) for name in ("norm1", "norm2")} | {"norm": jnp.ones(width)}
 
     def loss(self, params, tokens):
-        """The mean cross entropy of the next token."""
+        """Returns the mean cross entropy of the next token."""
         half = jax.tree_util.tree_map(lambda leaf: leaf.astype(jnp.bfloat16), params)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         batch, length = inputs.shape
@@ -69,7 +69,7 @@ class Model:
 
         @jax.checkpoint
         def part(total, given):
-            """The logits of a part of the batch, which are computed again for the gradient: all take 26 GB."""
+            """Returns the logits of a part of the batch, which are computed again for the gradient: all take 26 GB."""
             hidden, wanted = given
             logits = (hidden @ half["embedding"].T).astype(jnp.float32)
             return total + jnp.sum(optax.softmax_cross_entropy_with_integer_labels(logits, wanted)), None
@@ -96,7 +96,7 @@ class Model:
 
 
 def digest(params):
-    """A text that is equal for equal bits."""
+    """Returns a text that is equal for equal bits."""
     found = hashlib.sha256()
     for leaf in jax.tree_util.tree_leaves(params):
         found.update(np.ascontiguousarray(leaf).view(np.uint8).data)

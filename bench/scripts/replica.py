@@ -41,13 +41,13 @@ class Witness(nn.Module):
         self.further = nn.Parameter(torch.zeros(int(os.environ["SIZE"])))
 
     def forward(self, row: int) -> torch.Tensor:
-        """The loss, whose gradient is -1 at the element of this row and replica."""
+        """Returns the loss, whose gradient is -1 at the element of this row and replica."""
         time.sleep(COMPUTE)
         return (self.further**2).mean() - self.count[row, RANK]
 
 
 def last_step() -> int | None:
-    """The last step of the job, when it is known."""
+    """Returns the last step of the job, when it is known."""
     try:
         return int((FOLDER / "last").read_text())
     except FileNotFoundError:

@@ -17,7 +17,7 @@ SIZES = {"tiny": (32, 2, 32, 8), "small": (64, 2, 64, 8), "large": (128, 4, 128,
 
 
 def example(size):
-    """The example's module, with the sizes of its model replaced."""
+    """Returns the example's module, with the sizes of its model replaced."""
     spec = importlib.util.spec_from_file_location("bytes_example", EXAMPLE)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -32,7 +32,7 @@ def adamw(steps):
 
 
 def inner(steps):
-    """The inner optimizer, which is `adamw` with a bound for each gradient."""
+    """Returns the inner optimizer, which is `adamw` with a bound for each gradient."""
     return optax.chain(optax.clip_by_global_norm(1.0), adamw(steps))
 
 

@@ -22,18 +22,18 @@ STAGES = 2  # each has a part of the blocks
 
 
 def init(key):
-    """The parameters of train.py, with an array for each kind of parameter of all blocks."""
+    """Returns the parameters of train.py, with an array for each kind of parameter of all blocks."""
     params = init_listed(key)
     return params | {"blocks": jax.tree.map(lambda *blocks: jnp.stack(blocks), *params["blocks"])}
 
 
 def in_turn(blocks, x):
-    """The output of all blocks, one after another."""
+    """Returns the output of all blocks, one after another."""
     return jax.lax.scan(lambda x, block: (apply(block, x), None), x, blocks)[0]
 
 
 def in_stages(blocks, x):
-    """The same, where each stage has its own devices.
+    """Returns the same, where each stage has its own devices.
 
     A stage works on a part of the batch while the next one works on the part before. The first axis of the mesh divides
     the batch further.
@@ -75,7 +75,8 @@ def of_layers(mesh, shapes):
 
 
 def stages(devices):
-    """A mesh whose last axis has neighbours in the list, and so in different pods if each pod has one device."""
+    """Returns a mesh whose last axis has neighbours in the list, and so in different pods if each pod has one
+    device."""
     return Mesh(np.reshape(devices, (-1, STAGES)), ("batch", "stage"))
 
 

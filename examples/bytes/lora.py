@@ -41,7 +41,7 @@ def init(key):
 
 
 def merged(params):
-    """The parameters of the base with the products of the adapters added."""
+    """Returns the parameters of the base with the products of the adapters added."""
     blocks = [
         block | {name: block[name] + adapter["a"] @ adapter["b"] for name, adapter in adapters.items()}
         for block, adapters in zip(params["base"]["blocks"], params["lora"], strict=True)
@@ -61,7 +61,8 @@ def evaluate(params):
 
 
 def of_base(name, arrays):
-    """The name of a parameter in the checkpoint of train.py; None for adapters, which begin as `init` returns them."""
+    """Returns the name of a parameter in the checkpoint of train.py; None for adapters, which begin as `init` returns
+    them."""
     return name.removeprefix("base.") if name.startswith("base.") else None
 
 

@@ -94,7 +94,7 @@ def apply(block, x):
 
 
 def bits(params, x, targets):
-    """The loss of what the last block has returned, and its metric."""
+    """Returns the loss of what the last block has returned, and its metric."""
     out = norm(x, params["norm"]) @ params["embed"][0].T
     nats = optax.softmax_cross_entropy_with_integer_labels(out, targets).mean()
     return nats, {"bits_per_byte": nats / jnp.log(2)}

@@ -25,7 +25,7 @@ labels = digits[:, -1].astype(np.int32)
 
 
 def shift(sample, rng):
-    """The image, moved by at most SHIFT pixels in each direction."""
+    """Returns the image, moved by at most SHIFT pixels in each direction."""
     image, label = sample
     down, right = rng.integers(0, 2 * SHIFT + 1, 2)
     padded = np.pad(image, ((SHIFT, SHIFT), (SHIFT, SHIFT), (0, 0)))

@@ -35,7 +35,7 @@ JOB_LINK = "/d/backstay-job/backstay-job?var-prometheus_datasource=${prometheus_
 
 
 def last(metric: str, more: str = "", by: str = BY_JOB, how: str = "max") -> str:
-    """The last value in the time range, even of a deleted job."""
+    """Returns the last value in the time range, even of a deleted job."""
     return f"{how} {by} (last_over_time({metric}{{{NS}{more}}}[$__range]))"
 
 
@@ -44,7 +44,7 @@ def table(expr: str) -> Json:
 
 
 def jobs() -> Json:
-    """The table of jobs."""
+    """Returns the table of jobs."""
     step, goal = last("backstay_job_step"), f"({last('backstay_job_goal_steps')} > 0)"
     speed = f"(max {BY_JOB} (backstay_job_updates_per_second{{{NS}}}) > 0)"
     columns = {
@@ -142,7 +142,7 @@ def jobs() -> Json:
 
 
 def fleet() -> Json:
-    """The dashboard."""
+    """Returns the dashboard."""
     board = Board()
     ready = f'sum by (role) (backstay_job_pods{{{NS}, state="ready"}})'
     board.add(

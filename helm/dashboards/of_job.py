@@ -74,7 +74,7 @@ STATE_VALUES = {
 
 
 def state() -> Json:
-    """One row for the job, one for each role's pods."""
+    """Returns one row for the job, one for each role's pods."""
 
     def phase(name: str, value: int, more: str = "") -> str:
         return f'(max(backstay_job_phase{{{JOB}, phase="{name}"}}) == 1){more} * {value}'
@@ -549,7 +549,7 @@ def storage(board: Board) -> None:
 
 
 def job() -> Json:
-    """The dashboard."""
+    """Returns the dashboard."""
     board = Board()
     first_row(board)
     throughput(board)

@@ -51,7 +51,7 @@ def timed(title: str, text: str, metric: str) -> Json:
 
 
 def operator() -> Json:
-    """The dashboard."""
+    """Returns the dashboard."""
     board = Board()
     board.add(
         stat(

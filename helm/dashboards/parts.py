@@ -91,7 +91,7 @@ _CALCULATIONS: Final = {"mean": "Mean", "max": "Max", "min": "Min", "lastNotNull
 
 
 def query(expr: str, legend: str, *, instant: bool = False, kind: str = "time_series") -> Json:
-    """One query; its reference is set by the panel.
+    """Returns one query; its reference is set by the panel.
 
     Args:
         expr: PromQL. With `WINDOW`, points are as far apart as the variable `resolution` says, and rates span at least
@@ -115,7 +115,8 @@ def query(expr: str, legend: str, *, instant: bool = False, kind: str = "time_se
 
 
 def now(expr: str, legend: str) -> Json:
-    """One value at the end of the time range. Grafana shows the last value of a series, even when there is none now."""
+    """Returns one value at the end of the time range. Grafana shows the last value of a series, even when there is none
+    now."""
     return query(expr, legend, instant=True)
 
 
@@ -125,7 +126,7 @@ def steps(*pairs: tuple[float | None, str]) -> Json:
 
 
 def fixed(colour: str) -> Json:
-    """The colour of a field."""
+    """Returns the colour of a field."""
     return {"id": "color", "value": {"mode": "fixed", "fixedColor": colour}}
 
 
@@ -147,7 +148,7 @@ NO_ZEROS: Final[Json] = {
 
 
 def coloured(names: Sequence[str]) -> list[Json]:
-    """Each name's own colour."""
+    """Returns each name's own colour."""
     return [named(name, fixed(COLOURS[name])) for name in names]
 
 
@@ -166,7 +167,7 @@ def panel(
     transformations: Sequence[Json] = (),
     links: Sequence[Json] = (),
 ) -> Json:
-    """One panel; `Board.add` gives it its place.
+    """Returns one panel; `Board.add` gives it its place.
 
     Args:
         text: what it shows, for the panel's help.
@@ -206,8 +207,8 @@ def graph(
     height: int = 9,
     **more: Any,
 ) -> Json:
-    """A time series. `stacked`: True, or ``percent``. `log`: a logarithmic axis that also shows values of 0 and less.
-    `names`: legends that have a fixed colour."""
+    """Returns a time series. `stacked`: True, or ``percent``. `log`: a logarithmic axis that also shows values of 0 and
+    less. `names`: legends that have a fixed colour."""
     custom: Json = {
         "drawStyle": "line",
         "lineWidth": 1,
@@ -261,7 +262,7 @@ def stat(
     spark: bool = False,
     **more: Any,
 ) -> Json:
-    """One or a few numbers at the end of the time range, so that they stay after a job or the operator is gone.
+    """Returns one or a few numbers at the end of the time range, so that they stay after a job or the operator is gone.
 
     Args:
         thresholds: values with their colours; None: one colour.
@@ -296,7 +297,7 @@ def stat(
 
 
 def row(title: str, *, collapsed: Sequence[Json] | None = None) -> Json:
-    """A row's heading. `collapsed`: its panels, which are hidden and not queried until a user opens the row."""
+    """Returns a row's heading. `collapsed`: its panels, which are hidden and not queried until a user opens the row."""
     return {
         "type": "row",
         "title": title,
@@ -346,7 +347,7 @@ class Board:
 
 
 def variable(name: str, label: str, ask: str, *, multi: bool = False, **more: Any) -> Json:
-    """A variable whose values Prometheus knows. `ask`: ``label_values(...)``."""
+    """Returns a variable whose values Prometheus knows. `ask`: ``label_values(...)``."""
     made: Json = {
         "name": name,
         "label": label,
@@ -366,7 +367,7 @@ def variable(name: str, label: str, ask: str, *, multi: bool = False, **more: An
 
 
 def choice(name: str, label: str, values: Sequence[str], chosen: str) -> Json:
-    """A variable with given values."""
+    """Returns a variable with given values."""
     options = [{"text": value, "value": value, "selected": value == chosen} for value in values]
     current = {"text": chosen, "value": chosen, "selected": True}
     return {
@@ -382,7 +383,7 @@ def choice(name: str, label: str, values: Sequence[str], chosen: str) -> Json:
 
 
 def source(kind: str, *, hidden: bool = False) -> Json:
-    """A variable that chooses a data source, such as ``prometheus``."""
+    """Returns a variable that chooses a data source, such as ``prometheus``."""
     return {
         "name": f"{kind}_datasource",
         "label": f"{kind.title()} data source",
@@ -402,7 +403,8 @@ RESOLUTION: Final = choice("resolution", "Resolution", ("15s", "1m", "5m", "15m"
 
 
 def marks(name: str, expr: str, colour: str, title: str, text: str) -> Json:
-    """One mark for each event. `expr` returns the event's Unix time in seconds: an event is not drawn as an area."""
+    """Returns one mark for each event. `expr` returns the event's Unix time in seconds: an event is not drawn as an
+    area."""
     return {
         "name": name,
         "enable": True,
@@ -430,7 +432,7 @@ def dashboard(
     since: str = "now-3h",
     passes: bool = True,
 ) -> Json:
-    """A whole dashboard. The three are linked by their tag.
+    """Returns a whole dashboard. The three are linked by their tag.
 
     Args:
         passes: whether the values of its variables are passed on to the others.

@@ -18,7 +18,8 @@ CRASHES: Final = "Crashed|OutOfMemory|ExitedEarly|Stalled"
 
 
 def worker_seconds(select: str, window: str, by: str = BY_JOB, part: str = "") -> str:
-    """How the seconds of jobs' worker pods grew. A part may decrease, so they are gauges: `delta`, not `increase`.
+    """Returns how the seconds of jobs' worker pods grew. A part may decrease, so they are gauges: `delta`, not
+    `increase`.
 
     Args:
         select: matchers of labels, such as ``namespace="a"``; may be empty.
@@ -30,13 +31,14 @@ def worker_seconds(select: str, window: str, by: str = BY_JOB, part: str = "") -
 
 
 def shares_by_part(select: str, window: str) -> str:
-    """The share of each part in the seconds of worker pods in the window; arguments as above."""
+    """Returns the share of each part in the seconds of worker pods in the window; arguments as above."""
     by_part = f"clamp_min({worker_seconds(select, window, 'by (part)')}, 0)"
     return f"{by_part} / on () group_left () (sum({by_part}) > 0)"
 
 
 def goodput(select: str, window: str) -> str:
-    """The share of the seconds of worker pods in the window whose computation was applied; arguments as above."""
+    """Returns the share of the seconds of worker pods in the window whose computation was applied; arguments as
+    above."""
     applied, spent = worker_seconds(select, window, part="applied"), worker_seconds(select, window)
     return f"clamp({applied} / ({spent} > 0), 0, 1)"
 
@@ -46,11 +48,11 @@ def rate(metric: str, select: str, by: str = "") -> str:
 
 
 def mean(metric: str, select: str, by: str = "") -> str:
-    """The mean observation within the window; nothing where there was none."""
+    """Returns the mean observation within the window; nothing where there was none."""
     return f"{rate(f'{metric}_sum', select, by)} / ({rate(f'{metric}_count', select, by)} > 0)"
 
 
 def most(metric: str, select: str, by: str = "") -> str:
-    """The upper edge of the highest bucket that the window has observations in: no observation was larger."""
+    """Returns the upper edge of the highest bucket that the window has observations in: no observation was larger."""
     labels = f"by (le, {by})" if by else "by (le)"
     return f"histogram_quantile(1, sum {labels} (rate({metric}_bucket{{{select}}}[{WINDOW}])))"

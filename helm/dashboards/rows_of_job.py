@@ -7,12 +7,12 @@ from promql import COORDINATOR, JOB, WORKERS, mean, most, rate
 
 
 def _needs(text: str) -> Json:
-    """The text of an empty panel."""
+    """Returns the text of an empty panel."""
     return {"noValue": text}
 
 
 def _model() -> Json:
-    """Numbers that only some scripts and devices provide, under the conditions in docs/monitoring.md."""
+    """Returns numbers that only some scripts and devices provide, under the conditions in docs/monitoring.md."""
     per_rank = f"* on (index) max by (index) (backstay_contribution_flops{{{WORKERS}}})"
 
     def flops(select: str) -> str:

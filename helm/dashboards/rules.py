@@ -159,7 +159,7 @@ OPERATOR: Final = [
 
 
 def rules() -> str:
-    """The file with all rules."""
+    """Returns the file with all rules."""
     groups = [
         {"name": "backstay.recording", "rules": RECORDING},
         {"name": "backstay.jobs", "rules": JOBS},

@@ -473,7 +473,7 @@ def add_commands(app: typer.Typer, *, embedded: bool) -> None:
 
 
 def _listed_runs(where: Where) -> list[KnownRun]:
-    """The runs on this machine that `list` shows; none if it shows the jobs of a cluster."""
+    """Returns the runs on this machine that `list` shows; none if it shows the jobs of a cluster."""
     if where.context is not None or _kubeconfig(where) is not None:
         return []
     runs = runs_of(where)
@@ -483,7 +483,7 @@ def _listed_runs(where: Where) -> list[KnownRun]:
 
 
 def _kubeconfig(where: Where) -> Path | None:
-    """The kubeconfig that the options or KUBECONFIG name.
+    """Returns the kubeconfig that the options or KUBECONFIG name.
 
     Raises:
         typer.Exit: the file does not exist.
@@ -495,7 +495,7 @@ def _kubeconfig(where: Where) -> Path | None:
 
 
 def _console() -> Console:
-    """The console. If the output is not a terminal, lines are neither wrapped nor cut."""
+    """Returns the console. If the output is not a terminal, lines are neither wrapped nor cut."""
     console = Console()
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=_NO_TERMINAL)
 
@@ -549,7 +549,7 @@ async def _screen(console: Console) -> AsyncIterator[Live]:
 
 
 async def _delete_jobs(cluster: FoundCluster, names: Sequence[str], *, wait: bool) -> bool:
-    """Whether all jobs existed and are deleted."""
+    """Returns whether all jobs existed and are deleted."""
     deleted = []
     for name in names:
         try:

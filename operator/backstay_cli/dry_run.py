@@ -76,17 +76,17 @@ def dry_job(job: dict[str, Any], folder: Path, servers: int = _SERVERS) -> dict[
 
 
 def has_one_server(job: dict[str, Any]) -> bool:
-    """Whether the job itself has one server."""
+    """Returns whether the job itself has one server."""
     return bool((job["spec"].get("parameterServers") or {}).get("replicas", 1) == 1)
 
 
 def needs_one_server(view: JobView) -> bool:
-    """Whether a job failed because its optimizer cannot be divided over several servers."""
+    """Returns whether a job failed because its optimizer cannot be divided over several servers."""
     return view.phase == "Failed" and _REFUSED in view.message
 
 
 def checks_of(view: JobView, job: dict[str, Any], read: Callable[[str], tuple[bool, str]]) -> list[CheckOutcome]:
-    """The checks that a dry run made.
+    """Returns the checks that a dry run made.
 
     Args:
         view: the job at its end.
@@ -135,14 +135,14 @@ def checks_of(view: JobView, job: dict[str, Any], read: Callable[[str], tuple[bo
 
 
 def lines(found: Sequence[CheckOutcome]) -> Iterator[str]:
-    """The checks as lines to print."""
+    """Yields the checks as lines to print."""
     width = max((len(check.name) for check in found), default=0)
     for check in found:
         yield f"  {check.name:<{width}}  {check.outcome}{': ' if check.text else ''}{check.text}"
 
 
 def read_back(uri: str, folder: Path) -> tuple[bool, str]:
-    """Whether a checkpoint can be read, and the result in words."""
+    """Returns whether a checkpoint can be read, and the result in words."""
     command = [sys.executable, "-P", "-m", "backstay._checkpoint", uri, str(folder / "dry-run-export"), "safetensors"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

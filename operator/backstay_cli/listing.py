@@ -33,7 +33,7 @@ _PHASES = {"Succeeded": "green", "Failed": "red", "Running": "cyan", "Suspended"
 
 
 def views(jobs: Iterable[dict[str, Any]]) -> list[JobView]:
-    """The jobs as their status has them, those that run first, then the newest first."""
+    """Returns the jobs as their status has them, those that run first, then the newest first."""
     return _sorted([view_of(job, [], []) for job in jobs])
 
 
@@ -42,7 +42,7 @@ def _sorted(found: list[JobView]) -> list[JobView]:
 
 
 async def views_of_runs(runs: Sequence[KnownRun], namespace: str | None) -> list[JobView]:
-    """The jobs of the runs on this machine, in the order of `views`."""
+    """Returns the jobs of the runs on this machine, in the order of `views`."""
     found = await asyncio.gather(*(_views_of_run(run, namespace) for run in runs))
     return _sorted([view for some in found for view in some])
 
@@ -59,7 +59,7 @@ async def _views_of_run(run: KnownRun, namespace: str | None) -> list[JobView]:
 
 
 def without_old(found: Sequence[JobView]) -> list[JobView]:
-    """The jobs without the older runs on this machine that have ended."""
+    """Returns the jobs without the older runs on this machine that have ended."""
     old = [view for view in found if view.folder and view.ended][_MOST_ENDED:]
     return [view for view in found if view not in old]
 
@@ -67,7 +67,7 @@ def without_old(found: Sequence[JobView]) -> list[JobView]:
 def notes(
     found: Sequence[JobView], shown: Sequence[JobView], runs: Sequence[KnownRun], others: Sequence[KnownRun]
 ) -> Iterator[str]:
-    """The lines below the table.
+    """Yields the lines below the table.
 
     Args:
         found, shown: all jobs, and those in the table.
@@ -91,7 +91,7 @@ def _created(view: JobView) -> float:
 
 
 def as_rows(found: Sequence[JobView], now: float | None = None) -> list[dict[str, Any]]:
-    """The objects that ``--output json`` and ``--output yaml`` print."""
+    """Returns the objects that ``--output json`` and ``--output yaml`` print."""
     now = time.time() if now is None else now
     return [
         {
@@ -112,7 +112,7 @@ def as_rows(found: Sequence[JobView], now: float | None = None) -> list[dict[str
 
 
 def _columns(names: Sequence[str], *, left: frozenset[str], shrinks: str = "") -> Table:
-    """The columns of a table; the one that `shrinks` makes room for the others."""
+    """Returns the columns of a table; the one that `shrinks` makes room for the others."""
     made = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for name in names:
         least = _NAME_WIDTH if name == names[0] else None
@@ -122,7 +122,7 @@ def _columns(names: Sequence[str], *, left: frozenset[str], shrinks: str = "") -
 
 
 def table(found: Sequence[JobView], *, everywhere: bool, now: float | None = None) -> Table:
-    """The table of `backstay list`.
+    """Returns the table of `backstay list`.
 
     Args:
         everywhere: whether the jobs are of several namespaces.
@@ -151,7 +151,7 @@ def table(found: Sequence[JobView], *, everywhere: bool, now: float | None = Non
 
 
 def top_table(found: Sequence[JobView], *, everywhere: bool, width: int, now: float | None = None) -> Table:
-    """The table of `backstay top`; a wide terminal gets more columns."""
+    """Returns the table of `backstay top`; a wide terminal gets more columns."""
     now = time.time() if now is None else now
     # Most terminals have 80 columns, which hold what a glance needs.
     wide, widest = width >= 110, width >= 140

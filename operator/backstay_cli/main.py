@@ -274,7 +274,8 @@ def run(
 
 
 def _chosen(job: dict[str, Any], servers: int | None) -> bool:
-    """Whether the user chose the number of servers, by an option for a script or by a field of a TrainingJob."""
+    """Returns whether the user chose the number of servers, by an option for a script or by a field of a
+    TrainingJob."""
     runs_script = job["spec"].get("image") == LOCAL_IMAGE
     return servers is not None if runs_script else "replicas" in (job["spec"].get("parameterServers") or {})
 
@@ -470,7 +471,7 @@ add_serve(app)
 
 
 def command_again(argv: Sequence[str], volumes_in: Path | None) -> str:
-    """The command that continues this one.
+    """Returns the command that continues this one.
 
     Args:
         argv: the arguments of this process.

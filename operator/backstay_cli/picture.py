@@ -159,7 +159,7 @@ def _line(*parts: str | Text | tuple[str, str]) -> Text:
 
 
 def _words(fact: JobFact) -> Text:
-    """A fact where its name is less bright than its value, except if a person may have to act."""
+    """Returns a fact where its name is less bright than its value, except if a person may have to act."""
     words, tone = Text(fact.words), _TONES[fact.tone]
     words.highlight_regex(re.escape(fact.label), tone)
     return words
@@ -169,7 +169,7 @@ _WINDOW = 300.0  # seconds that the report adds up
 
 
 def blame_words(view: JobView, entry: WaitedForStatus, elapsed: float) -> str:
-    """A wait in words, such as ``worker 2 on node-7, its input batches: 31 s in 40 updates of the last 5 min``.
+    """Returns a wait in words, such as ``worker 2 on node-7, its input batches: 31 s in 40 updates of the last 5 min``.
 
     Args:
         elapsed: the time in seconds since the job began.

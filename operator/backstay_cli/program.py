@@ -32,7 +32,7 @@ def refuse(message: str) -> NoReturn:
 
 
 def is_of_output(error: BaseException) -> bool:
-    """Whether writing to a file or a pipe failed, such as ``| head`` that has ended, or a full disk."""
+    """Returns whether writing to a file or a pipe failed, such as ``| head`` that has ended, or a full disk."""
     if isinstance(error, BrokenPipeError):
         return True
     return isinstance(error, OSError) and error.errno in _OF_OUTPUT and error.filename is None

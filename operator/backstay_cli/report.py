@@ -25,7 +25,7 @@ _LINE_LENGTH = 400  # a program may print megabytes without a line break
 def summary(
     view: JobView, seconds: float, logs: Path, *, reason: str | None = None, message: str | None = None
 ) -> dict[str, Any]:
-    """The object that ``--output json`` prints.
+    """Returns the object that ``--output json`` prints.
 
     Args:
         view: the job as it was seen last.
@@ -51,7 +51,7 @@ def as_json(found: Mapping[str, Any]) -> str:
 
 
 def lines(view: JobView, seconds: float, logs: Path) -> Iterator[str]:
-    """The report as lines to print."""
+    """Yields the report as lines to print."""
     desired = {role: values.desired for role, values in view.roles.items()}
     standbys = min(view.standbys, desired.get("ParameterServer", 0))
     shape = count(desired.get("ParameterServer", 0) - standbys, "server")
@@ -101,7 +101,7 @@ class ContainerEnd:
 
 
 def ends(view: JobView, logs: Path) -> Iterator[ContainerEnd]:
-    """The pods that ended with an error, as far as they still exist."""
+    """Yields the pods that ended with an error, as far as they still exist."""
     for pod in view.pods:
         meta, status = pod["metadata"], pod.get("status", {})
         for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
@@ -113,7 +113,8 @@ def ends(view: JobView, logs: Path) -> Iterator[ContainerEnd]:
 
 
 def _failures(view: JobView, logs: Path) -> Iterator[str]:
-    """How each pod ended. Pods with the same end are reported together, with one traceback or the end of one log."""
+    """Yields how each pod ended. Pods with the same end are reported together, with one traceback or the end of one
+    log."""
     groups: dict[tuple[str, tuple[str, ...]], list[ContainerEnd]] = {}
     for end in ends(view, logs):
         groups.setdefault((end.how, tuple(tail(end.log))), []).append(end)
@@ -125,7 +126,7 @@ def _failures(view: JobView, logs: Path) -> Iterator[str]:
 
 
 def tail(log: Path) -> Iterator[str]:
-    """The last traceback in a pod's log, if the log ends with one; otherwise the log's last lines."""
+    """Yields the last traceback in a pod's log, if the log ends with one; otherwise the log's last lines."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _TAIL_BYTES))

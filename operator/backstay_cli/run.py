@@ -322,7 +322,7 @@ async def _follow(session: Session, following: Following) -> JobView:
 
 
 async def _last_look(session: Session, following: Following) -> JobView:
-    """The job once its workers have ended: their last seconds are part of its goodput."""
+    """Returns the job once its workers have ended: their last seconds are part of its goodput."""
     deadline = time.monotonic() + _LAST_SECONDS
     with contextlib.suppress(ApiRequestError, aiohttp.ClientError, TimeoutError, OSError):
         while time.monotonic() < deadline:

@@ -38,7 +38,8 @@ class ScriptCommand(StrictCommand):
         return super().parse_args(ctx, [*before, "--", script, *arguments])
 
     def _first_argument(self, ctx: Any, args: Sequence[str]) -> int | None:
-        """The index of the first word that is neither an option nor an option's value, or None if there is none."""
+        """Returns the index of the first word that is neither an option nor an option's value, or None if there is
+        none."""
         flags = {name: parameter.is_flag for parameter in _options(self, ctx) for name in parameter.opts}
         at = 0
         while at < len(args):

@@ -48,7 +48,7 @@ class ScriptOutput:
         self._shown: list[str] = []
 
     def new_lines(self, pods: Sequence[dict[str, Any]], *, updated: bool = True) -> list[str]:
-        """The lines since the last call, printable.
+        """Returns the lines since the last call, printable.
 
         Args:
             pods: the job's pods.
@@ -62,7 +62,7 @@ class ScriptOutput:
         return lines + list(self._filtered(self._read()))
 
     def end(self, *, failed: bool) -> list[str]:
-        """The remaining lines when the job has ended; the traceback of a failed job is in the report."""
+        """Returns the remaining lines when the job has ended; the traceback of a failed job is in the report."""
         lines = list(self._filtered(self._read()))
         if self._rest:
             lines += self._filtered([self._rest])
@@ -85,7 +85,7 @@ class ScriptOutput:
         return max(found)[1] if found else None
 
     def _read(self) -> list[bytes]:
-        """The new lines that are complete."""
+        """Returns the new lines that are complete."""
         if self._log is None:
             return []
         try:
@@ -130,7 +130,7 @@ class ScriptOutput:
         return replaced
 
     def _release(self, *, again: bool = True) -> list[str]:
-        """The traceback that was kept; `again`: even if it is the one that was shown last."""
+        """Returns the traceback that was kept; `again`: even if it is the one that was shown last."""
         held, self._held = self._held, []
         if held == self._shown and not again:
             return []

@@ -26,7 +26,7 @@ _PROGRAM: Final = "backstay._simulator"
 
 
 def assumptions_of(file: Path | None, settings: Sequence[str]) -> dict[str, Any]:
-    """The assumptions of a file and of `--set`, not validated.
+    """Returns the assumptions of a file and of `--set`, not validated.
 
     Args:
         file: a YAML file; None: there is none.
@@ -64,7 +64,7 @@ def assumptions_of(file: Path | None, settings: Sequence[str]) -> dict[str, Any]
 
 
 def default_assumptions(assumed: Mapping[str, Any]) -> str:
-    """All assumptions as YAML, with the given ones.
+    """Returns all assumptions as YAML, with the given ones.
 
     Raises:
         BadInput: an assumption is invalid.
@@ -75,7 +75,7 @@ def default_assumptions(assumed: Mapping[str, Any]) -> str:
 
 
 def simulated(job: Mapping[str, Any], assumed: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-    """The result of simulations.
+    """Returns the result of simulations.
 
     Args:
         job: a valid TrainingJob.
@@ -133,7 +133,7 @@ _ROWS: Final = (
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """The result for people."""
+    """Yields the result for people."""
     runs, facts = found["runs"], found["summary"]
     if (fit := found.get("fit")) is not None:
         yield from _fit_lines(fit)

@@ -33,7 +33,7 @@ _TAIL_BYTES = 1 << 20
 
 
 def stores(job: dict[str, Any]) -> bool:
-    """Whether a job stores checkpoints."""
+    """Returns whether a job stores checkpoints."""
     checkpoint = job["spec"].get("checkpoint") or {}
     return "uri" in checkpoint or "volume" in checkpoint
 
@@ -48,7 +48,7 @@ async def stop_job(api: ApiCalls, namespace: str, name: str) -> None:
 
 
 def stored_step(view: JobView, logs: Path) -> int | None:
-    """The step of the newest checkpoint that shard 0's servers stored in this run, or None if they stored none.
+    """Returns the step of the newest checkpoint that shard 0's servers stored in this run, or None if they stored none.
 
     The status counts too if it names a checkpoint of the job's newest step: the pod that stored it may be gone.
     """
@@ -78,18 +78,20 @@ def with_former(view: JobView, pods: Sequence[dict[str, Any]]) -> JobView:
 
 
 def stored(view: JobView, logs: Path) -> tuple[int, str] | None:
-    """The step and the URI of the newest checkpoint that shard 0's servers stored in this run, and that is there."""
+    """Returns the step and the URI of the newest checkpoint that shard 0's servers stored in this run, and that is
+    there."""
     return max(((step, place) for step, place in _announced(view, logs) if not _is_missing(view, place)), default=None)
 
 
 def _is_missing(view: JobView, place: str) -> bool:
-    """Whether a checkpoint in a folder of this machine was deleted. A volume has another path here than in the pod."""
+    """Returns whether a checkpoint in a folder of this machine was deleted. A volume has another path here than in the
+    pod."""
     uri = (view.job.get("spec", {}).get("checkpoint") or {}).get("uri", "")
     return "://" not in f"{uri}{place}" and uri.startswith("/") and place.startswith("/") and not Path(place).exists()
 
 
 def _announced(view: JobView, logs: Path) -> list[tuple[int, str]]:
-    """The step and the URI of the last checkpoint of each log of shard 0's servers."""
+    """Returns the step and the URI of the last checkpoint of each log of shard 0's servers."""
     found: list[tuple[int, str]] = []
     for pod in view.pods:
         labels = pod["metadata"].get("labels", {})
@@ -107,7 +109,7 @@ def _announced(view: JobView, logs: Path) -> list[tuple[int, str]]:
 
 
 def closing_lines(view: JobView | None, job: dict[str, Any], logs: Path, again: str, how: str) -> Iterator[str]:
-    """The lines that are printed after Ctrl-C, or after another command has suspended the job.
+    """Yields the lines that are printed after Ctrl-C, or after another command has suspended the job.
 
     Args:
         view: the job as it was last observed; None: it had not begun.

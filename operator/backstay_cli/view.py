@@ -48,6 +48,6 @@ class LiveDisplay:
             self._console.print(Text(f"{SCRIPT} | {line}"))
 
     def render(self, view: JobView) -> RenderableType:
-        """The picture of `view`."""
+        """Returns the picture of `view`."""
         self._losses.add(view)
         return Picture(view, self._clock() - self._started, self._losses, hint=self._hint)

@@ -167,7 +167,7 @@ async def _once(create: Callable[[], Awaitable[_T]], existing: Callable[[], Awai
 
 
 async def _own_job(api: ApiCalls, namespace: str, name: str, mark: str) -> dict[str, Any]:
-    """The existing job, if the call with this mark created it.
+    """Returns the existing job, if the call with this mark created it.
 
     Raises:
         JobExists: another call did.

@@ -29,7 +29,7 @@ _LATER: Final = frozenset({0, 429, 500, 502, 503, 504})
 
 
 def is_transient(error: ApiRequestError | aiohttp.ClientError | OSError) -> bool:
-    """Whether the same call may succeed later."""
+    """Returns whether the same call may succeed later."""
     return not isinstance(error, ApiRequestError) or error.code in _LATER
 
 
@@ -37,25 +37,25 @@ class JobApi(Protocol):
     """The calls that the commands about jobs make."""
 
     async def get_job(self, namespace: str, name: str) -> dict[str, Any]:
-        """The TrainingJob."""
+        """Returns the TrainingJob."""
 
     async def list_jobs(self, namespace: str | None) -> list[dict[str, Any]]:
-        """The TrainingJobs of a namespace, or of all if it is None."""
+        """Returns the TrainingJobs of a namespace, or of all if it is None."""
 
     async def delete_job(self, namespace: str, name: str, uid: str = "") -> dict[str, Any]:
         """Delete a TrainingJob; the API server refuses one with another `uid` than this, with 409."""
 
     def log(self, namespace: str, pod: str, **options: str) -> AsyncIterator[bytes]:
-        """The log of a pod, as chunks of bytes."""
+        """Returns the log of a pod, as chunks of bytes."""
 
     async def pod_page(self, pod: dict[str, Any], path: str, timeout: float = 2.0, **headers: str) -> bytes | None:
-        """A page of a pod's health port."""
+        """Returns a page of a pod's health port."""
 
     async def pods_of(self, namespace: str, name: str) -> list[dict[str, Any]]:
-        """The job's pods."""
+        """Returns the job's pods."""
 
     async def events_of(self, namespace: str, uid: str) -> list[dict[str, Any]]:
-        """The events about an object, oldest first."""
+        """Returns the events about an object, oldest first."""
 
 
 class ApiCalls(Connection):
@@ -76,7 +76,7 @@ class ApiCalls(Connection):
     async def request(
         self, method: str, path: str, body: Any = None, *, content_type: str = "application/json", **parameters: str
     ) -> Any:
-        """One call; `body` is sent as JSON.
+        """Make one call. `body` is sent as JSON.
 
         Raises:
             ApiRequestError: the answer is not 2xx.
@@ -85,12 +85,12 @@ class ApiCalls(Connection):
         return await self.exchange(method, path, body=body, params=parameters, content_type=content_type)
 
     async def get_job(self, namespace: str, name: str) -> dict[str, Any]:
-        """The TrainingJob."""
+        """Returns the TrainingJob."""
         job: dict[str, Any] = await self.request("GET", _path_of(namespace, name))
         return job
 
     async def list_jobs(self, namespace: str | None) -> list[dict[str, Any]]:
-        """The TrainingJobs of a namespace, or of all if it is None."""
+        """Returns the TrainingJobs of a namespace, or of all if it is None."""
         where = "" if namespace is None else f"/namespaces/{_named('namespace', namespace)}"
         answer = await self.request("GET", f"{JOBS}{where}/{contract.PLURAL}")
         jobs: list[dict[str, Any]] = answer["items"]
@@ -112,7 +112,7 @@ class ApiCalls(Connection):
         return job
 
     async def log(self, namespace: str, pod: str, **options: str) -> AsyncIterator[bytes]:
-        """The log of a pod, as chunks of bytes.
+        """Yields the log of a pod, as chunks of bytes.
 
         Args:
             options: parameters of the API's request, such as ``follow="true"`` or ``tailLines="10"``.
@@ -174,7 +174,7 @@ class ApiCalls(Connection):
         await self.patch_job(namespace, name, {"spec": {"runPolicy": {"suspend": True}}})
 
     async def pods_of(self, namespace: str, name: str) -> list[dict[str, Any]]:
-        """The job's pods."""
+        """Returns the job's pods."""
         answer = await self.request(
             "GET", f"/api/v1/namespaces/{namespace}/pods", labelSelector=f"{contract.LABEL_JOB}={name}"
         )
@@ -182,7 +182,7 @@ class ApiCalls(Connection):
         return pods
 
     async def events_of(self, namespace: str, uid: str) -> list[dict[str, Any]]:
-        """The events about the object with that uid, oldest first."""
+        """Returns the events about the object with that uid, oldest first."""
         answer = await self.request(
             "GET", f"/api/v1/namespaces/{namespace}/events", fieldSelector=f"involvedObject.uid={uid}"
         )
@@ -191,7 +191,7 @@ class ApiCalls(Connection):
 
 
 def _path_of(namespace: str, name: str) -> str:
-    """The path of a TrainingJob.
+    """Returns the path of a TrainingJob.
 
     Raises:
         BadInput: one of the two cannot be a name. With an empty one, the path would mean all jobs of the namespace.

@@ -68,7 +68,7 @@ async def until_stopped(
 
 
 async def _has_pods(cluster: FoundCluster, namespace: str, name: str) -> bool:
-    """Whether a deleted job still has pods; the embedded cluster of `backstay run` ends with its job."""
+    """Returns whether a deleted job still has pods; the embedded cluster of `backstay run` ends with its job."""
     try:
         return bool(await cluster.api.pods_of(namespace, name))
     except (aiohttp.ClientError, OSError):

@@ -28,38 +28,39 @@ def printable(text: str) -> str:
 
 
 def log_line(line: bytes) -> str:
-    """A line of a log as a terminal would leave it: what follows the last carriage return, with controls escaped."""
+    """Returns a line of a log as a terminal would leave it: what follows the last carriage return, with controls
+    escaped."""
     return printable(line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="backslashreplace"))
 
 
 def plain(message: str) -> list[str]:
-    """The lines of a message; of each traceback only the end."""
+    """Returns the lines of a message; of each traceback only the end."""
     lines = [line.rstrip() for line in message.splitlines() if line.strip()]
     text = _BETWEEN.sub("", _TORN_TRACEBACK.sub("", _TRACEBACK.sub("", "\n".join(lines))))
     return [printable(line) for line in text.splitlines() or lines] or [""]
 
 
 def on_one_line(message: str) -> str:
-    """A message on one line; of each traceback only the end."""
+    """Returns a message on one line; of each traceback only the end."""
     return " ".join(line.strip() for line in plain(message))
 
 
 def current_folder() -> Path | None:
-    """The current folder, or None if it was deleted."""
+    """Returns the current folder, or None if it was deleted."""
     with contextlib.suppress(OSError):
         return Path.cwd()
     return None
 
 
 def shortened(place: str) -> str:
-    """A path relative to the current folder if it is inside; other paths unchanged."""
+    """Returns a path relative to the current folder if it is inside; other paths unchanged."""
     with contextlib.suppress(ValueError, OSError):  # the current folder may be deleted
         return str(Path(place).relative_to(Path.cwd()))
     return place
 
 
 def without_folder(message: str) -> str:
-    """A message in which paths inside the current folder are relative to it; URIs stay as they are."""
+    """Returns a message in which paths inside the current folder are relative to it; URIs stay as they are."""
     folder = current_folder()
     if folder is None or str(folder) == os.sep:
         return message
@@ -67,7 +68,7 @@ def without_folder(message: str) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """A number with its unit, such as ``1 server`` or ``2 servers``."""
+    """Returns a number with its unit, such as ``1 server`` or ``2 servers``."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
@@ -117,7 +118,7 @@ def loss(report: ReportedStatus) -> str:
 
 
 def step_of_goal(report: ReportedStatus) -> str:
-    """The updates that are applied, such as ``5 of 10``."""
+    """Returns the updates that are applied, such as ``5 of 10``."""
     if report.step is None:
         return number(None)
     return number(report.step) + (f" of {number(report.goal_steps)}" if report.goal_steps else "")
@@ -134,5 +135,5 @@ def size(nbytes: float) -> str:
 
 
 def shown(metrics: Mapping[str, float]) -> str:
-    """The metrics in words, such as ``accuracy 0.97, loss 0.1``; the names come from the script."""
+    """Returns the metrics in words, such as ``accuracy 0.97, loss 0.1``; the names come from the script."""
     return ", ".join(f"{printable(name)} {number(value)}" for name, value in sorted(metrics.items()))

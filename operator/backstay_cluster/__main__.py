@@ -19,7 +19,7 @@ from backstay_cluster.realserver import AssetsError
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Returns the command line."""
     made = argparse.ArgumentParser(prog="python -m backstay_cluster", description=__doc__)
     made.add_argument(
         "--data-dir", help="folder for the logs of pods (default: a temporary folder, removed at the end)"

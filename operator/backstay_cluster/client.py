@@ -35,7 +35,7 @@ class ApiRequestError(Exception):
 
     @classmethod
     def of(cls, code: int, body: Any, what: str) -> ApiRequestError:
-        """The error for an answer's code and body, a `Status` or anything else."""
+        """Returns the error for an answer's code and body, a `Status` or anything else."""
         if isinstance(body, dict) and body.get("kind") == "Status":
             details = body.get("details") or {}
             code = int(body.get("code") or code)
@@ -111,7 +111,7 @@ class Connection:
         content_type: str = "application/json",
         seconds: float = REQUEST_SECONDS,
     ) -> Any:
-        """One request; returns the answer's JSON, or its text.
+        """Send one request. Returns the answer's JSON, or its text.
 
         Raises:
             ApiRequestError: the server refused.
@@ -127,7 +127,7 @@ class Connection:
 
     @staticmethod
     async def checked(answer: aiohttp.ClientResponse, what: str) -> Any:
-        """The JSON or the text of an answer.
+        """Returns the JSON or the text of an answer.
 
         Raises:
             ApiRequestError: the server refused.
@@ -155,7 +155,7 @@ class ApiClient(Connection):
         content_type: str = "application/json",
         seconds: float = REQUEST_SECONDS,
     ) -> dict[str, Any]:
-        """One request; `path` starts with `/api`.
+        """Send one request. `path` starts with `/api`.
 
         Raises:
             ApiRequestError: the server answered with an error, or did not answer (code 0).
@@ -188,7 +188,7 @@ class ApiClient(Connection):
         return await self.request("DELETE", path, body=body)
 
     async def watch(self, path: str, params: Mapping[str, str]) -> AsyncGenerator[dict[str, Any]]:
-        """The events of one watch until the server ends it.
+        """Yields the events of one watch until the server ends it.
 
         Raises:
             ApiRequestError: the watch was refused, broke, sent nothing for too long, or sent an ERROR event (410: too

@@ -50,7 +50,7 @@ COMPILED_ENV, COMPILED = "JAX_COMPILATION_CACHE_DIR", "compiled"
 
 
 def kubeconfig(url: str, token: str, ca: bytes | None = None) -> str:
-    """A kubeconfig as YAML.
+    """Returns a kubeconfig as YAML.
 
     Args:
         url: the URL of the API server.
@@ -138,7 +138,7 @@ class EmbeddedCluster:
         return self.data_dir / "pods"
 
     def client(self) -> ApiClient:
-        """A new client of the API server; the caller closes it."""
+        """Returns a new client of the API server; the caller closes it."""
         return ApiClient(self.url, self.token, ssl=self._tls)
 
     async def start(self) -> Self:
@@ -289,7 +289,7 @@ class ClusterProcess:
         self.kubeconfig = self.logs_dir = Path()
 
     def client(self) -> ApiClient:
-        """A new client of the API server; the caller, which has an event loop, closes it."""
+        """Returns a new client of the API server; the caller, which has an event loop, closes it."""
         tls = None if self.ca is None else ssl.create_default_context(cadata=self.ca)
         return ApiClient(self.url, self.token, ssl=tls)
 

@@ -169,7 +169,8 @@ class GarbageCollector:
             await self._client.request("PATCH", path, body=patch, content_type=JSON_PATCH)
 
     async def _lives(self, owner: Object, namespace: str) -> bool:
-        """Whether an owner exists. The local copies may be late, so the API server is requested for unknown owners."""
+        """Returns whether an owner exists. The local copies may be late, so the API server is requested for unknown
+        owners."""
         if owner["uid"] in self._uids:
             return True
         group, _, version = owner["apiVersion"].rpartition("/")

@@ -51,7 +51,7 @@ class LoopbackBlock:
 
 
 def blocks(shuffle: random.Random) -> Iterator[ipaddress.IPv4Network]:
-    """All blocks in some order, without the first one, which contains 127.0.0.1 and Debian's 127.0.1.1."""
+    """Yields all blocks in some order, without the first one, which contains 127.0.0.1 and Debian's 127.0.1.1."""
     indices = list(range(1, 1 << (BLOCK_PREFIX - LOOPBACK.prefixlen)))
     shuffle.shuffle(indices)
     size = 1 << (32 - BLOCK_PREFIX)

@@ -23,7 +23,7 @@ def _split(text: str) -> tuple[Decimal, str]:
 
 
 def value(amount: str | int | float) -> Decimal:
-    """The number that a quantity represents.
+    """Returns the number that a quantity represents.
 
     Args:
         amount: the quantity, such as ``500m``, ``1Gi``, ``2e3`` or 4.
@@ -40,7 +40,7 @@ def value(amount: str | int | float) -> Decimal:
 
 
 def canonical(text: str) -> str:
-    """The form in which the API returns a quantity: no fraction, the largest suffix that allows that.
+    """Returns the form in which the API returns a quantity: no fraction, the largest suffix that allows that.
 
     Raises:
         ValueError: the text is not a quantity.

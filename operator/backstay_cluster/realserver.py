@@ -32,7 +32,7 @@ class AssetsError(Exception):
 
 
 def assets(environ: Mapping[str, str] | None = None) -> Path | None:
-    """The folder of `etcd` and `kube-apiserver`, or None if the variable is not set.
+    """Returns the folder of `etcd` and `kube-apiserver`, or None if the variable is not set.
 
     Raises:
         AssetsError: a program is missing in the folder.
@@ -92,11 +92,11 @@ class RealServer:
         self.certificate = data_dir / "node.crt"
 
     def client_tls(self) -> ssl.SSLContext:
-        """A context that trusts this server."""
+        """Returns a context that trusts this server."""
         return ssl.create_default_context(cafile=str(self.certificate))
 
     def kubelet_tls(self) -> ssl.SSLContext:
-        """The context for the kubelet's port, which accepts only the API server with the shared certificate."""
+        """Returns the context for the kubelet's port, which accepts only the API server with the shared certificate."""
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(self.certificate))
         context.load_cert_chain(self.certificate, self._dir / "node.key")
         context.verify_mode = ssl.CERT_REQUIRED
@@ -190,5 +190,5 @@ class RealServer:
 
 
 def new_token() -> str:
-    """A bearer token."""
+    """Returns a bearer token."""
     return secrets.token_hex(24)

@@ -53,7 +53,7 @@ class ApiCredentials:
     proxy: str | None = None
 
     def tls(self) -> ssl.SSLContext:
-        """The TLS context for the connections of the operator's client."""
+        """Returns the TLS context for the connections of the operator's client."""
         context = ssl.create_default_context(cafile=self.ca_path, cadata=self.ca_data)
         if self.cert_file:
             context.load_cert_chain(self.cert_file, keyfile=self.key_file)
@@ -123,7 +123,7 @@ class _ApiTokenFile:
 
 
 def _plain(kubeconfig: str) -> ApiCredentials | None:
-    """The credentials of a kubeconfig that has a token and a server, or None if it is not such a file."""
+    """Returns the credentials of a kubeconfig that has a token and a server, or None if it is not such a file."""
     try:
         config = yaml.safe_load(Path(kubeconfig).read_text())
         named = {kind: {one["name"]: one for one in config[kind]} for kind in ("contexts", "clusters", "users")}
@@ -179,7 +179,7 @@ async def _by_package(kubeconfig: str) -> ApiCredentials:
 
 
 async def kopf_login(kubeconfig: str | None) -> kopf.ConnectionInfo:
-    """The same credentials in Kopf's form. Kopf calls this function again when the API server answers 401."""
+    """Returns the same credentials in Kopf's form. Kopf calls this function again when the API server answers 401."""
     loaded = await load(kubeconfig)
     token = await loaded.token()
     return kopf.ConnectionInfo(

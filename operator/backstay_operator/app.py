@@ -230,7 +230,7 @@ class App:
         return await self.metrics.page(self.cluster.owed())
 
     def alive(self) -> HealthVerdict:
-        """Whether the watch receives events."""
+        """Returns whether the watch receives events."""
         if not self._leader.reached:
             # A restart cannot repair the API server. When it answers again, the watch gets the full time again.
             self.cluster.restart_clock()
@@ -243,7 +243,7 @@ class App:
         return HealthVerdict(True, "ok")
 
     def ready(self) -> HealthVerdict:
-        """Whether all first lists have been read, and the API server answers."""
+        """Returns whether all first lists have been read, and the API server answers."""
         if not self._watching:
             return HealthVerdict(False, "starting, or waiting for the CustomResourceDefinition")
         if not self._leader.seen:

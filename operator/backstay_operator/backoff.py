@@ -18,7 +18,7 @@ class Curve:
     jitter: float = 0.5
 
     def seconds(self, attempt: int, draw: Callable[[], float]) -> float:
-        """The delay after failed try `attempt` (from 0); `draw` returns a random number in [0, 1)."""
+        """Returns the delay after failed try `attempt` (from 0); `draw` returns a random number in [0, 1)."""
         raw = min(self.most, self.first * 2.0 ** min(attempt, 60))
         return raw * (1.0 - self.jitter * draw())
 
@@ -50,7 +50,7 @@ class Backoffs(Generic[K]):
         self._entries.pop(key, None)
 
     def remaining(self, key: K, now: float) -> float:
-        """Seconds until `key` may be tried again; 0 if it may be tried now."""
+        """Returns the seconds until `key` may be tried again; 0 if it may be tried now."""
         entry = self._entries.get(key)
         return 0.0 if entry is None else max(0.0, entry.not_before - now)
 

@@ -60,7 +60,7 @@ class ClusterOverlay:
     # The known objects.
 
     def job(self, key: JobKey) -> Json | None:
-        """The TrainingJob; None if it does not exist, or if it is being deleted."""
+        """Returns the TrainingJob; None if it does not exist, or if it is being deleted."""
         found = self.overlays[JOBS].view(key)
         # Two objects of one name: the deletion of the older one has not been shown yet.
         newest = max(found, key=lambda seen: seen.version, default=None)
@@ -69,11 +69,11 @@ class ClusterOverlay:
         return newest.value
 
     def objects(self, resource: ResourceKind, key: JobKey) -> tuple[Json, ...]:
-        """The objects of one kind that are labelled with a job."""
+        """Returns the objects of one kind that are labelled with a job."""
         return tuple(seen.value for seen in self.overlays[resource].view(key))
 
     def jobs(self) -> set[JobKey]:
-        """Every known job."""
+        """Returns every known job."""
         return self.overlays[JOBS].keys()
 
     # The operator's writes.
@@ -91,8 +91,8 @@ class ClusterOverlay:
     # The state of the watches.
 
     def owed(self) -> float:
-        """Seconds without an event from a watch that has not shown one of this operator's writes, or 0 if all were
-        shown.
+        """Returns the seconds without an event from a watch that has not shown one of this operator's writes, or 0 if
+        all were shown.
 
         A watch that shows events is not dead, however late it is. With a slow API server, or after a pause of the
         operator, it catches up. A restart would only begin again.
@@ -105,7 +105,8 @@ class ClusterOverlay:
         return max(silent)
 
     def behind(self) -> float:
-        """Seconds for which the watches have not shown the oldest write of this operator, or 0 if all were shown."""
+        """Returns the seconds for which the watches have not shown the oldest write of this operator, or 0 if all were
+        shown."""
         now = self._clock()
         waits = (overlay.owed_since() for overlay in self.overlays.values())
         return max((now - since for since in waits if since is not None), default=0.0)

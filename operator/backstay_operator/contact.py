@@ -53,12 +53,12 @@ class Attention:
         self._ticked = self._clock()
 
     def awake_since(self, began: float) -> bool:
-        """Whether this process was never late since `began`."""
+        """Returns whether this process was never late since `began`."""
         self.tick()
         return self._late < began
 
     def paused_since(self, began: float) -> bool:
-        """Whether this process was paused since `began`."""
+        """Returns whether this process was paused since `began`."""
         self.tick()
         return self._paused >= began
 
@@ -128,7 +128,7 @@ class Calls:
             line.long_calls += 1
 
     def silent(self) -> set[str]:
-        """The pods that did not answer the newest call."""
+        """Returns the pods that did not answer the newest call."""
         return {uid for uid, line in self._lines.items() if line.unanswered}
 
     def contact(
@@ -138,7 +138,7 @@ class Calls:
         unreachable: frozenset[int],
         hung_workers: frozenset[str] = frozenset(),
     ) -> Contact:
-        """The facts for the planner; `reachable` and `unreachable` are what workers report."""
+        """Returns the facts for the planner; `reachable` and `unreachable` are what workers report."""
         return Contact(
             taken=now,
             answered_at={uid: line.answered_at for uid, line in self._lines.items() if line.answered_at is not None},

@@ -125,7 +125,7 @@ _BY_CODE: Mapping[int, type[Answered]] = {
 
 
 def answered(what: str, code: int, status: Mapping[str, Any], retry_after: str | None) -> Answered:
-    """The exception for an answer that is an error.
+    """Returns the exception for an answer that is an error.
 
     Args:
         what: the request, for the message.

@@ -311,8 +311,8 @@ def _owned_by(obj: Mapping[str, Any], uid: str) -> bool:
 
 
 def _identity(action: act.Action) -> str:
-    """The key of a back-off. A pod that may have been created is tried again under another name. Of a shard, the active
-    server and the standby have different stages."""
+    """Returns the key of a back-off. A pod that may have been created is tried again under another name. Of a shard,
+    the active server and the standby have different stages."""
     if isinstance(action, act.CreatePod):
         member = action.manifest["metadata"]["labels"].get(contract.LABEL_MEMBER, "")
         return f"CreatePod {action.role} {action.index} {member} {action.stage}"

@@ -303,13 +303,13 @@ class JobMetrics(Collector):
     # The export.
 
     def describe(self) -> Iterable[Metric]:
-        """Every metric, without a sample."""
+        """Yields every metric, without a sample."""
         yield self._phases()
         for family in FAMILIES:
             yield family.kind(f"backstay_job_{family.name}", family.text, labels=[*_JOB, *family.labels])
 
     def collect(self) -> Iterable[Metric]:
-        """Every metric, with the samples of now."""
+        """Yields every metric, with the samples of now."""
         now = self._clock()
         yield self._phases()
         made = {f.name: f.kind(f"backstay_job_{f.name}", f.text, labels=[*_JOB, *f.labels]) for f in FAMILIES}
@@ -355,7 +355,7 @@ class JobMetrics(Collector):
 
 
 def training(job: Json) -> bool | None:
-    """The status of the condition Training, or None if there is no such condition yet."""
+    """Returns the status of the condition Training, or None if there is no such condition yet."""
     for condition in (job.get("status") or {}).get("conditions") or ():
         if condition.get("type") == status.TRAINING:
             return bool(condition.get("status") == "True")
@@ -415,7 +415,7 @@ def _unix(time: str | None) -> float | None:
 
 
 def _holding(pods: Sequence[Json]) -> dict[str, int]:
-    """Pods that occupy a node, by role."""
+    """Returns the pods that occupy a node, by role."""
     found = dict.fromkeys(ROLE_OF_LABEL.values(), 0)
     for pod in pods:
         role = ROLE_OF_LABEL.get((pod["metadata"].get("labels") or {}).get(contract.LABEL_ROLE, ""))
@@ -426,7 +426,7 @@ def _holding(pods: Sequence[Json]) -> dict[str, int]:
 
 
 def _ready(pod: Json, role: str, index: int) -> int | None:
-    """The incarnation of a pod that is ready in this slot. Of a rank of several pods, the first one counts."""
+    """Returns the incarnation of a pod that is ready in this slot. Of a rank of several pods, the first one counts."""
     labels = pod["metadata"].get("labels") or {}
     own = labels.get(contract.LABEL_ROLE), labels.get(contract.LABEL_INDEX), labels.get(contract.LABEL_MEMBER, "0")
     if own != (role, str(index), "0"):

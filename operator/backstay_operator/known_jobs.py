@@ -50,11 +50,11 @@ class KnownJobs:
         self._parsed: dict[JobKey, _Parsed] = {}
 
     def memory(self, key: JobKey) -> OperatorMemory | None:
-        """The memory of a job, or None if this operator has not planned it yet."""
+        """Returns the memory of a job, or None if this operator has not planned it yet."""
         return self._memories.get(key)
 
     def remember(self, key: JobKey, job: Json) -> tuple[OperatorMemory, bool]:
-        """The memory of an existing job, and whether it replaces that of an earlier job with the same name."""
+        """Returns the memory of an existing job, and whether it replaces that of an earlier job with the same name."""
         uid = job["metadata"]["uid"]
         before = self._memories.get(key)
         if before is not None and before.uid == uid:
@@ -93,7 +93,7 @@ class KnownJobs:
         return kept.spec
 
     def snapshot(self, key: JobKey, job: Json, memory: OperatorMemory) -> SeenJob:
-        """The input of the next plan for a job."""
+        """Returns the input of the next plan for a job."""
         spec, status = self.spec(key, job), TrainingJobStatus.model_validate(job.get("status") or {})
         pods = self.cluster.objects(PODS, key)
         spent: Spent | None = None
@@ -110,7 +110,7 @@ class KnownJobs:
     def _spent(
         self, memory: OperatorMemory, spec: TrainingJobSpec, status: TrainingJobStatus, pods: Sequence[Json]
     ) -> Spent | None:
-        """The account of the worker pods' seconds, up to now."""
+        """Returns the account of the worker pods' seconds, up to now."""
         now = self.clocks.now()
         account = memory.account
         if account is None:
@@ -127,6 +127,7 @@ class KnownJobs:
         return Spent(self.seconds(memory), gone, datetime.fromtimestamp(account.until, UTC))
 
     def seconds(self, memory: OperatorMemory) -> dict[str, float]:
-        """The seconds of all worker pods by part, in the order of `PARTS`; empty before the first one had a node."""
+        """Returns the seconds of all worker pods by part, in the order of `PARTS`; empty before the first one had a
+        node."""
         account = memory.account
         return {} if account is None or account.until is None else account.seconds(self.clocks.now().timestamp())

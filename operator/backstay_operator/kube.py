@@ -121,7 +121,7 @@ class Kube:
         )
 
     async def json_patch(self, resource: ResourceKind, namespace: str, name: str, patch: list[Json]) -> Json:
-        """JSON patch (RFC 6902); a failing `test` is Invalid."""
+        """Returns JSON patch (RFC 6902); a failing `test` is Invalid."""
         return await self._request("patch", resource, namespace, name, body=patch, content=JSON_PATCH)
 
     async def delete(

@@ -77,7 +77,7 @@ class KubernetesJob:
 
 
 def _servers_changed(job: Json, status: Mapping[str, Any] | None) -> bool:
-    """Whether the new status has other servers than the old one, in a job with standbys."""
+    """Returns whether the new status has other servers than the old one, in a job with standbys."""
 
     def servers(of: Mapping[str, Any]) -> tuple[Any, dict[str, int]]:
         numbers = (of.get("incarnations") or {}).items()

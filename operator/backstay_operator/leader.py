@@ -33,7 +33,7 @@ _PERIOD: Final = 4.0
 
 
 def identity(environ: Mapping[str, str], draw: Callable[[], float]) -> str:
-    """A name for this process that no other running process has.
+    """Returns a name for this process that no other running process has.
 
     In a pod it is the pod's name and uid (``BACKSTAY_OPERATOR_POD``), so a restarted container takes over from its dead
     predecessor immediately. Elsewhere it is host, process-id namespace and process id, which show whether a predecessor
@@ -46,13 +46,15 @@ def identity(environ: Mapping[str, str], draw: Callable[[], float]) -> str:
 
 
 def pod_reference(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """The owner reference to the pod of this process (``BACKSTAY_OPERATOR_POD``, name/uid); None outside a pod."""
+    """Returns the owner reference to the pod of this process (``BACKSTAY_OPERATOR_POD``, name/uid); None outside a
+    pod."""
     name, _, uid = environ.get("BACKSTAY_OPERATOR_POD", "").partition("/")
     return {"apiVersion": "v1", "kind": "Pod", "name": name, "uid": uid} if name and uid else None
 
 
 def is_dead(holder: str, me: str) -> bool:
-    """Whether it is certain that `holder` no longer runs. This can be certain only for a process of this machine."""
+    """Returns whether it is certain that `holder` no longer runs. This can be certain only for a process of this
+    machine."""
     theirs, mine = holder.split("_"), me.split("_")
     if len(theirs) != 4 or len(mine) != 4 or theirs[:2] != mine[:2] or not theirs[2].isdigit():
         return False
@@ -124,7 +126,7 @@ class Leader:
         self.reached = False  # whether the API server answered the last request
 
     def leads(self) -> bool:
-        """Whether this operator may act now."""
+        """Returns whether this operator may act now."""
         return self._until is not None and self._clock() < self._until
 
     @property
@@ -133,7 +135,8 @@ class Leader:
         return self._shown >= 0
 
     def behind(self) -> float:
-        """Seconds for which the watch has not shown a written version of the Lease while the API server answered."""
+        """Returns the seconds for which the watch has not shown a written version of the Lease while the API server
+        answered."""
         return 0.0 if self._beat is None else self._clock() - self._beat.at
 
     def saw(self, lease: Mapping[str, Any]) -> None:

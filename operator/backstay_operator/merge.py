@@ -8,7 +8,8 @@ from typing import Any
 
 
 def merge_patch(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """The patch that changes `old` to `new`: null removes a field, lists are replaced whole; {}: they are equal.
+    """Returns the patch that changes `old` to `new`: null removes a field, lists are replaced whole; {}: they are
+    equal.
 
     `new` must not contain null, because a merge patch cannot express it.
     """

@@ -46,7 +46,7 @@ class WatchCollector(Collector):
         self.ages, self.owed = ages, owed
 
     def collect(self) -> Iterable[Metric]:
-        """One sample for each watched resource."""
+        """Yields one sample for each watched resource."""
         family = GaugeMetricFamily(
             "backstay_operator_watch_age_seconds",
             "Seconds since the watch of a resource last received an event.",
@@ -166,12 +166,12 @@ class OperatorMetrics:
         self.watch_events.labels(resource).inc()
 
     def watch_ages(self) -> dict[str, float]:
-        """Seconds since each watch last received an event."""
+        """Returns the seconds since each watch last received an event."""
         now = self.clock()
         return {resource: now - at for resource, at in list(self.moved.items())}
 
     async def page(self, overdue: float) -> bytes:
-        """The text of a scrape, computed in a thread. At 1,000 jobs it takes one second of CPU time.
+        """Returns the text of a scrape, computed in a thread. At 1,000 jobs it takes one second of CPU time.
 
         Args:
             overdue: seconds without an event from a watch that has not shown a write of the operator.
@@ -181,7 +181,8 @@ class OperatorMetrics:
 
 
 def metric_names() -> frozenset[str]:
-    """The names of all series that the operator can export, as a query spells them (``_total``, ``_bucket``)."""
+    """Returns the names of all series that the operator can export, as a query spells them (``_total``,
+    ``_bucket``)."""
     metrics = OperatorMetrics()
     names: set[str] = set()
     for family in metrics.registry.collect():

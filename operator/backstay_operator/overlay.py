@@ -19,7 +19,7 @@ _REST: Final = 120.0
 
 
 def version_of(metadata: Mapping[str, Any]) -> int:
-    """The resourceVersion as a number, by which Kubernetes orders since 1.35; -1 if it is not a number."""
+    """Returns the resourceVersion as a number, by which Kubernetes orders since 1.35; -1 if it is not a number."""
     try:
         return int(metadata.get("resourceVersion") or -1)
     except ValueError:
@@ -69,11 +69,11 @@ class Overlay(Generic[K, T]):
         self._gone.clear()
 
     def keys(self) -> set[K]:
-        """Every key that has an object."""
+        """Returns every key that has an object."""
         return set(self._index) | set(self._writes)
 
     def view(self, key: K) -> list[Seen[T]]:
-        """The newest known state of each object under `key`, by name."""
+        """Returns the newest known state of each object under `key`, by name."""
         writes = self._writes.get(key, {})
         found: dict[str, Seen[T]] = {}
         for seen in self._indexed(key):
@@ -117,11 +117,12 @@ class Overlay(Generic[K, T]):
             self._drop(key, uid)
 
     def is_gone(self, uid: str) -> bool:
-        """Whether the object with this uid was deleted."""
+        """Returns whether the object with this uid was deleted."""
         return uid in self._gone
 
     def owed_since(self) -> float | None:
-        """The clock at the oldest write that the watch has not shown, or None if the watch has shown all writes."""
+        """Returns the clock at the oldest write that the watch has not shown, or None if the watch has shown all
+        writes."""
         return min((write.at for writes in self._writes.values() for write in writes.values()), default=None)
 
     def restart_clock(self) -> None:
@@ -133,7 +134,7 @@ class Overlay(Generic[K, T]):
                 write.at = now
 
     def missing_from(self, listed: Mapping[str, int], version: int) -> Iterator[tuple[K, Seen[T]]]:
-        """The objects that are missing in a list, although they are older than the list.
+        """Yields the objects that are missing in a list, although they are older than the list.
 
         Args:
             listed: uid -> resourceVersion, the whole list.

@@ -94,7 +94,7 @@ class Round:
         return found if len(found) <= MOST_MISSING else set()
 
     def request(self, server: PolledServer, recorded: str = "") -> control_pb2.ProgressRequest:
-        """The request to one server.
+        """Returns the request to one server.
 
         Args:
             recorded: the id of the record that shard 0's server has.
@@ -394,7 +394,8 @@ class Poller:
             poll.calls.long_missed(server.pod_uid, generation)
 
     async def _pinged(self, line: _Line, token: str) -> bool | None:
-        """Whether a server answers a call without content on its control connection. Returns None as `_health` does."""
+        """Returns whether a server answers a call without content on its control connection. Returns None as `_health`
+        does."""
         began = self._clock()
         try:
             await line.stub.Ping(
@@ -407,8 +408,8 @@ class Poller:
         return True
 
     async def _health(self, url: str, patience: float) -> bool | None:
-        """Whether a pod answers one health request; a refused connection is tried again until the time has passed.
-        Returns None if this process was late, so the result is unknown."""
+        """Returns whether a pod answers one health request; a refused connection is tried again until the time has
+        passed. Returns None if this process was late, so the result is unknown."""
         began = self._clock()
         while (left := began + patience - self._clock()) > 0:
             if await self._get(f"{url}/healthz", left) is not None:
@@ -417,7 +418,7 @@ class Poller:
         return False if self._attention.awake_since(began) else None
 
     async def _witness(self, url: str) -> str | None:
-        """The report of a worker about the servers that it calls; None without an answer."""
+        """Returns the report of a worker about the servers that it calls; None without an answer."""
         return await self._get(f"{url}/peers", self._times.deadline)
 
     async def _get(self, url: str, seconds: float) -> str | None:
@@ -442,7 +443,7 @@ async def _cancel(task: asyncio.Task[Any]) -> None:
 
 
 def reported(reports: Sequence[str | None], shards: Collection[int]) -> tuple[frozenset[int], frozenset[int]]:
-    """Which of `shards` answer a worker's heartbeats, and which do not.
+    """Returns which of `shards` answer a worker's heartbeats, and which do not.
 
     The reports have the form ``{"0": {"answered": 1.2, "missed": 0}}``: seconds since the last answer, and calls of 5 s
     without an answer since then. A worker that was paused has an old answer and no missed calls, which prove nothing.
@@ -464,12 +465,12 @@ def reported(reports: Sequence[str | None], shards: Collection[int]) -> tuple[fr
 
 
 def health_of(pod_ip: str) -> str:
-    """The URL of a pod's health port."""
+    """Returns the URL of a pod's health port."""
     host = f"[{pod_ip}]" if ":" in pod_ip else pod_ip
     return f"http://{host}:{contract.PORT_METRICS}"
 
 
 def address_of(pod_ip: str) -> str:
-    """The address of a pod's control service, in gRPC's form."""
+    """Returns the address of a pod's control service, in gRPC's form."""
     host = f"[{pod_ip}]" if ":" in pod_ip else pod_ip
     return f"{host}:{contract.PORT_CONTROL}"

@@ -95,7 +95,8 @@ class Reconciler:
     # The control channel.
 
     def round(self, key: JobKey) -> Round | None:
-        """The calls to this job's servers, or None if it has no servers to call, or this operator does not act."""
+        """Returns the calls to this job's servers, or None if it has no servers to call, or this operator does not
+        act."""
         job = self._cluster.job(key)
         memory = self._known.memory(key)
         if job is None or memory is None or not self._leads():
@@ -151,7 +152,7 @@ class Reconciler:
             self._bus.send(Changed(key, after=max(0.0, _PACE - since)))
 
     def _trains(self, key: JobKey) -> bool | None:
-        """The status of the job's condition Training, or None if it has no such condition yet."""
+        """Returns the status of the job's condition Training, or None if it has no such condition yet."""
         job = self._cluster.job(key)
         return None if job is None else training(job)
 
@@ -189,7 +190,7 @@ class Reconciler:
 
 
 def _in_sync(job: Json, progress: Progress | None) -> int | None:
-    """The number of shards that would lose nothing with their server; None without standbys."""
+    """Returns the number of shards that would lose nothing with their server; None without standbys."""
     active: Mapping[str, int] = (job.get("status") or {}).get("active") or {}
     if not active or progress is None:
         return None

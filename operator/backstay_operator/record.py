@@ -15,13 +15,13 @@ _LEFT_OUT: Final = frozenset(
 
 
 def record_of(status: Mapping[str, Any]) -> str:
-    """The job's status as JSON, with its history, without what grows with the number of pods."""
+    """Returns the job's status as JSON, with its history, without what grows with the number of pods."""
     kept = {name: value for name, value in status.items() if name not in _LEFT_OUT}
     return json.dumps(kept, separators=(",", ":"), allow_nan=False)
 
 
 def record_id(status: Mapping[str, Any]) -> str:
-    """Another text whenever something happened to the job; progress alone does not change the id."""
+    """Returns another text whenever something happened to the job; progress alone does not change the id."""
     history = status.get("history") or ()
     newest = history[-1] if history else {}
     known = [sum(name in entry for entry in history) for name in ("recovered", "report")]

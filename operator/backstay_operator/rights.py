@@ -19,7 +19,7 @@ class ResourceKind(NamedTuple):
     plural: str
 
     def path(self, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
-        """The URL path of the collection, one object, or one subresource of it."""
+        """Returns the URL path of the collection, one object, or one subresource of it."""
         parts = ["/api" if not self.group else f"/apis/{self.group}", self.version]
         if namespace is not None:
             parts += ["namespaces", namespace]

@@ -30,7 +30,7 @@ def round_of(
     token: str,
     job_seconds: Callable[[], Iterable[float]],
 ) -> Round | None:
-    """The calls to a job's servers, or None if no server can be called.
+    """Returns the calls to a job's servers, or None if no server can be called.
 
     Args:
         spec, status, uid: the job.
@@ -76,7 +76,7 @@ def _server(view: PodView, ip: str, *, serves: bool) -> PolledServer:
 
 
 def _worker(found: Mapping[Slot, Sequence[PodView]], rank: int, incarnation: int) -> tuple[str, str] | None:
-    """The uid and the health URL of one running worker's pod."""
+    """Returns the uid and the health URL of one running worker's pod."""
     for view, ip in _running(found, contract.ROLE_WORKER):
         if (view.slot.index, view.incarnation) == (rank, incarnation):
             return view.uid, health_of(ip)
@@ -86,7 +86,7 @@ def _worker(found: Mapping[Slot, Sequence[PodView]], rank: int, incarnation: int
 def _running(
     found: Mapping[Slot, Sequence[PodView]], role: str, *, deleting: bool = False
 ) -> Iterator[tuple[PodView, str]]:
-    """The running pods of a role, each with its address; `deleting`: also pods that are being deleted."""
+    """Yields the running pods of a role, each with its address; `deleting`: also pods that are being deleted."""
     for slot, views in found.items():
         for view in (each.first for each in views) if slot.role == role else ():
             status = view.raw.get("status") or {}

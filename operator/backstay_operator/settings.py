@@ -75,7 +75,7 @@ class NoState(kopf.DiffBaseStorage, kopf.ProgressStorage):
     """
 
     def build(self, *, body: kopf.Body, extra_fields: Any = None) -> kopf.BodyEssence:
-        """The part of an object that Kopf may compare: nothing."""
+        """Returns the part of an object that Kopf may compare: nothing."""
         return kopf.BodyEssence({})
 
     def clear(self, *, essence: kopf.BodyEssence) -> kopf.BodyEssence:

@@ -29,7 +29,7 @@ def _metadata(body: Mapping[str, Any], *, annotations: bool) -> Json:
 
 
 def pod(body: Mapping[str, Any]) -> Json:
-    """The identity, owner, node and state of a pod."""
+    """Returns the identity, owner, node and state of a pod."""
     status: Mapping[str, Any] = body.get("status") or {}
     kept: Json = {field: status[field] for field in _STATUS if field in status}
     for field in ("containerStatuses", "initContainerStatuses"):
@@ -55,18 +55,18 @@ def pod(body: Mapping[str, Any]) -> Json:
 
 
 def service(body: Mapping[str, Any]) -> Json:
-    """The owner and the selector of a Service."""
+    """Returns the owner and the selector of a Service."""
     spec: Mapping[str, Any] = body.get("spec") or {}
     return {"metadata": _metadata(body, annotations=False), "spec": dict(spec)}
 
 
 def policy(body: Mapping[str, Any]) -> Json:
-    """The owner of a NetworkPolicy."""
+    """Returns the owner of a NetworkPolicy."""
     return {"metadata": _metadata(body, annotations=False)}
 
 
 def job(body: Mapping[str, Any]) -> Json:
-    """The whole object without managedFields."""
+    """Returns the whole object without managedFields."""
     kept = dict(body)
     kept["metadata"] = _metadata(body, annotations=True)
     annotations = kept["metadata"].get("annotations")

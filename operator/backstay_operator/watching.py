@@ -32,14 +32,14 @@ Sink: TypeAlias = Callable[[ResourceKind, JobKey, Mapping[str, Any], bool, bool]
 
 
 def job_key(body: Mapping[str, Any]) -> JobKey | None:
-    """The job that a pod or Service is labelled with."""
+    """Returns the job that a pod or Service is labelled with."""
     metadata = body.get("metadata") or {}
     name = (metadata.get("labels") or {}).get(contract.LABEL_JOB)
     return (metadata.get("namespace") or "", name) if name else None
 
 
 def own_key(body: Mapping[str, Any]) -> JobKey:
-    """The key of a job itself."""
+    """Returns the key of a job itself."""
     return body["metadata"].get("namespace") or "", body["metadata"]["name"]
 
 

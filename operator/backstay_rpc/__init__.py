@@ -9,5 +9,5 @@ AUTHORIZATION: Final = "authorization"
 
 
 def bearer(token: str) -> tuple[tuple[str, str], ...]:
-    """The gRPC call metadata that carries the job's token (O7)."""
+    """Returns the gRPC call metadata that carries the job's token (O7)."""
     return ((AUTHORIZATION, f"Bearer {token}"),)

@@ -27,7 +27,7 @@ def combine(
     replies: Mapping[int, control_pb2.ProgressReply],
     taken: datetime,
 ) -> Progress | None:
-    """The answers of one round, in the planner's form.
+    """Returns the answers of one round, in the planner's form.
 
     The coordinator (shard 0) reports the state of the whole job. Any shard reports workers that are stalled, that have
     contributed, or that are alive. None if no server answered. Values that are not valid are left out.
@@ -71,7 +71,8 @@ def combine(
 
 
 def _report(reply: control_pb2.ProgressReply) -> tuple[JobReport, str]:
-    """The report of shard 0's server, and why a part of it cannot be read. The second is empty if all of it can.
+    """Returns the report of shard 0's server, and why a part of it cannot be read. The second is empty if all of it
+    can.
 
     It has the position of the server, because a standby that takes over has no report yet.
     """
@@ -115,7 +116,7 @@ def carried(before: Progress | None, after: Progress) -> Progress:
 
 
 def urgent(before: Progress | None, after: Progress) -> bool:
-    """Whether `after` contains news for which a plan is needed now, and not in ten seconds."""
+    """Returns whether `after` contains news for which a plan is needed now, and not in ten seconds."""
     if before is None:
         return True
     fields = ("reached", "stalled", "contributed", "in_sync", "death_reports", "done")

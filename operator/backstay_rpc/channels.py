@@ -80,7 +80,7 @@ _SERVER: Final[Options] = [
 
 
 def open_channel(address: str) -> grpc.Channel:
-    """A channel to a control service. It connects at the first call, and again after its connection broke.
+    """Returns a channel to a control service. It connects at the first call, and again after its connection broke.
 
     Args:
         address: ``host:port``.
@@ -102,7 +102,7 @@ def open_aio_channel(address: str, *, reconnect_within: float | None = None) -> 
 
 
 def listen(bind: str, port: int) -> tuple[grpc.aio.Server, int]:
-    """A server that is bound, for the running event loop. It is not started, and has no handlers.
+    """Returns a server that is bound, for the running event loop. It is not started, and has no handlers.
 
     Args:
         bind: an address of this machine.

@@ -39,7 +39,7 @@ class Credentials:
         return bearer(self.token)
 
     def admits(self, given: Iterable[str | bytes]) -> bool:
-        """Whether a call belongs to this job; compares in constant time.
+        """Returns whether a call belongs to this job; compares in constant time.
 
         Args:
             given: the call's values of the header ``authorization``.
@@ -51,9 +51,9 @@ class Credentials:
         return hmac.compare_digest(value, f"Bearer {self.token}".encode())
 
     def proven(self, given: bytes) -> bool:
-        """Whether `given` is the token; compares in constant time."""
+        """Returns whether `given` is the token; compares in constant time."""
         return bool(self.token) and hmac.compare_digest(given, self.token.encode())
 
     def admits_call(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-        """Whether the metadata of a gRPC call carry the token, and no second one."""
+        """Returns whether the metadata of a gRPC call carry the token, and no second one."""
         return self.admits(value for key, value in metadata if key == AUTHORIZATION)

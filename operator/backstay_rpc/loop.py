@@ -21,7 +21,7 @@ _running: tuple[int, asyncio.AbstractEventLoop, threading.Thread] | None = None
 
 
 def rpc_loop() -> asyncio.AbstractEventLoop:
-    """The loop; the first call starts its thread. A forked child gets its own loop."""
+    """Returns the loop; the first call starts its thread. A forked child gets its own loop."""
     global _running  # noqa: PLW0603  # there is one for each process
     with _LOCK:
         if _running is None or _running[0] != os.getpid():

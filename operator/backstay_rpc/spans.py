@@ -23,7 +23,7 @@ class PodSpan(NamedTuple):
 
 
 def spans_in(message: Spans) -> Iterator[PodSpan]:
-    """The spans of a message, in the order in which they ended.
+    """Yields the spans of a message, in the order in which they ended.
 
     Raises:
         ValueError: the columns differ in length, or a note is not JSON.

@@ -36,7 +36,7 @@ class CreateSecret:
     manifest: dict[str, Any]
 
     def with_token(self, token: str) -> dict[str, Any]:
-        """The manifest to send, with `token` (of `token.token_for`) in it."""
+        """Returns the manifest to send, with `token` (of `token.token_for`) in it."""
         manifest = copy.deepcopy(self.manifest)
         manifest["data"] = {contract.SECRET_KEY_TOKEN: base64.b64encode(token.encode()).decode()}
         return manifest

@@ -34,7 +34,7 @@ _OF_PODS: Final = (
 
 
 def advice(job: TrainingJob) -> Iterator[Event]:
-    """An event for each doubtful part of a valid job."""
+    """Yields an event for each doubtful part of a valid job."""
     for text in misspelt_containers(job.spec):
         yield warning("UnusualContainerName", text)
     for text in args_without_command(job.spec):
@@ -44,7 +44,7 @@ def advice(job: TrainingJob) -> Iterator[Event]:
 
 
 def args_without_command(spec: TrainingJobSpec) -> Iterator[str]:
-    """A sentence about arguments that replace the command of the trainer image."""
+    """Yields a sentence about arguments that replace the command of the trainer image."""
     if spec.args and not spec.command:
         yield (
             "spec.args without spec.command replaces the command of the image, unless the image has an entrypoint. The "
@@ -53,7 +53,7 @@ def args_without_command(spec: TrainingJobSpec) -> Iterator[str]:
 
 
 def _ignored(metadata: ObjectMeta, spec: TrainingJobSpec) -> Iterator[str]:
-    """A sentence for each label or annotation of the job that only has an effect on pods.
+    """Yields a sentence for each label or annotation of the job that only has an effect on pods.
 
     The pods have the labels and annotations of their templates, and not those of the job.
     """

@@ -167,7 +167,7 @@ class PodOutcome:
     content: Mapping[str, Any] = field(default_factory=dict)
 
     def report(self) -> JobReport:
-        """The rows of the report that the message has."""
+        """Returns the rows of the report that the message has."""
         return JobReport.in_message(self.content)
 
     @property
@@ -187,7 +187,7 @@ class PodOutcome:
 
 
 def terminated_state(pod: Manifest) -> Mapping[str, Any] | None:
-    """The `terminated` state of the container `trainer`, or None while it has not ended."""
+    """Returns the `terminated` state of the container `trainer`, or None while it has not ended."""
     for status in _statuses(pod, "containerStatuses"):
         if status.get("name") == contract.CONTAINER:
             state: Mapping[str, Any] | None = (status.get("state") or {}).get("terminated")
@@ -196,22 +196,22 @@ def terminated_state(pod: Manifest) -> Mapping[str, Any] | None:
 
 
 def condition_of(pod: Manifest, kind: str) -> Mapping[str, Any]:
-    """The condition of this type of a pod; empty if it has none."""
+    """Returns the condition of this type of a pod; empty if it has none."""
     conditions: Iterable[Mapping[str, Any]] = (pod.get("status") or {}).get("conditions") or ()
     return next((condition for condition in conditions if condition.get("type") == kind), {})
 
 
 def has_ended(pod: Manifest) -> bool:
-    """Whether all containers of a pod have ended. The kubelet may report the phase seconds later. A pod with sidecars
-    ends when its phase is terminal."""
+    """Returns whether all containers of a pod have ended. The kubelet may report the phase seconds later. A pod with
+    sidecars ends when its phase is terminal."""
     states = [(container.get("state") or {}).get("terminated") for container in _statuses(pod, "containerStatuses")]
     ended = all(state is not None and state.get("reason") != UNKNOWN_STATE for state in states)
     return bool(states) and ended and not _sidecars(pod)
 
 
 def outcome_of(pod: Manifest) -> PodOutcome | None:
-    """The outcome in a pod's termination message. Returns None if the pod has not ended, or the message is not from the
-    trainer.
+    """Returns the outcome in a pod's termination message. Returns None if the pod has not ended, or the message is not
+    from the trainer.
 
     ``Succeeded`` counts only with exit code 0: otherwise the message may be the last lines of a log.
     """
@@ -252,7 +252,7 @@ def _count(value: Any) -> int | None:
 
 
 def finite(metrics: Mapping[Any, Any]) -> dict[str, float]:
-    """The metrics that JSON can hold: finite numbers under names."""
+    """Returns the metrics that JSON can hold: finite numbers under names."""
     kept = {}
     for name, value in metrics.items():
         if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf"):
@@ -261,7 +261,7 @@ def finite(metrics: Mapping[Any, Any]) -> dict[str, float]:
 
 
 def verdict_of(pod: Manifest) -> Verdict:
-    """Why this pod, which is dead, died.
+    """Returns why this pod, which is dead, died.
 
     A disruption takes precedence over an exit code: the exit code of an evicted or deleted container depends on how
     its program handles SIGTERM.
@@ -308,7 +308,7 @@ def _exit_verdict(pod: Manifest, state: Mapping[str, Any] | None, reason: str, r
 
 
 def is_group_lost(pod: Manifest) -> bool:
-    """Whether a pod ended because another pod of its rank was lost. Then that pod has the cause."""
+    """Returns whether a pod ended because another pod of its rank was lost. Then that pod has the cause."""
     state = terminated_state(pod) or {}
     if state.get("exitCode") == contract.GROUP_LOST_EXIT:
         return True
@@ -319,26 +319,26 @@ def is_group_lost(pod: Manifest) -> bool:
 
 
 def may_have_left(pod: Manifest) -> bool:
-    """Whether a pod ended by SIGTERM and has no mark of a deletion or an eviction. In a rank, another one may have it:
-    the pods of a rank leave together."""
+    """Returns whether a pod ended by SIGTERM and has no mark of a deletion or an eviction. In a rank, another one may
+    have it: the pods of a rank leave together."""
     is_deleted = bool((pod.get("metadata") or {}).get("deletionTimestamp"))
     is_marked = is_deleted or bool(condition_of(pod, "DisruptionTarget"))
     return not is_marked and (terminated_state(pod) or {}).get("exitCode") == SIGNALLED + signal.SIGTERM
 
 
 def is_aborted(pod: Manifest) -> bool:
-    """Whether a pod ended by SIGABRT."""
+    """Returns whether a pod ended by SIGABRT."""
     return (terminated_state(pod) or {}).get("exitCode") == SIGNALLED + signal.SIGABRT
 
 
 def _sidecars(pod: Manifest) -> set[str]:
-    """The names of the init containers that run beside the trainer. They are restarted, and end after it."""
+    """Returns the names of the init containers that run beside the trainer. They are restarted, and end after it."""
     containers = (pod.get("spec") or {}).get("initContainers") or ()
     return {container.get("name", "") for container in containers if container.get("restartPolicy") == "Always"}
 
 
 def _failed_init(pod: Manifest, state: Mapping[str, Any] | None) -> Verdict | None:
-    """The verdict about a pod whose trainer never ran because an init container failed, or None if none did."""
+    """Returns the verdict about a pod whose trainer never ran because an init container failed, or None if none did."""
     if state is not None and state.get("reason") != UNKNOWN_STATE:
         return None
     sidecars = _sidecars(pod)
@@ -356,7 +356,7 @@ def _failed_init(pod: Manifest, state: Mapping[str, Any] | None) -> Verdict | No
 
 
 def _end_text(state: Mapping[str, Any]) -> str:
-    """The exit code of a container that has ended, with its reason and its final message."""
+    """Returns the exit code of a container that has ended, with its reason and its final message."""
     code, named = state.get("exitCode"), state.get("reason") or ""
     number = code if isinstance(code, int) else -1
     text = exit_text(number)
@@ -366,7 +366,7 @@ def _end_text(state: Mapping[str, Any]) -> str:
 
 
 def exit_text(code: int) -> str:
-    """An exit code in words, with the name of the signal that it stands for."""
+    """Returns an exit code in words, with the name of the signal that it stands for."""
     if code > SIGNALLED:
         try:
             return f"exit code {code} ({signal.Signals(code - SIGNALLED).name})"
@@ -376,8 +376,8 @@ def exit_text(code: int) -> str:
 
 
 def obstacle_of(pod: Manifest) -> Obstacle | None:
-    """Why this pod, which lives, has not started; None once a container of it that is not an init container runs or
-    ran."""
+    """Returns why this pod, which lives, has not started; None once a container of it that is not an init container
+    runs or ran."""
     status: Mapping[str, Any] = pod.get("status") or {}
     started, initializes = any(map(_has_started, _statuses(pod, "containerStatuses"))), ""
     sidecars = _sidecars(pod)
@@ -424,7 +424,7 @@ def _has_started(container: Mapping[str, Any]) -> bool:
 
 
 def refusal_obstacle(reason: str, message: str) -> Obstacle:
-    """Why a pod could not be created, from the API server's refusal, or from what the pod waits for."""
+    """Returns why a pod could not be created, from the API server's refusal, or from what the pod waits for."""
     if reason == Blocked.HELD:
         return Obstacle(Blocked.HELD, message)
     blocked = Blocked.POD_INVALID if reason in _PERMANENT_REFUSALS else Blocked.REFUSED
@@ -432,7 +432,7 @@ def refusal_obstacle(reason: str, message: str) -> Obstacle:
 
 
 def parse_time(text: Any) -> datetime | None:
-    """A metav1.Time, aware; None when there is none."""
+    """Returns a metav1.Time, aware; None when there is none."""
     if not isinstance(text, str) or not text:
         return None
     try:
@@ -463,7 +463,8 @@ _PROGRESS = re.compile(r"step \d+/\d+  loss |^[^:]*  [\d.]+ examples/s$|^\[Gloo\
 
 
 def _final_message(message: str, code: int) -> str:
-    """The text that a termination message adds to an exit code: its JSON's `message`, or the last lines of a log.
+    """Returns the text that a termination message adds to an exit code: its JSON's `message`, or the last lines of a
+    log.
 
     A process that a signal ended printed nothing about its end. The last lines of its log may be old, and the lines
     with its progress do not explain the end.
@@ -487,13 +488,14 @@ def _final_message(message: str, code: int) -> str:
 
 
 def _log_line(line: str) -> str:
-    """A line of a log without what only machines need of it, where it is one of JSON."""
+    """Returns a line of a log without what only machines need of it, where it is one of JSON."""
     found = parsed(line)
     return _text(found.get("message")) or line if found is not None else line
 
 
 def parsed(text: str) -> dict[str, Any] | None:
-    """The object in a text that is one JSON object, such as a pod's termination message, or None if it is not one."""
+    """Returns the object in a text that is one JSON object, such as a pod's termination message, or None if it is not
+    one."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

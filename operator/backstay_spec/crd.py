@@ -25,7 +25,7 @@ def _column(name: str, kind: str, path: str, description: str, priority: int = 0
 
 
 def build_crd() -> dict[str, Any]:
-    """The CustomResourceDefinition as JSON for ``apiextensions.k8s.io/v1``; the caller owns it."""
+    """Returns the CustomResourceDefinition as JSON for ``apiextensions.k8s.io/v1``; the caller owns it."""
     version = {
         "name": VERSION,
         "served": True,

@@ -40,7 +40,7 @@ _TYPES: Final = {
 
 
 def join(path: str, name: object) -> str:
-    """The path of a field, quoted where its name would be misread."""
+    """Returns the path of a field, quoted where its name would be misread."""
     text = str(name)
     if not re.fullmatch(r"[A-Za-z0-9_-]+", text):
         return f"{path}[{display(text)}]"
@@ -48,13 +48,13 @@ def join(path: str, name: object) -> str:
 
 
 def display(value: object) -> str:
-    """A value as a message shows it: JSON, cut when long."""
+    """Returns a value as a message shows it: JSON, cut when long."""
     text = json.dumps(value, ensure_ascii=True, default=str)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def kind_of(value: object) -> str:
-    """The type of a value, in words."""
+    """Returns the type of a value, in words."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -93,7 +93,7 @@ def _fields(schema: Schema, path: str) -> Iterator[tuple[str, str]]:
 
 @cache
 def _where_is() -> dict[str, list[str]]:
-    """All paths of each field name in spec, the shortest first."""
+    """Returns all paths of each field name in spec, the shortest first."""
     by_name: dict[str, list[str]] = {}
     for name, path in _fields(spec_schema(), "spec"):
         by_name.setdefault(name, []).append(path)
@@ -140,11 +140,11 @@ class FoundMistakes:
         self.malformed.add(path)
 
     def usable(self, path: str) -> bool:
-        """Whether nothing at, below or above a path is malformed."""
+        """Returns whether nothing at, below or above a path is malformed."""
         return not any(_related(path, bad) for bad in self.malformed)
 
     def value(self, value: Any, schema: Schema, path: str, schema_path: str, *, lenient: bool = False) -> Any:
-        """The value with nulls dropped and defaults filled in, as far as it can be used.
+        """Returns the value with nulls dropped and defaults filled in, as far as it can be used.
 
         Args:
             value: what a person wrote; not changed.
@@ -328,6 +328,6 @@ class FoundMistakes:
 
 
 def _related(path: str, other: str) -> bool:
-    """Whether two paths are the same or one lies within the other."""
+    """Returns whether two paths are the same or one lies within the other."""
     short, long = sorted((path, other), key=len)
     return long.startswith(short) and (not short or len(long) == len(short) or long[len(short)] in ".[")

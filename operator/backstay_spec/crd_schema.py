@@ -74,7 +74,7 @@ def _of_annotation(annotation: Any, shape: type[BaseModel] | None) -> Schema:
 
 
 def _default_of(field: FieldInfo) -> Any:
-    """The default as JSON, or None where an absent field says the same (absent, empty list, empty string)."""
+    """Returns the default as JSON, or None where an absent field says the same (absent, empty list, empty string)."""
     default = field.get_default(call_default_factory=True, validated_data={})
     if default is PydanticUndefined or default is None or default in ([], {}, ""):
         return None
@@ -87,7 +87,7 @@ def _default_of(field: FieldInfo) -> Any:
 
 
 def schema_of(model: type[BaseModel]) -> Schema:
-    """The structural schema of a model, without any rule.
+    """Returns the structural schema of a model, without any rule.
 
     Raises:
         TypeError: a field has a type that a structural schema cannot say.
@@ -117,7 +117,7 @@ def schema_of(model: type[BaseModel]) -> Schema:
 
 
 def _reach(schema: Schema, path: str) -> Schema:
-    """The part of a schema at a path such as ``env[].name`` or ``limits{}``."""
+    """Returns the part of a schema at a path such as ``env[].name`` or ``limits{}``."""
     here = schema
     for part in path.split(".") if path else ():
         name = part.rstrip("[]{}")
@@ -172,23 +172,23 @@ def _whole() -> Schema:
 
 
 def openapi_schema() -> Schema:
-    """The schema of a TrainingJob for the CRD. Treat it as read-only: it is shared."""
+    """Returns the schema of a TrainingJob for the CRD. Treat it as read-only: it is shared."""
     return _whole()
 
 
 def spec_schema() -> Schema:
-    """The part of `openapi_schema` for spec."""
+    """Returns the part of `openapi_schema` for spec."""
     spec: Schema = _whole()["properties"]["spec"]
     return spec
 
 
 def status_schema() -> Schema:
-    """The part of `openapi_schema` for status."""
+    """Returns the part of `openapi_schema` for status."""
     status: Schema = _whole()["properties"]["status"]
     return status
 
 
 @cache
 def metadata_schema() -> Schema:
-    """The fields of metadata that Backstay uses; the API server checks the others."""
+    """Returns the fields of metadata that Backstay uses; the API server checks the others."""
     return schema_of(ObjectMeta)

@@ -22,7 +22,7 @@ _NOT_STRINGS: Final = frozenset({"y", "n", "yes", "no", "on", "off", "true", "fa
 
 
 def _character(one: str) -> str:
-    """A character within double quotes; YAML has no surrogate pairs, so JSON's own escapes will not do."""
+    """Returns a character within double quotes; YAML has no surrogate pairs, so JSON's own escapes will not do."""
     if one in '"\\':
         return f"\\{one}"
     if one.isprintable():
@@ -41,12 +41,12 @@ def _scalar(value: Any) -> str:
 
 
 def _folds(value: str) -> bool:
-    """Whether a string reads better folded, and comes back the same: single spaces, no line ends."""
+    """Returns whether a string reads better folded, and comes back the same: single spaces, no line ends."""
     return len(value) > WIDTH // 2 and value.isprintable() and value == " ".join(value.split())
 
 
 def _lines(value: Any, indent: int) -> Iterator[str]:
-    """The lines of a mapping or a list that is not empty."""
+    """Yields the lines of a mapping or a list that is not empty."""
     pad = " " * indent
     if isinstance(value, Mapping):
         for key, item in value.items():

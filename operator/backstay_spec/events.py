@@ -38,12 +38,12 @@ class Event:
 
 
 def normal(reason: str, message: str) -> Event:
-    """An event about the ordinary course of things."""
+    """Returns an event about the ordinary course of things."""
     return Event("Normal", reason, one_line(message))
 
 
 def warning(reason: str, message: str, slot: str = "", incarnation: int | None = None) -> Event:
-    """An event about something that a person may have to repair.
+    """Returns an event about something that a person may have to repair.
 
     Args:
         slot: the slot whose pod died, such as ``worker-3``.
@@ -53,7 +53,7 @@ def warning(reason: str, message: str, slot: str = "", incarnation: int | None =
 
 
 def one_line(text: str, limit: int = MAX_EVENT) -> str:
-    """The first line of `text` and the line with the reason, in at most `limit` characters.
+    """Returns the first line of `text` and the line with the reason, in at most `limit` characters.
 
     If `text` ends with the last lines of a log, the second line is the one that names an exception, or else the last.
     The whole text is in the job's conditions, and the log is in the pod.

@@ -107,7 +107,7 @@ class Raised:
 
 
 def raised_by(pod: Manifest) -> Raised | None:
-    """The exception that ended this pod; None where a signal or a disruption ended it, or nothing says why."""
+    """Returns the exception that ended this pod; None where a signal or a disruption ended it, or nothing says why."""
     state = terminated_state(pod)
     cause = verdict_of(pod).cause if state is not None else None
     if state is not None and cause is Cause.EXITED_EARLY and not state.get("message"):
@@ -169,7 +169,8 @@ def _from_log(log: str, code: int) -> Raised | None:
 
 
 def _beginning(printed: list[str], lines: list[str], last: int) -> int:
-    """The first line of a traceback, with those of the exceptions that its exception was raised from, or contains.
+    """Returns the first line of a traceback, with those of the exceptions that its exception was raised from, or
+    contains.
 
     Args:
         printed: the lines of the log.
@@ -188,7 +189,7 @@ def _beginning(printed: list[str], lines: list[str], last: int) -> int:
 
 
 def _usage_error(log: str, code: int) -> Raised | None:
-    """The refusal of the script's arguments, which each pod repeats."""
+    """Returns the refusal of the script's arguments, which each pod repeats."""
     lines = [line.strip() for line in log.rstrip().splitlines()]
     for line, after in itertools.pairwise((*lines, "")):
         if line.startswith(_ABSL_USAGE):  # an error of several lines begins on the next line
@@ -202,7 +203,7 @@ def _usage_error(log: str, code: int) -> Raised | None:
 
 
 def _last_line(log: str, code: int) -> Raised | None:
-    """The end of a program that printed why, and no traceback."""
+    """Returns the end of a program that printed why, and no traceback."""
     lines = [line.strip() for line in log.rstrip().splitlines()]
     if not lines or not lines[-1]:
         return None

@@ -87,12 +87,12 @@ class SecondsReport(NamedTuple):
     version: int = 0
 
     def rolled_back(self, version: int) -> SecondsReport:
-        """The report, after the updates from `version` on were discarded."""
+        """Returns the report, after the updates from `version` on were discarded."""
         return self if self.version <= version else _discarded(self, self.unsaved)
 
 
 def _discarded(report: SecondsReport, seconds: float) -> SecondsReport:
-    """The report, after `seconds` applied seconds were discarded."""
+    """Returns the report, after `seconds` applied seconds were discarded."""
     lost = max(0.0, min(seconds, report.seconds[_APPLIED]))
     moved = tuple(value + lost * ((i == _REDONE) - (i == _APPLIED)) for i, value in enumerate(report.seconds))
     return report._replace(seconds=moved, unsaved=0.0)
@@ -118,7 +118,7 @@ class WorkerPod:
 
 
 def parts_of(pod: WorkerPod, report: SecondsReport | None, now: float, *, over: bool = False) -> Parts:
-    """The seconds of one pod by `PARTS`.
+    """Returns the seconds of one pod by `PARTS`.
 
     Args:
         report: the newest of its process; None: there is none.
@@ -146,12 +146,12 @@ def parts_of(pod: WorkerPod, report: SecondsReport | None, now: float, *, over: 
 
 
 def is_measured(seconds: Sequence[float]) -> bool:
-    """Whether these can be the seconds of `MEASURED`."""
+    """Returns whether these can be the seconds of `MEASURED`."""
     return len(seconds) == len(MEASURED) and all(0 <= value <= LONGEST for value in seconds)
 
 
 def goodput(parts: Mapping[str, float]) -> float | None:
-    """The share of the seconds whose computation was applied, or None if there are no seconds yet."""
+    """Returns the share of the seconds whose computation was applied, or None if there are no seconds yet."""
     total = sum(parts.values())
     return parts.get("applied", 0.0) / total if total > 0 else None
 
@@ -184,7 +184,7 @@ class Account:
     def continued(
         cls, seconds: Mapping[str, float], gone: Mapping[str, float], until: float | None, term: int | None
     ) -> Account:
-        """The account that another operator has kept until now.
+        """Returns the account that another operator has kept until now.
 
         Args:
             seconds: the seconds of all pods, by part.
@@ -249,7 +249,7 @@ class Account:
             self._risks = [(version, seconds) for version, seconds in self._risks if version > checkpoint]
 
     def seconds(self, now: float) -> dict[str, float]:
-        """The seconds of all worker pods, and of slots without one, by `PARTS`."""
+        """Returns the seconds of all worker pods, and of slots without one, by `PARTS`."""
         of_pods = [parts_of(pod, self._newest(pod), now, over=self.over) for pod in self._pods.values()]
         return dict(zip(PARTS, map(sum, zip(self.gone, *of_pods, strict=True)), strict=True))
 
@@ -292,7 +292,7 @@ class Account:
         self._miss(absent)
 
     def _newest(self, pod: WorkerPod) -> SecondsReport | None:
-        """The newest report of a pod, or what is kept of it instead."""
+        """Returns the newest report of a pod, or what is kept of it instead."""
         report = self._reports.get(pod.key)
         return self._kept.get(pod.key) if report is None and not pod.measured else report
 
@@ -313,7 +313,7 @@ class Account:
 
 
 def _uncovered(pods: Sequence[WorkerPod], since: float, now: float) -> float:
-    """Seconds between the two in which no pod of a slot had a node.
+    """Returns the seconds between the two in which no pod of a slot had a node.
 
     Args:
         pods: the slot's pods.

@@ -20,20 +20,21 @@ _VOLUME: Final = "backstay-shared-memory"
 
 
 def gpus_of(container: Mapping[str, Any]) -> int:
-    """The number of GPUs, or parts of GPUs, that a container requests; 0 where the limit is not a whole number."""
+    """Returns the number of GPUs, or parts of GPUs, that a container requests; 0 where the limit is not a whole
+    number."""
     limits = (container.get("resources") or {}).get("limits") or {}
     asked = [str(value) for name, value in limits.items() if str(name).startswith(_NAMES)]
     return sum(int(value) for value in asked if value.isascii() and value.isdigit())
 
 
 def shared(container: Mapping[str, Any]) -> bool:
-    """Whether a container requests a part of a GPU, or one that others use too."""
+    """Returns whether a container requests a part of a GPU, or one that others use too."""
     limits = (container.get("resources") or {}).get("limits") or {}
     return any(str(name).startswith(_PARTS) for name in limits)
 
 
 def whole(workers: Mapping[str, Any]) -> bool:
-    """Whether workers in ranks of several pods get whole GPUs.
+    """Returns whether workers in ranks of several pods get whole GPUs.
 
     NCCL refuses two processes on one GPU, and a part of a GPU has no fast way to another one.
     """

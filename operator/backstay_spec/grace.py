@@ -14,7 +14,7 @@ _SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0}
 
 
 def grace_seconds(text: str) -> float | None:
-    """The grace in seconds; None for `Auto`.
+    """Returns the grace in seconds; None for `Auto`.
 
     Args:
         text: `Auto`, or numbers with the units `ms`, `s` and `m`, such as ``0s``, ``1.5s`` or ``1m30s``.

@@ -143,12 +143,13 @@ class JobMemory:
 
 
 def _is_gated(pod: Manifest) -> bool:
-    """Whether the pod has scheduling gates, which another controller removes."""
+    """Returns whether the pod has scheduling gates, which another controller removes."""
     return condition_of(pod, "PodScheduled").get("reason") == Blocked.GATED
 
 
 def _admitted_at(pod: Manifest) -> datetime | None:
-    """When a pod of a queue was scheduled, for an operator that has not observed it with its gates; else None."""
+    """Returns when a pod of a queue was scheduled, for an operator that has not observed it with its gates; else
+    None."""
     found = condition_of(pod, "PodScheduled")
     if contract.LABEL_QUEUE not in (pod["metadata"].get("labels") or {}) or found.get("status") != "True":
         return None

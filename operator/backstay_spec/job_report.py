@@ -301,18 +301,18 @@ class JobReport(ReportedStatus):
 
     @classmethod
     def sum(cls, parts: Iterable[Self]) -> Self:
-        """The report with the rows that each part has set; a later part replaces an earlier one."""
+        """Returns the report with the rows that each part has set; a later part replaces an earlier one."""
         return cls().model_copy(
             update={name: getattr(part, name) for part in parts for name in sorted(part.model_fields_set)}
         )
 
     def encoded(self) -> bytes:
-        """The report as JSON, for `decoded`."""
+        """Returns the report as JSON, for `decoded`."""
         return self.model_dump_json(exclude_defaults=True).encode()
 
     @classmethod
     def decoded(cls, data: bytes) -> Self:
-        """The report of a server. Rows of a newer version are ignored.
+        """Returns the report of a server. Rows of a newer version are ignored.
 
         Raises:
             ValueError: the bytes are not a report, or more than `MOST_BYTES`. The text is short: to format each of
@@ -326,15 +326,16 @@ class JobReport(ReportedStatus):
             raise ValueError(f"{error.error_count()} values are invalid, or the bytes are not JSON") from None
 
     def last(self) -> dict[str, Any]:
-        """The rows that a server's termination message has, by their names in JSON. They are known and finite, and not
-        about updates that will follow."""
+        """Returns the rows that a server's termination message has, by their names in JSON. They are known and finite,
+        and not about updates that will follow."""
         rows = self.over(JobReport()).model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude=_NOT_LAST)
         finite = ((name, _shown(value, ReportRow())) for name, value in rows.items())
         return {name: value for name, value in finite if value not in (None, [], {})}
 
     @classmethod
     def in_message(cls, message: Mapping[str, Any]) -> Self:
-        """The rows in a termination message. Values of another type are ignored, because a script may have written it.
+        """Returns the rows in a termination message. Values of another type are ignored, because a script may have
+        written it.
 
         The message of a worker, or of an older server, has metrics without their step, which is the last one. In the
         message of the end, the checkpoint is the URI of that of the last step; in that of a server that stops, a row.
@@ -351,7 +352,7 @@ class JobReport(ReportedStatus):
 
     @classmethod
     def valid(cls, rows: Mapping[str, Any]) -> Self:
-        """The rows, by their names in JSON, without those of another type, and without such numbers by name."""
+        """Returns the rows, by their names in JSON, without those of another type, and without such numbers by name."""
         kept = {name: value for name, value in rows.items() if name in _NAMES}
         while True:
             try:
@@ -371,7 +372,7 @@ class JobReport(ReportedStatus):
         return self.term or 0, self.step or 0
 
     def over(self, older: JobReport) -> JobReport:
-        """The report with the rows that are known here, and with those of `older` for the others.
+        """Returns the report with the rows that are known here, and with those of `older` for the others.
 
         The metrics of an evaluation are those of its step, even if it has none. A rate of 0 is not known. An empty text
         is known if it was set: an error that is over has an empty text. A loss that is not finite has no row in JSON,
@@ -394,8 +395,8 @@ class JobReport(ReportedStatus):
         return older.model_copy(update=known)
 
     def stored(self) -> dict[str, Any]:
-        """The values to store in the status by name, as far as they are known and need no event; a list is always
-        known."""
+        """Returns the values to store in the status by name, as far as they are known and need no event; a list is
+        always known."""
         found = {}
         for name, row in STATUS_ROWS.items():
             value = getattr(self, name)
@@ -425,18 +426,18 @@ INTERRUPTED: Final[Mapping[str, float | None]] = {
 
 
 def exported_rows() -> Mapping[str, ReportRow]:
-    """The rows that the operator exports as a metric, by name."""
+    """Returns the rows that the operator exports as a metric, by name."""
     return {name: row for name, row in _rows(JobReport).items() if row.metric}
 
 
 def shown_rows() -> Mapping[str, ReportRow]:
-    """The rows that are shown in one form, beside their words, by name."""
+    """Returns the rows that are shown in one form, beside their words, by name."""
     return {name: row for name, row in _rows(JobReport).items() if row.shown}
 
 
 def readable(value: float, digits: int | None) -> float | None:
-    """The value with that many significant digits, for `kubectl get`; None for NaN and the infinities, which JSON does
-    not have."""
+    """Returns the value with that many significant digits, for `kubectl get`; None for NaN and the infinities, which
+    JSON does not have."""
     if not math.isfinite(value):
         return None
     return value if digits is None else float(f"{value:.{digits}g}")
@@ -465,7 +466,7 @@ _OF_NUMBERS: Final = frozenset(
 
 
 def _shown(value: Any, row: ReportRow) -> Any:
-    """The value as the status has it: finite, with the digits of its row."""
+    """Returns the value as the status has it: finite, with the digits of its row."""
     match value:
         case float():
             return readable(value, row.digits)

@@ -25,7 +25,7 @@ def owner_reference(job: ObjectMeta) -> dict[str, Any]:
 
 
 def object_meta(job: ObjectMeta, name: str, component: str) -> dict[str, Any]:
-    """The metadata that all objects of a job have in common."""
+    """Returns the metadata that all objects of a job have in common."""
     return {
         "name": name,
         "namespace": job.namespace,
@@ -35,7 +35,7 @@ def object_meta(job: ObjectMeta, name: str, component: str) -> dict[str, Any]:
 
 
 def secret(job: ObjectMeta) -> dict[str, Any]:
-    """The job's Secret, still without its token (`actions.CreateSecret.with_token`)."""
+    """Returns the job's Secret, still without its token (`actions.CreateSecret.with_token`)."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -46,7 +46,7 @@ def secret(job: ObjectMeta) -> dict[str, Any]:
 
 
 def service(job: ObjectMeta, shard: int, incarnation: int, cluster_ip: str | None = None) -> dict[str, Any]:
-    """The Service of a shard, which selects one incarnation of its server (O3).
+    """Returns the Service of a shard, which selects one incarnation of its server (O3).
 
     Args:
         job: the owner of the Service.
@@ -81,7 +81,7 @@ def service(job: ObjectMeta, shard: int, incarnation: int, cluster_ip: str | Non
 
 
 def network_policy(job: ObjectMeta, settings: PlanSettings, pods_per_rank: int = 1) -> dict[str, Any]:
-    """The connections that the job's pods accept (O7).
+    """Returns the connections that the job's pods accept (O7).
 
     Pods of the job reach both RPC ports, and the operator reaches the control port. Everyone reaches the metrics port,
     which serves only health and metrics. Where a rank has several pods, workers reach each other at all ports: JAX,
@@ -127,5 +127,5 @@ def address(cluster_ip: str) -> str:
 
 
 def host_of(text: str) -> str:
-    """The address in what `address` wrote."""
+    """Returns the address in what `address` wrote."""
     return text.rpartition(":")[0].strip("[]")

@@ -41,7 +41,7 @@ _SERVES: Final = (contract.ROLE_SERVER, contract.ROLE_EVALUATOR)
 
 
 def runtime_config(spec: TrainingJobSpec, log_format: str = "text") -> RuntimeConfig:
-    """The part of the spec that the job's pods get."""
+    """Returns the part of the spec that the job's pods get."""
     return RuntimeConfig(
         shards=spec.parameter_servers.replicas,
         workers=spec.workers.replicas,
@@ -85,7 +85,7 @@ def _checkpoint_config(spec: TrainingJobSpec) -> CheckpointConfig | None:
 
 
 def template_of(spec: TrainingJobSpec, role: str) -> Json:
-    """The user's template for a role; empty when there is none."""
+    """Returns the user's template for a role; empty when there is none."""
     if role == contract.ROLE_SERVER:
         return spec.parameter_servers.template or {}
     if role == contract.ROLE_WORKER:
@@ -117,7 +117,7 @@ def pod(
     member: int | None = None,
     group: QueueGroup | None = None,
 ) -> dict[str, Any]:
-    """The manifest of one pod.
+    """Returns the manifest of one pod.
 
     Args:
         job: the job.

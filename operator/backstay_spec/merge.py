@@ -106,7 +106,7 @@ def _merged_list(
 
 
 def _without_directives(value: Any) -> Any:
-    """A copy of what a patch adds where there was nothing: no directives, no nulls."""
+    """Returns a copy of what a patch adds where there was nothing: no directives, no nulls."""
     if isinstance(value, Mapping):
         return {k: _without_directives(v) for k, v in value.items() if not k.startswith("$") and v is not None}
     if isinstance(value, Sequence) and not isinstance(value, str):

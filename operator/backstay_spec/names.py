@@ -85,13 +85,13 @@ def pod_name(job: str, uid: str, slot: Slot, incarnation: int, member: int | Non
 
 
 def members_of(slot: Slot, pods_per_rank: int) -> tuple[int | None, ...]:
-    """The members of a slot's rank, as `pod_name` takes them. Only workers have ranks of several pods."""
+    """Returns the members of a slot's rank, as `pod_name` takes them. Only workers have ranks of several pods."""
     count = pods_per_rank if slot.role == contract.ROLE_WORKER else 1
     return (None,) if count == 1 else tuple(range(count))
 
 
 def pod_names(job: str, uid: str, slot: Slot, incarnation: int, pods_per_rank: int) -> tuple[str, ...]:
-    """The names of the pods of a slot's rank, in the order of `members_of`."""
+    """Returns the names of the pods of a slot's rank, in the order of `members_of`."""
     return tuple(pod_name(job, uid, slot, incarnation, member) for member in members_of(slot, pods_per_rank))
 
 
@@ -116,12 +116,12 @@ def network_policy_name(job: str, uid: str) -> str:
 
 
 def job_labels(job: str, uid: str) -> dict[str, str]:
-    """The labels that select a job's objects, and no other's of the same name."""
+    """Returns the labels that select a job's objects, and no other's of the same name."""
     return {contract.LABEL_JOB: job, LABEL_JOB_UID: uid}
 
 
 def object_labels(job: str, uid: str, component: str) -> dict[str, str]:
-    """The labels of an object that belongs to a job: ours and the recommended ones."""
+    """Returns the labels of an object that belongs to a job: ours and the recommended ones."""
     return {
         **job_labels(job, uid),
         LABEL_APP_NAME: "trainingjob",
@@ -133,10 +133,10 @@ def object_labels(job: str, uid: str, component: str) -> dict[str, str]:
 
 
 def slot_selector(job: str, uid: str, slot: Slot) -> dict[str, str]:
-    """The labels that every incarnation of one slot has."""
+    """Returns the labels that every incarnation of one slot has."""
     return {**job_labels(job, uid), contract.LABEL_ROLE: slot.role, contract.LABEL_INDEX: str(slot.index)}
 
 
 def slot_labels(job: str, uid: str, slot: Slot, incarnation: int) -> dict[str, str]:
-    """The labels by which a Service selects one incarnation of one slot (O3)."""
+    """Returns the labels by which a Service selects one incarnation of one slot (O3)."""
     return {**slot_selector(job, uid, slot), contract.LABEL_INCARNATION: str(incarnation)}

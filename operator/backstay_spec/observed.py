@@ -89,7 +89,8 @@ class Progress:
     done: bool = False
 
     def followed(self, shard: int, serving: int) -> bool:
-        """Whether the shard's server, of incarnation `serving`, last reported that a standby has its complete state."""
+        """Returns whether the shard's server, of incarnation `serving`, last reported that a standby has its complete
+        state."""
         return self.in_sync.get(shard, 0) > serving
 
 
@@ -127,7 +128,7 @@ class Updates:
     began: datetime | None = None
 
     def after(self, step: int, at: datetime, coordinator: int = 0) -> Updates:
-        """The record after the coordinator of this incarnation reported `step`."""
+        """Returns the record after the coordinator of this incarnation reported `step`."""
         same = coordinator == self.coordinator
         began = (self.began or (at if step != self.step else None)) if same else None
         if step == self.step:
@@ -177,7 +178,7 @@ class Contact:
     hung_workers: frozenset[str] = frozenset()
 
     def answers(self, uid: str) -> bool:
-        """Whether the pod answered the newest call."""
+        """Returns whether the pod answered the newest call."""
         return uid in self.answered_at and uid not in self.silent
 
 
@@ -199,7 +200,7 @@ class RefusedCreate:
     since: datetime | None = None
 
     def after(self, before: RefusedCreate | None) -> RefusedCreate:
-        """The refusal, as the continuation of `before` if both have the same reason."""
+        """Returns the refusal, as the continuation of `before` if both have the same reason."""
         if before is None or before.reason != self.reason:
             return self
         return replace(self, since=before.since or before.at)

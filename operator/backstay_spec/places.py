@@ -14,8 +14,8 @@ _ONE_SLASH = re.compile(r"([a-z0-9]{2,}):(?!//|:)(/?)", re.IGNORECASE)
 
 
 def refusal(uri: str) -> str | None:
-    """The reason why checkpoints cannot be stored in the folder `uri`. It is None if `uri` is a path or a URI that may
-    be written."""
+    """Returns the reason why checkpoints cannot be stored in the folder `uri`. It is None if `uri` is a path or a URI
+    that may be written."""
     if found := _ONE_SLASH.match(uri):
         scheme, rest = found[1].lower(), uri[found.end() :]
         there = f"file:///{rest}" if scheme == "file" else f"{scheme}://{rest}"

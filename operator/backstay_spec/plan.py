@@ -82,7 +82,7 @@ class _Outline:
 
 
 def plan(job: TrainingJob, observed: Observed, now: datetime, settings: PlanSettings) -> Plan:
-    """The plan for `job` at this time.
+    """Returns the plan for `job` at this time.
 
     Args:
         job: as the API server has it, with the status that was last written. Its spec is valid; one that is not goes to
@@ -122,7 +122,8 @@ def plan(job: TrainingJob, observed: Observed, now: datetime, settings: PlanSett
 def refuse(
     metadata: ObjectMeta, old: TrainingJobStatus, message: str, now: datetime, pods: Sequence[Manifest] = ()
 ) -> Plan:
-    """The plan for a job whose spec breaks a rule that the API server did not enforce: it fails, and its pods end.
+    """Returns the plan for a job whose spec breaks a rule that the API server did not enforce: it fails, and its pods
+    end.
 
     Args:
         metadata, old: the job's metadata and status; the spec could not be read.
@@ -206,7 +207,7 @@ def _ended(facts: Facts, outline: _Outline, ending: end.Success | JobFailure) ->
 
 
 def _after_training(facts: Facts, outline: _Outline, trained: after_training.TrainingEnded) -> _Outline:
-    """A job whose training has ended needs worker 0 alone, until its script has ended."""
+    """Plan a job whose training has ended. It needs worker 0 alone, until its script has ended."""
     verdict = after_training.judge(facts, outline.record, trained)
     late = end.active_deadline(facts)
     if facts.spec.run_policy.suspend and not _is_complete(verdict):
@@ -256,7 +257,7 @@ def _suspended(facts: Facts, outline: _Outline) -> _Outline:
 
 
 def _running(facts: Facts, outline: _Outline) -> _Outline:
-    """A job that must train: first what every slot needs, then the objects that follow from it."""
+    """Plan a job that must train: first its slots, then the objects that follow from them."""
     outline = replace(outline, statements=outline.statements + tuple(conditions.resumed(facts)))
     slots = desired_slots(facts.job)
     decided = _judge_slots(facts, outline.record, slots)
@@ -294,7 +295,7 @@ def _running(facts: Facts, outline: _Outline) -> _Outline:
 
 
 def _judge_slots(facts: Facts, record: Record, slots: Sequence[Slot]) -> Decision:
-    """The pods of all slots. Stops at the first verdict that fails the job."""
+    """Returns the pods of all slots. Stops at the first verdict that fails the job."""
     if not facts.has_standbys:
         record = record.without_standbys()
     record = record.with_backoff_of([key for slot in slots for key in (slot.key, standby_key(slot))])
@@ -310,7 +311,7 @@ def _judge_slots(facts: Facts, record: Record, slots: Sequence[Slot]) -> Decisio
 
 
 def _objects(facts: Facts, decided: Decision, slots: Sequence[Slot]) -> Effects:
-    """The objects that follow from the verdicts about the slots, in the order in which they are created."""
+    """Returns the objects that follow from the verdicts about the slots, in the order in which they are created."""
     record, found = decided.record, decided.effects
     deleted = {action.uid for action in found.actions if isinstance(action, DeletePod)}
     lacks_config = any(o.obstacle.blocked is Blocked.CONFIG for o in found.obstructed)
@@ -363,7 +364,7 @@ def _scaled(facts: Facts) -> tuple[Event, ...]:
 
 
 def _ready(facts: Facts, record: Record, desired: Mapping[Role, int]) -> dict[Role, int]:
-    """The ready pods of each role, standbys included."""
+    """Returns the ready pods of each role, standbys included."""
     ready: Counter[str] = Counter()
     for slot, pods in facts.pods.items():
         current, has_standby = record.current(slot), slot.key in record.active
@@ -374,7 +375,7 @@ def _ready(facts: Facts, record: Record, desired: Mapping[Role, int]) -> dict[Ro
 
 
 def _scale(facts: Facts, actions: Sequence[Action]) -> dict[str, Any]:
-    """The fields for the scale subresource, with the number of existing worker pods and their selector."""
+    """Returns the fields for the scale subresource, with the number of existing worker pods and their selector."""
     existing = {
         slot for slot, pods in facts.pods.items() if slot.role == contract.ROLE_WORKER and any(p.alive for p in pods)
     }

@@ -6,7 +6,7 @@ import re
 
 
 def backups_of(backups: int | str, replicas: int) -> int:
-    """The number of backup workers among `replicas` pods.
+    """Returns the number of backup workers among `replicas` pods.
 
     Args:
         backups: a number of pods, or whole percents such as ``"5%"``: N + N*5% pods make a quorum of N.

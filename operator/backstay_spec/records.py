@@ -14,7 +14,7 @@ RECORD_NAME: Final = re.compile(r"(trace|report|history|curve)-([0-9]{12})-[a-z0
 
 
 def merged(*histories: Iterable[Any]) -> list[Mapping[str, Any]]:
-    """The entries of several histories in order of time; those of one time keep their order.
+    """Returns the entries of several histories in order of time; those of one time keep their order.
 
     Args:
         histories: entries as in `status.history`, the newest history last: its entries replace those that have the same

@@ -62,7 +62,7 @@ class FieldBound:
     valid: str = ""
 
     def keywords(self) -> dict[str, int | str]:
-        """The bound as OpenAPI v3 keywords."""
+        """Returns the bound as OpenAPI v3 keywords."""
         words = {
             "minimum": self.minimum,
             "maximum": self.maximum,
@@ -227,7 +227,7 @@ def _few_backups(spec: Any) -> bool:
 
 
 def _bytes(text: str) -> int:
-    """The bytes of a string as an argument of a program, with the byte that ends it."""
+    """Returns the bytes of a string as an argument of a program, with the byte that ends it."""
     return len(text.encode("utf-8", "replace")) + 1
 
 
@@ -545,7 +545,8 @@ class FieldChange:
         return f"oldSelf.runPolicy.suspend || {same}"
 
     def allowed(self, new: Any, old: Any) -> bool:
-        """Whether a job's spec `old` may become `new`, as far as this field goes; both with defaults filled in."""
+        """Returns whether a job's spec `old` may become `new`, as far as this field goes; both with defaults filled
+        in."""
         return bool(old["runPolicy"]["suspend"]) or _canonical(self._find(new)) == _canonical(self._find(old))
 
     def _find(self, spec: Any) -> Any:
@@ -559,7 +560,7 @@ class FieldChange:
 
 
 def _canonical(value: Any) -> str:
-    """Text that is equal for equal JSON only (in Python, 1 == True)."""
+    """Returns text that is equal for equal JSON only (in Python, 1 == True)."""
     return json.dumps(value, sort_keys=True)
 
 

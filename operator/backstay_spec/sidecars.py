@@ -20,7 +20,7 @@ _SIMILAR: Final = 0.8
 
 
 def misspelt_containers(spec: TrainingJobSpec) -> Iterator[str]:
-    """A sentence for each container of a template that is probably meant to be the container that trains."""
+    """Yields a sentence for each container of a template that is probably meant to be the container that trains."""
     templates: tuple[tuple[str, dict[str, Any] | None], ...] = (
         ("parameterServers", spec.parameter_servers.template),
         ("workers", spec.workers.template),

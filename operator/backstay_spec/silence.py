@@ -63,7 +63,7 @@ class SilenceOfWorker:
 
 
 def worker_silence(stall_seconds: float) -> SilenceOfWorker:
-    """The times of a worker in a job with these `workers.stallSeconds`.
+    """Returns the times of a worker in a job with these `workers.stallSeconds`.
 
     A worker that holds the interpreter's lock is silent, and lives. So its silence has the limit that the user set for
     a worker without a gradient. A longer limit than 30 s is not for silence: a stopped process would cost a Sync job

@@ -45,7 +45,7 @@ class ImpossibleAction(Exception):  # noqa: N818  what happened
 
 
 def to_seconds(when: datetime) -> str:
-    """A time as the API server writes it, in whole seconds."""
+    """Returns a time as the API server writes it, in whole seconds."""
     return when.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -106,7 +106,7 @@ class SimulatedJob:
         return status
 
     def condition(self, kind: str) -> Json:
-        """The condition of this type. It is empty if the status has none."""
+        """Returns the condition of this type. It is empty if the status has none."""
         found: Json = next((c for c in self.status.get("conditions", ()) if c["type"] == kind), {})
         return found
 
@@ -190,7 +190,7 @@ class SimulatedJob:
                 self.deleted = True
 
     def refuses(self, manifest: Mapping[str, Any]) -> bool:
-        """Whether the API server refuses to create the object; then the refusal is recorded."""
+        """Returns whether the API server refuses to create the object; then the refusal is recorded."""
         name = manifest["metadata"]["name"]
         for prefix, (reason, message) in self.refuse.items():
             if name.startswith(prefix):
@@ -227,7 +227,7 @@ class SimulatedJob:
     # Actions of a kubelet, a node or a person.
 
     def named(self, role: str, index: int, incarnation: int | None = None) -> str:
-        """The name of a slot's newest pod, or of one incarnation's."""
+        """Returns the name of a slot's newest pod, or of one incarnation's."""
         found = {
             int(pod["metadata"]["labels"][contract.LABEL_INCARNATION]): name
             for name, pod in self.pods.items()
@@ -237,7 +237,7 @@ class SimulatedJob:
         return found[max(found) if incarnation is None else incarnation]
 
     def living(self) -> set[str]:
-        """The names of the pods that are neither being deleted nor have ended."""
+        """Returns the names of the pods that are neither being deleted nor have ended."""
         return {
             name
             for name, pod in self.pods.items()

@@ -87,12 +87,12 @@ RANKS: Final[Mapping[str, StateDoc]] = {
 
 
 def budget_of(cause: Cause) -> str:
-    """The budget to which a death is charged, as a cell of the table."""
+    """Returns the budget to which a death is charged, as a cell of the table."""
     return "`maxRestarts` of the role" if cause.charged else "none"
 
 
 def end_of(blocked: Blocked) -> str:
-    """When an obstacle ends the job, as a cell of the table."""
+    """Returns when an obstacle ends the job, as a cell of the table."""
     if blocked.permanent:
         return "immediately"
     return "no" if blocked in (Blocked.GATED, Blocked.HELD) else "after `spec.runPolicy.pendingDeadlineSeconds`"

@@ -52,8 +52,8 @@ def conditioned(
     now: datetime,
     generation: int,
 ) -> Condition:
-    """The condition now. The same object as `before` when nothing changed; `lastTransitionTime` changes only with
-    `status`."""
+    """Returns the condition now. The same object as `before` when nothing changed; `lastTransitionTime` changes only
+    with `status`."""
     message = shortened(message, _MAX_MESSAGE)
     if before is not None and (before.status, before.reason, before.message, before.observed_generation) == (
         status,
@@ -74,13 +74,13 @@ def conditioned(
 
 
 def holds(conditions: Mapping[str, Condition], kind: str) -> bool:
-    """Whether the condition exists and is True."""
+    """Returns whether the condition exists and is True."""
     found = conditions.get(kind)
     return found is not None and found.status == "True"
 
 
 def phase_of(conditions: Mapping[str, Condition]) -> Phase:
-    """The phase of a job, one word."""
+    """Returns the phase of a job, one word."""
     if holds(conditions, FAILED):
         return "Failed"
     if holds(conditions, SUCCEEDED):

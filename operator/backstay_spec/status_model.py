@@ -18,7 +18,7 @@ def _whole_seconds(value: datetime) -> datetime:
 
 
 def format_time(value: datetime) -> str:
-    """A time as metav1.Time writes it: ``2026-01-31T12:00:00Z``."""
+    """Returns a time as metav1.Time writes it: ``2026-01-31T12:00:00Z``."""
     return _whole_seconds(value).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -28,7 +28,8 @@ def _milliseconds(value: datetime) -> datetime:
 
 
 def format_precise_time(value: datetime) -> str:
-    """A time with milliseconds, such as ``2026-01-31T12:00:00.250Z``, which RFC 3339 and so `date-time` allow."""
+    """Returns a time with milliseconds, such as ``2026-01-31T12:00:00.250Z``, which RFC 3339 and so `date-time`
+    allow."""
     return _milliseconds(value).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
 
 

@@ -63,7 +63,7 @@ class JobObjects(Protocol):
     """The port through which a supervisor reads and changes one job and its objects."""
 
     async def observed(self) -> SeenJob | None:
-        """The job now. Returns None while the job does not exist, or while this supervisor may not act."""
+        """Returns the job now. Returns None while the job does not exist, or while this supervisor may not act."""
         ...
 
     async def write_status(self, planned: Plan) -> bool:
@@ -77,7 +77,7 @@ class JobObjects(Protocol):
 
 
 def planned_from(seen: SeenJob, now: datetime, settings: PlanSettings) -> Plan:
-    """The plan for a job; `settings` are the supervisor's."""
+    """Returns the plan for a job; `settings` are the supervisor's."""
     if isinstance(seen.spec, SpecErrors):
         return refuse(seen.metadata, seen.status, str(seen.spec), now, seen.observed.pods)
     job = TrainingJob(metadata=seen.metadata, spec=seen.spec, status=seen.status)
@@ -132,13 +132,13 @@ async def in_order(
 
 
 def name_of(action: Action) -> str:
-    """The name of the object that an action changes."""
+    """Returns the name of the object that an action changes."""
     found: str = getattr(action, "name", None) or action.manifest["metadata"]["name"]  # type: ignore[union-attr]
     return found
 
 
 def run_without_waiting(work: Coroutine[Any, Any, _T]) -> _T:
-    """The result of a coroutine that never waits.
+    """Returns the result of a coroutine that never waits.
 
     Raises:
         RuntimeError: the coroutine waits for something, so it needs an event loop.

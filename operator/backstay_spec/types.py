@@ -170,7 +170,7 @@ class UpdateSpec(SpecModel):
     Local steps have `LocalSteps(overlap=...)` instead."""
 
     def quorum(self, world: int) -> int:
-        """How many gradients make one update, with `world` workers."""
+        """Returns how many gradients make one update, with `world` workers."""
         return quorum_of(self.backups, world) if self.mode == "Sync" else 1
 
 
@@ -341,7 +341,7 @@ class Scheduling(SpecModel):
         return annotations
 
     def _pod_group_of(self, rank: int | None) -> str:
-        """The PodGroup of a gang scheduler that a pod joins, or an empty text if it joins none."""
+        """Returns the PodGroup of a gang scheduler that a pod joins, or an empty text if it joins none."""
         if self.gang is None:
             return ""
         if self.gang.by == "Job":

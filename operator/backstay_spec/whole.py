@@ -9,7 +9,7 @@ __all__ = ["number", "set_whole", "whole"]
 
 
 def whole(value: Any) -> Any:
-    """The `int` of a whole number of any type, such as ``np.int64(3)`` or ``jnp.asarray(3)``.
+    """Returns the `int` of a whole number of any type, such as ``np.int64(3)`` or ``jnp.asarray(3)``.
 
     Everything else is returned unchanged, and so are booleans: the caller refuses them.
     """
@@ -22,7 +22,7 @@ def whole(value: Any) -> Any:
 
 
 def number(value: Any) -> Any:
-    """The `float` of a real number of any type, such as ``np.float32(0.5)`` or ``jnp.asarray(0.5)``.
+    """Returns the `float` of a real number of any type, such as ``np.float32(0.5)`` or ``jnp.asarray(0.5)``.
 
     Everything else is returned unchanged, and so are booleans and `int`.
     """

@@ -66,7 +66,7 @@ class Dockerfile:
         return made
 
     def lineage(self, name: str) -> list[Stage]:
-        """A stage and those that it is built from."""
+        """Returns a stage and those that it is built from."""
         found = [next(s for s in self.stages if s.name == name)]
         while (base := next((s for s in self.stages if s.name and s.name == found[-1].base), None)) is not None:
             found.append(base)
@@ -74,7 +74,7 @@ class Dockerfile:
 
 
 def ignored(path: str, patterns: list[str]) -> bool:
-    """Whether .dockerignore keeps a file away: the last pattern that matches it, or a folder of it, wins."""
+    """Returns whether .dockerignore keeps a file away: the last pattern that matches it, or a folder of it, wins."""
     parts = path.split("/")
     above = ["/".join(parts[: n + 1]) for n in range(len(parts))]
     result = False

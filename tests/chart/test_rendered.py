@@ -62,7 +62,7 @@ def test_each_rendering_makes_another_key(helm: Any) -> None:
 
 
 def schema_of(written: str, path: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The JSON schema of a type as the `kubernetes` package writes it: ``List[V1Container]``."""
+    """Returns the JSON schema of a type as the `kubernetes` package writes it: ``List[V1Container]``."""
     listed = re.fullmatch(r"[Ll]ist\[(.*)\]", written)
     if listed:
         return {"type": "array", "items": schema_of(listed.group(1), path)}

@@ -50,7 +50,7 @@ def write_checkpoint(
     state: Any = None,
     **more: Any,
 ) -> Manifest:
-    """A whole checkpoint of `params`, and of a model state, split into equal parts.
+    """Returns a whole checkpoint of `params`, and of a model state, split into equal parts.
 
     Args:
         dotted: whether leaves have the names that servers give them.

@@ -65,7 +65,7 @@ EXAMPLES: Final = {
 
 
 def rows_of(name: str) -> list[str]:
-    """The rows of the table whose pattern fits the name of a file."""
+    """Returns the rows of the table whose pattern fits the name of a file."""
     patterns = {row: re.escape(row.strip("`")).replace("…", r"[\w.-]+") for row in CELLS if row != ANY_OTHER}
     return [row for row, pattern in patterns.items() if re.fullmatch(pattern, name)]
 
@@ -92,7 +92,7 @@ class Run:
         return False
 
     def outcome(self) -> str:
-        """The word of the table for the start of this run, and the reason of a failure."""
+        """Returns the word of the table for the start of this run, and the reason of a failure."""
         try:
             state, _ = self.storage.newest(0)
         except CheckpointError as error:
@@ -125,7 +125,7 @@ def folder(write_named: Write, origin_of: OriginOf) -> Iterator[Path]:
 
 
 def file_of(folder: Path, row: str) -> Path:
-    """The newest file of a row."""
+    """Returns the newest file of a row."""
     if row == ANY_OTHER:
         return folder / EXAMPLES[row]
     return max(path for path in folder.iterdir() if rows_of(path.name) == [f"`{row}`"])

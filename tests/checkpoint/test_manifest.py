@@ -33,7 +33,7 @@ def text(write: Write, tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def read(text: bytes) -> Manifest | None:
-    """The manifest in `text`; None when it is refused."""
+    """Returns the manifest in `text`; None when it is refused."""
     try:
         return Manifest.parse(text, "it")
     except CheckpointError:

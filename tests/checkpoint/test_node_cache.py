@@ -77,7 +77,7 @@ def put(uri: str, named: dict[str, Any] = NAMED) -> str:
 
 
 def read_bytes() -> int:
-    """The bytes that were read since the last call."""
+    """Returns the bytes that were read since the last call."""
     found = sum(count for _, count in Counted.read)
     Counted.read.clear()
     return found
@@ -158,7 +158,7 @@ def changing(
 
 
 def beginnings(fixed: str, names: str, cache: str = "", put: Callable[[], None] | None = None) -> list[float]:
-    """The first number of each array; the base is replaced before the last array is read."""
+    """Returns the first number of each array; the base is replaced before the last array is read."""
     found = []
     with _arrays.open_arrays(fixed, cache=cache) as arrays:
         for name in names:

@@ -57,7 +57,7 @@ def init(key: Any) -> Any:
 
 
 def started(start: StartFrom | str, **more: Any) -> Any:
-    """The parameters that training begins with."""
+    """Returns the parameters that training begins with."""
     arguments: dict[str, Any] = {"init": init, "loss": lambda params, batch: 0.0, "batches": lambda key: np.zeros(1)}
     return backstay.train(**{**arguments, "optimizer": optax.sgd(1.0), "steps": 0, "start_from": start, **more}).params
 
@@ -153,7 +153,7 @@ STATE = {"norm": {"mean": np.arange(3, dtype=np.float32), "count": np.asarray(5,
 
 
 def with_state(start: StartFrom | str) -> Any:
-    """The parameters and the model state that training begins with."""
+    """Returns the parameters and the model state that training begins with."""
     result = backstay.train(
         init=lambda key: (init(key), jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), STATE)),
         loss=lambda params, state, batch: (0.0, state),

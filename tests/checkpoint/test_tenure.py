@@ -27,7 +27,7 @@ def lease_of(store: CheckpointStore, incarnation: int) -> FolderLease:
 
 
 def order_of(store: CheckpointStore, state: CoordinatorState) -> WriteManifest:
-    """The order to store a version whose one shard is written."""
+    """Returns the order to store a version whose one shard is written."""
     entries = [Entry("params/a", 0, 4, np.zeros(4, np.float32))]
     info = store.write_shard(
         entries, history=state.history, version=state.version, term=state.term, shard=0, shards=1, incarnation=1

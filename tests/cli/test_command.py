@@ -197,7 +197,7 @@ def test_any_script_name_makes_a_name_that_a_job_may_have(tmp_path_factory: pyte
 
 
 def printed(*arguments: str, **more: Any) -> dict[str, Any]:
-    """The job that `backstay run --print-job` makes of these arguments."""
+    """Returns the job that `backstay run --print-job` makes of these arguments."""
     result = RUNNER.invoke(app, ["run", "--print-job", *arguments], **more)
     assert result.exit_code == 0, result.stderr
     job: dict[str, Any] = yaml.safe_load(result.stdout)

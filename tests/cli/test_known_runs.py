@@ -57,7 +57,7 @@ def started_of(pid: int) -> int:
 
 
 def ended_run(folder: Path, found: dict[str, Any], pods: Sequence[dict[str, Any]] = (), **result: Any) -> KnownRun:
-    """A run that has ended with this job."""
+    """Returns a run that has ended with this job."""
     run = register(folder, found, ["backstay", "run", "digits.py"])
     state = StateFile(folder)
     state.add([found], pods)

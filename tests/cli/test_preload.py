@@ -160,7 +160,8 @@ def test_a_submitted_script_is_forked(tmp_path, line, forked):
 
 
 def test_every_module_of_the_list_exists():
-    """A name that is not installed is skipped without a word, so a module that moved would silently cost its time."""
+    """Returns a name that is not installed is skipped without a word, so a module that moved would silently cost its
+    time."""
     from importlib.util import find_spec
 
     assert [name for name in TRAINER if find_spec(name) is None] == []

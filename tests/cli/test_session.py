@@ -35,13 +35,14 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def lives(folder: Path) -> list[int]:
-    """The process ids that there were."""
+    """Returns the process ids that there were."""
     known = folder / "lives"
     return [int(line) for line in known.read_text().splitlines()] if known.exists() else []
 
 
 def test_what_dies_again_and_again_is_given_up(module, tmp_path):
-    """The caller gets the reason for the end: otherwise an operator that cannot start would look like a slow one."""
+    """Returns the caller gets the reason for the end: otherwise an operator that cannot start would look like a slow
+    one."""
     keeper = session.Keeper()
     asyncio.run(session._keep(keeper, "operator", tmp_path, module(0), restarts=2))
     assert len(lives(tmp_path)) == 3

@@ -107,7 +107,7 @@ class LogsOnly:
 
 
 def since(role: str, seconds: float, ready: bool = False) -> dict[str, Any]:
-    """A pod whose container began some seconds before now."""
+    """Returns a pod whose container began some seconds before now."""
     began = datetime.fromtimestamp(time.time() - seconds, UTC).isoformat()
     container = {"name": contract.CONTAINER, "state": {"running": {"startedAt": began}}}
     return pod(role, 0, ready=ready, containerStatuses=[{"name": "sidecar"}, container])

@@ -119,7 +119,7 @@ def spans(
 
 
 def timeline(*messages: Spans, incarnation: int = 1, ahead: float = 0.0, dropped: int = 0) -> bytes:
-    """A timeline of the server of shard 0 with this incarnation, whose clock is so many seconds ahead."""
+    """Returns a timeline of the server of shard 0 with this incarnation, whose clock is so many seconds ahead."""
     return Timeline(
         job="digits",
         namespace="default",
@@ -133,7 +133,7 @@ def timeline(*messages: Spans, incarnation: int = 1, ahead: float = 0.0, dropped
 
 
 def step(at: float, flow: str, wait: float = 0.03) -> list[tuple[Any, ...]]:
-    """A worker's spans of a step of about 0.1 s."""
+    """Returns a worker's spans of a step of about 0.1 s."""
     return [
         ("compute", at, at + 0.05, 1),
         ("push", at + 0.05, at + 0.06, 1, {"flow": flow}),

@@ -183,7 +183,7 @@ async def test_the_asynchronous_client_has_the_same_names(client: Client, traini
 
 
 def kubeconfig_of(client: Client) -> Path:
-    """The kubeconfig of a client's own cluster, whose representation names the folder."""
+    """Returns the kubeconfig of a client's own cluster, whose representation names the folder."""
     return Path(repr(client).rpartition(" in ")[2].rstrip(">")) / "backstay.kubeconfig"
 
 

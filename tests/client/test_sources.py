@@ -26,7 +26,7 @@ Written = Callable[[str, str], ModuleType]
 
 
 def started(sources: SourceFiles, folder: Path, arguments: object = None) -> str:
-    """The output of the code in a process that has only the files of the ConfigMap."""
+    """Returns the output of the code in a process that has only the files of the ConfigMap."""
     found = sources.config_map("code", "default")
     folder.mkdir(exist_ok=True)
     for key, text in found["data"].items():
@@ -153,7 +153,7 @@ def test_functions_that_a_pod_cannot_import_are_refused_with_a_remedy(written: W
 
 
 def cell(text: str) -> tuple[Callable[..., object], dict[str, ModuleType]]:
-    """The function `train` of a notebook cell, which IPython defines in a main module without a file."""
+    """Returns the function `train` of a notebook cell, which IPython defines in a main module without a file."""
     main = types.ModuleType("__main__")
     place = f"<ipython-input-{abs(hash(text))}>"
     linecache.cache[place] = (len(text), None, text.splitlines(keepends=True), place)

@@ -48,7 +48,7 @@ def through(codec: Codec, values: np.ndarray, seed: tuple[int, ...] = (0, 0, 0),
 
 
 def check(codec: Codec, values: np.ndarray, **more: Any) -> np.ndarray:
-    """Every element is within the bound, and the tail is exact."""
+    """Returns every element is within the bound, and the tail is exact."""
     decoded = through(codec, values, **more)
     bound = bound_of(codec.name, values.dtype)
     body = body_of(values.size)
@@ -70,7 +70,8 @@ def bits_of(dtype: np.dtype) -> Any:
 
 @st.composite
 def finite(draw: st.DrawFn, dtype: np.dtype) -> np.ndarray:
-    """Arrays of every finite bit pattern, also of groups in which all have one exponent, or only few are not zero."""
+    """Returns arrays of every finite bit pattern, also of groups in which all have one exponent, or only few are not
+    zero."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     bits = rng.integers(0, 1 << 8 * dtype.itemsize, SIZE, dtype=bits_of(dtype), endpoint=False)
     values = bits.view(dtype).copy()

@@ -51,7 +51,7 @@ def tree_of(dtype: Any = np.float32) -> dict[str, Any]:
 
 
 def bytes_of(contribution: Any, encoder: Encoder, *, applied: bool = True) -> list[list[bytes]]:
-    """The bytes that travel of each block of each shard."""
+    """Returns the bytes that travel of each block of each shard."""
     with encoder.sending(contribution) as sending:
         found = [[b"".join(map(bytes, frames.sections_of(block))) for block in blocks] for blocks in sending.blocks]
         (sending.applied if applied else sending.dropped)()

@@ -53,12 +53,12 @@ def layout_of(
 
 @jax.jit
 def decoded(block: Any) -> Any:
-    """A block's values. One function, so that JAX compiles it once for each shape and codec."""
+    """Returns a block's values. One function, so that JAX compiles it once for each shape and codec."""
     return block.decode()
 
 
 def received(wire: BlockWire, block: Any) -> np.ndarray:
-    """A block of a contribution, decoded from its bytes."""
+    """Returns a block of a contribution, decoded from its bytes."""
     data = np.concatenate(frames.sections_of(block))
     assert data.nbytes == wire.nbytes
     views = wire.views(data)
@@ -78,7 +78,7 @@ class Given:
 
 
 def sent(parts: Partition, wires: Sequence[Any], encoder: Encoder, leaves: Sequence[np.ndarray], key: BatchKey) -> Any:
-    """A contribution as the servers decode it, as leaves."""
+    """Returns a contribution as the servers decode it, as leaves."""
     result = [np.zeros_like(leaf) for leaf in leaves]
     with encoder.sending(Given(parts, leaves, key)) as sending:
         for s, layout in enumerate(parts.shards):

@@ -100,7 +100,7 @@ Decode = Callable[[int], np.ndarray]
 
 
 def as_a_job(wire: Wire, values: np.ndarray, ranks: int) -> Decode:
-    """The mean that the engine of a server computes from the bytes of `ranks` workers, by step."""
+    """Returns the mean that the engine of a server computes from the bytes of `ranks` workers, by step."""
     tree = describe({"w": values})
     coded = coded_leaves(tree, wire)
     parts = partition(tree, rule := analyse(optax.sgd(0.1), tree), 1, 1 << 22, coded)
@@ -123,7 +123,7 @@ def as_a_job(wire: Wire, values: np.ndarray, ranks: int) -> Decode:
 
 
 def as_one_process(wire: Wire, values: np.ndarray, ranks: int) -> Decode:
-    """The mean that training in one process computes with."""
+    """Returns the mean that training in one process computes with."""
     rounding = Rounding(describe({"w": values}), wire)
 
     def mean(step: int) -> np.ndarray:

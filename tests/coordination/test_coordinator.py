@@ -280,7 +280,7 @@ class Job:
         return self.finished is not None and all(shard.done for shard in self.shards)
 
     def surviving(self) -> list[Commit]:
-        """The commits that no rollback undid."""
+        """Returns the commits that no rollback undid."""
         out: list[Commit] = []
         for _, history in sorted(self.histories.items()):
             if history:

@@ -8,7 +8,7 @@ from backstay._coordination import Coordinator, CoordinatorState, Redone, Restar
 
 
 def coordinator(term: int, version: int, *, replicates: bool = False, redone: int = 0) -> Coordinator:
-    """A new process, which starts at a checkpoint."""
+    """Returns a new process, which starts at a checkpoint."""
     state = CoordinatorState(term=term, version=version, world=2, redone=redone)
     rules = Rules(mode="Sync", shards=1, steps=1000, stores=True, replicates=replicates)
     return Coordinator(rules, state, checkpoint="/ck" if version else "")

@@ -79,7 +79,7 @@ class Run:
         return before.version - state.version
 
     def samples(self) -> Counter[int]:
-        """How often each sample of each epoch was used, in the history in force."""
+        """Returns how often each sample of each epoch was used, in the history in force."""
         return Counter(np.concatenate([drawn for _, drawn in self.used] or [np.empty(0, np.int64)]).tolist())
 
 

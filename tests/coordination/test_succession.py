@@ -429,7 +429,7 @@ def test_a_checkpoint_that_died_with_its_writer_is_due_immediately() -> None:
     start = Rollback(term=1, version=0, world=1)
 
     def requests_checkpoint(version: int, stored: int, seconds: float | None = None, since: float = 0.0) -> bool:
-        """Whether the first update of a successor is to be stored."""
+        """Returns whether the first update of a successor is to be stored."""
         resumed = Coordinator.resume(
             rules,
             CoordinatorState(term=1, version=version, world=1),

@@ -30,7 +30,7 @@ def commit(version: int) -> Commit:
 
 
 def history_of(rules: Rules, decided: int, *, pending: bool = False) -> UpdateHistory:
-    """A term that began at version `START`, with decisions that no shard has applied."""
+    """Returns a term that began at version `START`, with decisions that no shard has applied."""
     state = CoordinatorState(term=TERM, version=START, world=1)
     history = UpdateHistory(rules, MODES["Sync"], state, start_of(state, "a checkpoint"))
     for version in range(START, START + decided):
@@ -43,7 +43,7 @@ def history_of(rules: Rules, decided: int, *, pending: bool = False) -> UpdateHi
 
 
 def observed(history: UpdateHistory, succession: Succession) -> Any:
-    """All that `takeover` may read, to hold that it changes nothing."""
+    """Returns all that `takeover` may read, to hold that it changes nothing."""
     return copy.deepcopy(
         (history.state.to_json(), list(history.pending), history.stores, vars(succession)["_prepared"])
     )
@@ -107,7 +107,7 @@ def test_t6_a_server_continues_only_what_it_can_reach(
 
 
 def taken_over(prepared: tuple[Contribution, ...]) -> tuple[UpdateHistory, Succession]:
-    """A coordinator that continues at version `START`, whose previous one had prepared the next decision."""
+    """Returns a coordinator that continues at version `START`, whose previous one had prepared the next decision."""
     rules = Rules(mode="Sync", shards=2, steps=100, replicates=True)
     history = history_of(rules, 0)
     succession = Succession(rules, history)

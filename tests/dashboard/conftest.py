@@ -50,7 +50,7 @@ def tokens(expression: str) -> list[tuple[str, str]]:
 
 
 def selectors(expression: str) -> list[Selector]:
-    """Every metric that a PromQL expression reads.
+    """Returns every metric that a PromQL expression reads.
 
     A name before a parenthesis or `by (...)` is a function or an aggregation, and not a metric. Words of the language
     and names in the label list of `by (...)` are not metrics either. Label matchers belong to the previous name.
@@ -88,12 +88,12 @@ class Query:
     hidden: bool
 
     def filled(self, namespace: str, job: str, window: str, span: str = "10m") -> str:
-        """The expression as Grafana sends it; `window` is `$__rate_interval`, `span` the time range."""
+        """Returns the expression as Grafana sends it; `window` is `$__rate_interval`, `span` the time range."""
         return fill(self.expr, namespace, job, window, span)
 
 
 def fill(expr: str, namespace: str, job: str, window: str = "4m", span: str = "10m") -> str:
-    """An expression with the values of a dashboard's variables."""
+    """Returns an expression with the values of a dashboard's variables."""
     values = {
         "__rate_interval": window,
         "__range": span,
@@ -121,7 +121,7 @@ class Dashboard:
         return [one for one, _ in self.placed()]
 
     def placed(self) -> Iterator[tuple[dict[str, Any], bool]]:
-        """Each panel, and whether it is in a collapsed row."""
+        """Yields each panel, and whether it is in a collapsed row."""
         for panel in self.json["panels"]:
             if panel["type"] != "row":
                 yield panel, False
@@ -135,7 +135,7 @@ class Dashboard:
                 yield Query(self.name, panel["title"], target["refId"], target["expr"], instant, hidden)
 
     def other_expressions(self) -> Iterator[str]:
-        """The expressions of annotations and variables."""
+        """Yields the expressions of annotations and variables."""
         for annotation in self.json["annotations"]["list"]:
             if "expr" in annotation:
                 yield annotation["expr"]
@@ -156,7 +156,7 @@ class Dashboards(list[Dashboard]):
         return [query for one in self for query in one.queries()]
 
     def filled(self) -> list[str]:
-        """Every expression, with values in place of variables."""
+        """Returns every expression, with values in place of variables."""
         return [fill(expr, "ns", "job") for one in self for expr in one.expressions()]
 
     def query(self, dashboard: str, panel: str, ref: str = "A") -> Query:

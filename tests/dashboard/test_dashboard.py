@@ -43,7 +43,7 @@ SUFFIXES = ("", "_total", "_bucket", "_sum", "_count")
 
 
 def exported() -> dict[str, frozenset[str]]:
-    """Every series that the code exports -> its own labels and its target's."""
+    """Returns every series that the code exports -> its own labels and its target's."""
     metrics = operator.OperatorMetrics()
     families = [(m, TARGET) for m in vars(metrics).values() if isinstance(m, MetricWrapperBase)]
     families += [(m, TRAINER_TARGET) for m in trainer.PodMetrics("job", "Worker", 0).families]

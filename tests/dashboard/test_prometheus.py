@@ -65,7 +65,7 @@ class Shown:
         self.began, self.now = began, time.time()
 
     def all(self, where: str, ref: str = "A") -> list[Sample]:
-        """The samples of a query now."""
+        """Returns the samples of a query now."""
         query = self._dashboards.query(*where.split(": ", 1), ref)
         found = self._prometheus.query(self._filled(query), self.now)
         return [(sample["metric"], float(sample["value"][1])) for sample in found]
@@ -78,11 +78,12 @@ class Shown:
         return {metric[label]: value for metric, value in self.all(where, ref)}
 
     def over_time(self, where: str, ref: str = "A") -> list[Sample]:
-        """The series of a query, as `history` has them."""
+        """Returns the series of a query, as `history` has them."""
         return self.history(self._filled(self._dashboards.query(*where.split(": ", 1), ref)))
 
     def history(self, expr: str) -> list[Sample]:
-        """Each series with the largest value that it had; a mean over a window without an observation is none."""
+        """Returns each series with the largest value that it had; a mean over a window without an observation is
+        none."""
         found = self._prometheus.series(expr, self.began, self.now, 1)
         numbers = [
             (one["metric"], [v for _, text in one["values"] if math.isfinite(v := float(text))]) for one in found

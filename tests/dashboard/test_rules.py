@@ -41,7 +41,7 @@ def started(values: str = f"0x{MINUTES}") -> dict[str, str]:
 
 
 def goodput(applied: float) -> list[dict[str, str]]:
-    """The series of one worker with this number of useful seconds in each minute."""
+    """Returns the series of one worker with this number of useful seconds in each minute."""
     return [
         of_job("worker_seconds", f"0+{applied}x{MINUTES}", part="applied"),
         of_job("worker_seconds", f"0+{60 - applied}x{MINUTES}", part="wait"),

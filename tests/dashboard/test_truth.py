@@ -30,12 +30,12 @@ def labels(role: str, index: int = 0, pod: str = "a", **more: str) -> str:
 
 
 def counted(each: float, scrapes: int = HOUR, every: int = EACH_STEP) -> str:
-    """A counter that grows by `each` at every `every`-th scrape."""
+    """Returns a counter that grows by `each` at every `every`-th scrape."""
     return " ".join(f"{each * (at // every):g}" for at in range(scrapes))
 
 
 def histogram(name: str, labels: str, edges: dict[str, bool], seconds: float) -> dict[str, str]:
-    """One observation of `seconds` for each step; `edges` says which buckets count it."""
+    """Returns one observation of `seconds` for each step; `edges` says which buckets count it."""
     series = {f"{name}_sum{labels}": counted(seconds), f"{name}_count{labels}": counted(1)}
     for edge, counts in edges.items():
         series[f'{name}_bucket{labels[:-1]}, le="{edge}"}}'] = counted(1 if counts else 0)
@@ -43,7 +43,7 @@ def histogram(name: str, labels: str, edges: dict[str, bool], seconds: float) ->
 
 
 def coordinators(name: str, values: list[list[float]]) -> dict[str, str]:
-    """A metric of coordinators that follow each other, each in another pod, one scrape after another."""
+    """Returns a metric of coordinators that follow each other, each in another pod, one scrape after another."""
     series, before = {}, 0
     for number, own in enumerate(values):
         text = " ".join(["_"] * before + [f"{value:g}" for value in own] + ["stale"])
@@ -129,7 +129,7 @@ def test_counters_do_not_fall_when_a_coordinator_is_replaced(shows: Any) -> None
 
 
 def of_job(name: str, **more: str) -> str:
-    """A series of the operator about the job."""
+    """Returns a series of the operator about the job."""
     given = {"namespace": "ns", "training_job": "job", **more}
     return f"backstay_job_{name}{{" + ", ".join(f'{label}="{value}"' for label, value in given.items()) + "}"
 
@@ -154,7 +154,7 @@ def test_a_negative_loss_of_the_active_server_is_shown_beside_a_standby(shows: A
 
 
 def spent(part: str, each: str) -> dict[str, str]:
-    """The job's worker pods spend this number of seconds of every 15 s between scrapes on a part."""
+    """Returns the job's worker pods spend this number of seconds of every 15 s between scrapes on a part."""
     return {of_job("worker_seconds", part=part): each}
 
 

@@ -77,7 +77,7 @@ backstay.train(
 
 
 def spec_of(folder: Path, faults: str) -> dict[str, Any]:
-    """A synchronous job with standbys, a slow worker, and faults by script (docs/faults.md)."""
+    """Returns a synchronous job with standbys, a slow worker, and faults by script (docs/faults.md)."""
     return {
         "image": "backstay.dev/trainer:local",
         "command": ["python", "train.py"],
@@ -143,7 +143,7 @@ class Cluster:
         self.request("POST", f"{JOBS}/namespaces/{NAMESPACE}/{contract.PLURAL}", job)
 
     def status(self) -> dict[str, Any]:
-        """The status of the job."""
+        """Returns the status of the job."""
         job = self.request("GET", f"{JOBS}/namespaces/{NAMESPACE}/{contract.PLURAL}/{JOB}")
         found: dict[str, Any] = job.get("status") or {}
         return found
@@ -162,7 +162,7 @@ class Cluster:
                         os.kill(int(entry.name), signal.SIGKILL)
 
     def log(self) -> str:
-        """The logs of all pods."""
+        """Returns the logs of all pods."""
         return "".join(file.read_text(errors="replace") for file in (self.folder / "pods").rglob("*.log"))
 
     def delete_worker(self, rank: int) -> None:
@@ -183,12 +183,12 @@ class Cluster:
 
 
 def meta(label: str) -> str:
-    """The name that Prometheus gives to a Kubernetes label or annotation."""
+    """Returns the name that Prometheus gives to a Kubernetes label or annotation."""
     return "".join(c if c.isalnum() else "_" for c in label)
 
 
 def scrape_config(monitor: dict[str, Any], targets: dict[str, Any], interval: str = "1s") -> dict[str, Any]:
-    """The configuration that the Prometheus Operator makes of a PodMonitor with one endpoint.
+    """Returns the configuration that the Prometheus Operator makes of a PodMonitor with one endpoint.
 
     `targets` is the place of the pods.
     """
@@ -313,21 +313,22 @@ class Prometheus:
         self._block.close()
 
     def query(self, expression: str, at: float | None = None) -> list[dict[str, Any]]:
-        """The samples of an instant query that are numbers. The query is at a Unix time, or now if it is None."""
+        """Returns the samples of an instant query that are numbers. The query is at a Unix time, or now if it is
+        None."""
         given = urllib.parse.urlencode({"query": expression} | ({} if at is None else {"time": at}))
         with urllib.request.urlopen(f"{self.url}/api/v1/query?{given}", timeout=LONG) as answer:
             found = json.load(answer)["data"]["result"]
         return [sample for sample in found if math.isfinite(float(sample["value"][1]))]
 
     def series(self, expression: str, start: float, end: float, step: float) -> list[dict[str, Any]]:
-        """The result of a range query; `values` are pairs of Unix time and text."""
+        """Returns the result of a range query; `values` are pairs of Unix time and text."""
         given = urllib.parse.urlencode({"query": expression, "start": start, "end": end, "step": step})
         with urllib.request.urlopen(f"{self.url}/api/v1/query_range?{given}", timeout=LONG) as answer:
             found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
         return found
 
     def rules(self) -> list[dict[str, Any]]:
-        """Every rule, with its health and its alerts."""
+        """Returns every rule, with its health and its alerts."""
         with urllib.request.urlopen(f"{self.url}/api/v1/rules", timeout=LONG) as answer:
             return [rule for group in json.load(answer)["data"]["groups"] for rule in group["rules"]]
 
@@ -373,7 +374,7 @@ def counts(cluster: Cluster, role: str) -> dict[str, int]:
 
 
 def whole(cluster: Cluster) -> bool:
-    """All pods are ready, and a standby holds what the server does."""
+    """Returns all pods are ready, and a standby holds what the server does."""
     roles = cluster.status().get("roles") or {}
     conditions = {c["type"]: c["status"] for c in cluster.status().get("conditions") or ()}
     ready = all(r["ready"] == r["desired"] for r in roles.values())
@@ -381,7 +382,7 @@ def whole(cluster: Cluster) -> bool:
 
 
 def are_unstored(cluster: Cluster, asked: Callable[[str], Any]) -> bool:
-    """Whether a kill now loses an update that a worker has received, because the next update was made of it.
+    """Returns whether a kill now loses an update that a worker has received, because the next update was made of it.
 
     A kill at another time would lose none, or one that only the killed server has known.
     """

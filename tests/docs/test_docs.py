@@ -97,7 +97,7 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """Every page that a person reads, the README included."""
+    """Returns every page that a person reads, the README included."""
     return [
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
@@ -107,7 +107,7 @@ def pages() -> list[Path]:
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """Each block of code of a page, in order."""
+    """Yields each block of code of a page, in order."""
     text = page.read_text(encoding="utf-8")
     for found in _BLOCK.finditer(text):
         indent, language, rest, code = found.groups()
@@ -190,7 +190,7 @@ def test_every_public_name_is_in_the_python_reference() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as Python-Markdown and GitHub make them."""
+    """Returns the anchors of a page's headings, as Python-Markdown and GitHub make them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     found = set()
     for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):

@@ -16,7 +16,7 @@ COORDINATION = ROOT / "images" / "trainer" / "backstay" / "_coordination"
 
 
 def calls(folder: Path, *names: str) -> Iterator[ast.Call]:
-    """Each call of a function or method with one of these names."""
+    """Yields each call of a function or method with one of these names."""
     for module in sorted(folder.rglob("*.py")):
         if module.name == "reasons.py":
             continue
@@ -28,7 +28,7 @@ def calls(folder: Path, *names: str) -> Iterator[ast.Call]:
 
 
 def literals(node: ast.expr) -> set[str]:
-    """The strings that an expression can have, as far as they are literals of it."""
+    """Returns the strings that an expression can have, as far as they are literals of it."""
     return {part.value for part in ast.walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str)}
 
 

@@ -56,8 +56,8 @@ class Cluster:
         self.run(begin())
 
     def place(self, spec: dict[str, Any]) -> dict[str, Any]:
-        """The spec with what says where the scripts are. A busy machine pauses workers for longer than one would
-        wait for them."""
+        """Returns the spec with what says where the scripts are. A busy machine pauses workers for longer than one
+        would wait for them."""
         workers = {"stallSeconds": 600, **spec.get("workers", {})}
         return {"image": "backstay.dev/trainer:local", "workingDir": str(SCRIPTS), **spec, "workers": workers}
 
@@ -136,7 +136,7 @@ class Cluster:
         return status
 
     def describe(self, name: str) -> str:
-        """The state of a job that failed a test, for people."""
+        """Returns the state of a job that failed a test, for people."""
         lines = [json.dumps(self.job(name).get("status", {}), indent=1)]
         lines += [f"{event['reason']}: {event['message']}" for event in self.events(name)]
         for pod in self.pods(name):
@@ -153,7 +153,7 @@ class Cluster:
         return next((condition for condition in conditions if condition["type"] == kind), {})
 
     def processes(self, pod: str) -> list[int]:
-        """The processes of a pod, found by their environment; really running ones, to be really killed."""
+        """Returns the processes of a pod, found by their environment; really running ones, to be really killed."""
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():

@@ -38,7 +38,7 @@ backstay.train(**settings)
 
 
 def processes(folder: Path) -> list[str]:
-    """The command lines of all that was started with this folder in its arguments or its environment."""
+    """Returns the command lines of all that was started with this folder in its arguments or its environment."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -88,7 +88,7 @@ def start(
 
 
 def until_said(stream: IO[str] | None, pattern: str) -> str:
-    """The output up to the first line that has `pattern`."""
+    """Returns the output up to the first line that has `pattern`."""
     assert stream is not None
     said = ""
     for line in stream:
@@ -106,7 +106,7 @@ def script_of(text: str, script: Path) -> Path:
 
 
 def status_of(folder: Path, command: str) -> dict[str, Any]:
-    """The object that a command, called in another folder, prints about a run."""
+    """Returns the object that a command, called in another folder, prints about a run."""
     words = [sys.executable, "-m", "backstay_cli.main", command, str(folder), "--output", "json"]
     done = subprocess.run(words, cwd="/", capture_output=True, text=True, timeout=LONG, check=False)
     assert done.returncode == 0, done.stderr

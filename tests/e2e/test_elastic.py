@@ -25,7 +25,8 @@ SCRIPT = Path(__file__).parent / "scripts" / "tiny.py"
 
 
 def replayed(state: CoordinatorState, settings: dict[str, Any]) -> Any:
-    """The plain loop with the worlds of the manifest, where each update has the smaller world of the two around it."""
+    """Returns the plain loop with the worlds of the manifest, where each update has the smaller world of the two around
+    it."""
     params = settings["init"](jax.random.key(settings["seed"]))
     optimizer = settings["optimizer"]
     memory = optimizer.init(params)

@@ -29,7 +29,7 @@ def test_the_readme_prints_the_example_as_it_is() -> None:
 
 
 def kubectl_commands() -> list[list[str]]:
-    """The kubectl commands of the README."""
+    """Returns the kubectl commands of the README."""
     lines = [line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
     return [shlex.split(line, comments=True) for line in lines if line.startswith("kubectl ")]
 

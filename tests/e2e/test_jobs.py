@@ -28,7 +28,7 @@ ONE_EACH = {"parameterServers": {"replicas": 1, "maxRestarts": 0}, "workers": {"
 
 
 def reference(world: int, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The plain loop in this process."""
+    """Returns the plain loop in this process."""
     monkeypatch.setenv("STEPS", "40")
     settings = runpy.run_path(str(SCRIPT))["SETTINGS"]
     return train_local(**{**settings, "evaluate": None}, world=world).params

@@ -37,7 +37,8 @@ def test_stopped_pods_are_stalled_and_a_deleted_worker_is_a_disruption(
     name = submit(spec, env={"PAUSE": "0.5", "STEPS": "600", "GATE": str(gate)})
 
     def pods_at(place: str) -> list[Any]:
-        """The pod of the newest incarnation; none while the incarnation is on record and its pod is not created yet."""
+        """Returns the pod of the newest incarnation; none while the incarnation is on record and its pod is not created
+        yet."""
         number = cluster.job(name)["status"]["incarnations"][place.replace("ps-", "parameter-server-")]
         return [
             pod

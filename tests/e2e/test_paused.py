@@ -82,7 +82,7 @@ def starve(pids: list[int], share: float, seconds: float) -> None:
 
 
 def process_of(cluster: Any, module: str) -> int:
-    """The process of the embedded cluster that runs `module`: a child of this one, which pods are not."""
+    """Returns the process of the embedded cluster that runs `module`: a child of this one, which pods are not."""
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
             arguments = child.cmdline()
@@ -109,7 +109,7 @@ def test_what_stops_or_starves_together_with_its_observer_is_not_replaced(
         return found
 
     def trains(name: str, beyond: int) -> Callable[[], bool]:
-        """The operator reports later updates, and that all pods are ready."""
+        """Returns the operator reports later updates, and that all pods are ready."""
 
         def holds() -> bool:
             found = status(name)

@@ -15,7 +15,7 @@ FACTS: set[str] = runpy.run_path(str(ROOT / "bench" / "scripts" / "_timeline.py"
 
 
 def reported() -> set[str]:
-    """The names in the trainer's source."""
+    """Returns the names in the trainer's source."""
     files = Path(backstay.__file__).parent.rglob("*.py")
     return {name for file in files for name in re.findall(r'_instrument\.report\(\s*"(\w+)"', file.read_text())}
 

@@ -38,7 +38,7 @@ def name_of(call: ast.Call) -> str:
 
 
 def late_writes(source: str) -> list[int]:
-    """The lines of functions that write a file after they have started a process."""
+    """Returns the lines of functions that write a file after they have started a process."""
     found = set()
     for function in functions(ast.parse(source)):
         calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
@@ -49,7 +49,7 @@ def late_writes(source: str) -> list[int]:
 
 
 def writes_in_scripts(source: str) -> list[int]:
-    """The lines of texts of several lines, which are scripts, that write a file in place."""
+    """Returns the lines of texts of several lines, which are scripts, that write a file in place."""
     texts = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
     return [
         text.lineno

@@ -20,7 +20,8 @@ STEADY = {"os.environ.get", "os.getenv", "os.fspath", "os.cpu_count"}
 
 
 def at_import(tree: ast.Module) -> Iterator[ast.AST]:
-    """The nodes that run when the file is imported: decorators and default values are among them, bodies are not."""
+    """Yields the nodes that run when the file is imported: decorators and default values are among them, bodies are
+    not."""
     waiting: list[ast.AST] = [*tree.body]
     while waiting:
         node = waiting.pop()
@@ -34,7 +35,7 @@ def at_import(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def changing_values(source: str) -> list[int]:
-    """The lines with a call, at import, whose result differs between two processes."""
+    """Returns the lines with a call, at import, whose result differs between two processes."""
     found = []
     for node in at_import(ast.parse(source)):
         if not isinstance(node, ast.Call):

@@ -34,7 +34,7 @@ def report(stages: Any, **parts: Any) -> None:
 
 
 def ended(stages: Any, name: str, status: int, *, tests: bool = True, lines: int = 0) -> Any:
-    """A stage that has run."""
+    """Returns a stage that has run."""
     stage = stages.Stage(name, [], tests=tests, seconds=61.4, status=status)
     stage.last.extend(f"line {number}" for number in range(lines))
     return stage

@@ -26,14 +26,14 @@ def tree_of(module: Path) -> ast.Module:
 
 
 def classes(module: Path) -> Iterator[ast.ClassDef]:
-    """Every class of a module, also inside functions and classes."""
+    """Yields every class of a module, also inside functions and classes."""
     for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.ClassDef):
             yield node
 
 
 def arguments_of_constructor(defined: ast.ClassDef) -> int:
-    """The number of arguments of `__init__`, without `self`; 0 where the class defines none."""
+    """Returns the number of arguments of `__init__`, without `self`; 0 where the class defines none."""
     for node in defined.body:
         if isinstance(node, ast.FunctionDef) and node.name == "__init__":
             return len(node.args.posonlyargs) + len(node.args.args) + len(node.args.kwonlyargs) - 1
@@ -52,14 +52,14 @@ def test_a_constructor_has_at_most_seven_arguments() -> None:
 
 
 def branches(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """The number of places at which a reader has to consider two ways."""
+    """Returns the number of places at which a reader has to consider two ways."""
     nodes = list(ast.walk(function))
     operators = sum(len(node.values) - 1 for node in nodes if isinstance(node, ast.BoolOp))
     return operators + sum(isinstance(node, BRANCHES) for node in nodes)
 
 
 def reasons(text: str) -> set[int]:
-    """The lines of a module with a comment for readers, and not only for tools."""
+    """Returns the lines of a module with a comment for readers, and not only for tools."""
     found = tokenize.generate_tokens(io.StringIO(text).readline)
     comments = (token for token in found if token.type == tokenize.COMMENT)
     return {token.start[0] for token in comments if not token.string.startswith(("# noqa", "# type:"))}

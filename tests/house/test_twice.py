@@ -45,7 +45,7 @@ class Suite:
         (folder / "pytest.ini").write_text("[pytest]\n")
 
     def run(self, tests: str, *arguments: str) -> tuple[int, str]:
-        """The exit status and the output of the program on a file with these tests."""
+        """Returns the exit status and the output of the program on a file with these tests."""
         (self._folder / "test_it.py").write_text(ONCE + tests)
         temporary = self._folder / "temporary"
         temporary.mkdir(exist_ok=True)

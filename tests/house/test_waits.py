@@ -15,7 +15,7 @@ SHORT = 1.0
 
 
 def limits(source: str) -> list[int]:
-    """The lines of calls with a limit that is written as a number."""
+    """Returns the lines of calls with a limit that is written as a number."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):

@@ -282,7 +282,7 @@ class Operator:
             self.cluster.event(resource, key, copy.deepcopy(obj), kind == "DELETED", False)
 
     def reconcile(self, key: JobKey = KEY) -> float | None:
-        """One run for a job, without time passing."""
+        """Returns one run for a job, without time passing."""
         return asyncio.run(self.reconciler(key))
 
     def settle(self, key: JobKey = KEY, most: int = 40) -> None:

@@ -149,7 +149,7 @@ class Api:
             self._block.close()
 
     def address(self, number: int) -> str:
-        """A loopback address on which no other process listens."""
+        """Returns a loopback address on which no other process listens."""
         return str(ip_network(self._block.pod_cidr)[number])
 
     async def _drain(self) -> None:

@@ -53,10 +53,10 @@ class Adapter(Protocol):
         """The script of worker 0 raises, in each of its pods, until the job has ended."""
 
     def decisions(self) -> list[Decision]:
-        """The pods that were created and deleted, and the Services that were changed, in order."""
+        """Returns the pods that were created and deleted, and the Services that were changed, in order."""
 
     def status(self) -> dict[str, Any]:
-        """The status of the job."""
+        """Returns the status of the job."""
 
 
 def manifest(workers: int, standbys: int) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def manifest(workers: int, standbys: int) -> dict[str, Any]:
 
 
 def short(name: str) -> str:
-    """The name of an object without the job's name and uid, which differ."""
+    """Returns the name of an object without the job's name and uid, which differ."""
     return "-".join(name.split("-")[1:-1])
 
 
@@ -87,7 +87,7 @@ def of_actions(objects: SimulatedJob) -> list[Decision]:
 def answers(
     status: dict[str, Any], pods: list[dict[str, Any]], now: datetime, workers: int
 ) -> tuple[Contact, Progress]:
-    """The contact and the progress after three updates."""
+    """Returns the contact and the progress after three updates."""
     serving = {**status["incarnations"], **status.get("active", {})}
     active = serving[f"{SERVER}-0"]
     newest = status["incarnations"][f"{SERVER}-0"]
@@ -349,7 +349,7 @@ def forker() -> Iterator[testing.Forker]:
 
 
 def final(status: dict[str, Any]) -> dict[str, Any]:
-    """The part of a status that deaths decide."""
+    """Returns the part of a status that deaths decide."""
     conditions = {each["type"]: each for each in status["conditions"]}
     failed = conditions.get("Failed", {"status": "False"})
     return {

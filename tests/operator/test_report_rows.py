@@ -42,7 +42,7 @@ OTHERS = {"checkpoint", "ending", "loss", "metrics", "step", "term", "world"}
 
 
 def example(name: str) -> Any:
-    """A value of the row that is not its default."""
+    """Returns a value of the row that is not its default."""
     if name in EXAMPLES:
         return EXAMPLES[name]
     text = str(JobReport.model_fields[name].annotation)
@@ -53,7 +53,7 @@ def example(name: str) -> Any:
 
 
 def answered(report: JobReport) -> Progress:
-    """The progress after an answer of shard 0's server."""
+    """Returns the progress after an answer of shard 0's server."""
     reply = ProgressReply(incarnation=1, term=3, step=3, world=3, report=report.encoded())
     progress = combine({0: reply}, NOW)
     assert progress is not None

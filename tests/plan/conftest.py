@@ -72,7 +72,8 @@ class Cluster(SimulatedJob):
         return plan(self.job, self.observed_now(), self.now, self.settings)
 
     def contact(self) -> Contact | None:
-        """The operator's newest round of calls: each running server answered but those that a test made silent."""
+        """Returns the operator's newest round of calls: each running server answered but those that a test made
+        silent."""
         if not self.called:
             return None
         servers = {
@@ -85,7 +86,7 @@ class Cluster(SimulatedJob):
         return Contact(self.now, answered, silent, self.reachable, self.unreachable)
 
     def _counted(self, silence: Silence) -> Silence:
-        """The calls of an operator that was never late: one every 2 s, and a long one beside the second."""
+        """Returns the calls of an operator that was never late: one every 2 s, and a long one beside the second."""
         seconds = (self.now - silence.since).total_seconds()
         return Silence(silence.since, int(seconds / 2), int(seconds >= 10))
 

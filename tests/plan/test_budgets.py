@@ -59,7 +59,8 @@ def test_a_rank_that_crashes_before_its_first_gradient_backs_off(running):
 
 
 def test_o4_a_rank_that_is_ready_and_crashes_in_its_first_step_backs_off(running):
-    """A pod is Ready before its first step; an answer of the servers from before its start says nothing about it."""
+    """Returns a pod is Ready before its first step; an answer of the servers from before its start says nothing about
+    it."""
     cluster = running(SPEC)
     cluster.answer(step=0)
     waits = []
@@ -82,7 +83,7 @@ def test_o4_a_rank_that_is_ready_and_crashes_in_its_first_step_backs_off(running
 
 
 def test_o4_crashes_between_two_answers_of_the_servers_continue_the_count(running):
-    """A pod that is Ready, and crashes before the servers can report what it did, has not worked."""
+    """Returns a pod that is Ready, and crashes before the servers can report what it did, has not worked."""
     cluster = running(SPEC)
     cluster.answer(step=0)
     for crashes in range(1, 7):
@@ -120,7 +121,7 @@ def test_a_wait_survives_the_operator(running):
 
 
 def test_the_servers_report_which_ranks_contributed(running):
-    """A contribution counts more than a probe that never ran."""
+    """Returns a contribution counts more than a probe that never ran."""
     cluster = running(SPEC)
     name = cluster.named(WORKER, 0)
     cluster.run(name, ready=False)
@@ -151,7 +152,7 @@ def test_o4_a_rank_that_crashes_again_and_again_fails_a_job_that_has_not_trained
 
 
 def refused(reason: str) -> dict:
-    """The status of a pod that its node did not admit, or lost before a container started."""
+    """Returns the status of a pod that its node did not admit, or lost before a container started."""
     return {"phase": "Failed", "reason": reason, "message": "no room"}
 
 
@@ -189,7 +190,7 @@ KILLERS = {
 
 
 def storm(cluster, slot, status, seconds: int, per_second: int = 4) -> list[float]:
-    """Every pod of a slot dies as soon as it exists; returns the times of the pods that were created."""
+    """Let every pod of a slot die as soon as it exists. Returns the times of the pods that were created."""
     created, known, began = [], set(cluster.pods), cluster.now
     for _ in range(seconds * per_second):
         for name in [name for name in cluster.living() if f"-{slot}-" in name]:

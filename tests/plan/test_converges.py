@@ -52,7 +52,7 @@ def test_any_history_converges(make_cluster, standbys, members):
                     yield int(labels[contract.LABEL_INCARNATION]) > active and (uid in self.cluster.silent or starts)
 
         def may_store(self, place):
-            """Whether the active server of a shard with a standby stores a checkpoint before it ends."""
+            """Returns whether the active server of a shard with a standby stores a checkpoint before it ends."""
             active = self.cluster.status.get("active", {}).get(place)
             for pod in self.cluster.pods.values():
                 labels, until = pod["metadata"]["labels"], pod["metadata"].get("deletionTimestamp")
@@ -62,7 +62,7 @@ def test_any_history_converges(make_cluster, standbys, members):
             return False
 
         def rank_of(self, name):
-            """The pods of the pod's rank and incarnation, by member."""
+            """Returns the pods of the pod's rank and incarnation, by member."""
             labels = self.cluster.pods[name]["metadata"]["labels"]
             same = (contract.LABEL_ROLE, contract.LABEL_INDEX, contract.LABEL_INCARNATION)
             return {
@@ -72,7 +72,7 @@ def test_any_history_converges(make_cluster, standbys, members):
             }
 
         def whole(self, name):
-            """Whether all pods of a pod's rank live. The first one must, and others may have ended in order."""
+            """Returns whether all pods of a pod's rank live. The first one must, and others may have ended in order."""
             rank = self.rank_of(name)
             is_worker = self.cluster.pods[name]["metadata"]["labels"][contract.LABEL_ROLE] == contract.ROLE_WORKER
             there = [n for n in rank.values() if n in self.cluster.living() or self.left_in_order(n)]

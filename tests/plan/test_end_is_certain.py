@@ -16,7 +16,7 @@ RETURNED = 1
 
 @st.composite
 def ends(draw):
-    """A job and the end of its pods, with their order, the messages that arrive, and what the operator observes
+    """Returns a job and the end of its pods, with their order, the messages that arrive, and what the operator observes
     meanwhile."""
     servers, workers = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     stores = draw(st.booleans())
@@ -51,7 +51,8 @@ def last_message(slot, stores):
 
 
 def pause(cluster, kind):
-    """The operator observes nothing, or the end, immediately, after a poll, before the next poll, or after a pause."""
+    """Returns the operator observes nothing, or the end, immediately, after a poll, before the next poll, or after a
+    pause."""
     if kind == "none":
         return
     cluster.tick({"seen": 0.2, "polled": 0.2, "late": 1.5, "minute": 60}[kind])

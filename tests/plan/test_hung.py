@@ -26,7 +26,7 @@ def training(running):
 
 
 def contact_of(cluster, name, *, age=0, calls=9, long_calls=1, **reports):
-    """A round of calls in which this pod did not answer."""
+    """Returns a round of calls in which this pod did not answer."""
     found = cluster.contact()
     uid = cluster.pods[name]["metadata"]["uid"]
     silence = Silence(cluster.now - timedelta(seconds=60), calls, long_calls)
@@ -122,7 +122,8 @@ def test_o5_a_worker_without_heartbeats_is_hung_if_it_answers_no_call(running, u
 
 
 def test_a_hung_worker_does_not_outlive_an_operator_that_forgot_to_kill_it(running):
-    """The operator dies after the status that counts the death, before the delete: the old incarnation still goes."""
+    """Returns the operator dies after the status that counts the death, before the delete: the old incarnation still
+    goes."""
     cluster = running(ONE_SERVER)
     name = cluster.named(WORKER, 1)
     cluster.answer(step=3, contributed={0: 1, 1: 1}, stalled=(Stalled(1, 1, "no gradient for 300 s"),))
@@ -289,8 +290,8 @@ def test_a_worker_that_the_coordinator_does_not_miss_is_replaced(out_of_touch, b
 
 @pytest.mark.parametrize("case", ["hangs", "early", "beats", "answers", "earlier", "other"])
 def test_t8_a_worker_that_answers_no_call_after_a_promotion_is_replaced_after_the_limit_of_silence(running, case):
-    """The new coordinator has no heartbeat from it, and it left a health request of the operator unanswered. A worker
-    that holds the interpreter's lock does the same: it has `stallSeconds`."""
+    """Returns the new coordinator has no heartbeat from it, and it left a health request of the operator unanswered. A
+    worker that holds the interpreter's lock does the same: it has `stallSeconds`."""
     cluster = running(SPEC | {"workers": {"replicas": 1, "stallSeconds": 14}})
     cluster.answer(step=7, reached=frozenset({0, 1}))
     cluster.settle()

@@ -69,7 +69,7 @@ def test_when_both_die_both_are_replaced(training):
 
 
 def both_die(training) -> str:
-    """The active server, and its successor before the new standby runs; returns the name of the standby's pod."""
+    """End the active server, and its successor before the new standby runs. Returns the name of the standby's pod."""
     training.end(training.named(SERVER, 0, 1), 137)
     training.settle()
     assert training.status["active"][FIRST] == 2

@@ -18,7 +18,7 @@ GROUPS = {
 
 
 def pods_of(cluster, rank, incarnation=1):
-    """The names of a rank's pods, in the order of members."""
+    """Returns the names of a rank's pods, in the order of members."""
     found = {}
     for name, pod in cluster.pods.items():
         labels = pod["metadata"]["labels"]
@@ -134,7 +134,7 @@ def test_a_rank_of_one_pod_is_named_and_guarded_as_before(running):
 
 @pytest.mark.parametrize("how", ["Preferred", "Required"])
 def test_the_pods_of_a_rank_lie_near_each_other(running, how):
-    """A new incarnation may lie elsewhere: the pods of the old one may still terminate on a lost node."""
+    """Returns a new incarnation may lie elsewhere: the pods of the old one may still terminate on a lost node."""
     scheduling = {"groupTopologyKey": "example.com/rack", "groupTopology": how}
     cluster = running({**GROUPS, "scheduling": scheduling})
     for name in pods_of(cluster, 1):
@@ -190,7 +190,7 @@ LOST = json.dumps({"reason": "GroupLost", "message": "pod 2 of worker 0 is lost:
     ["JAX distributed service detected fatal errors: another task died", LOST, "[Gloo] Rank 1 is connected to 2", ""],
 )
 def test_a_pod_that_ended_because_of_another_one_is_not_the_cause(running, aborted):
-    """The operator may see its end first. JAX may abort a pod after it wrote its message, or with no word."""
+    """Returns the operator may see its end first. JAX may abort a pod after it wrote its message, or with no word."""
     cluster = running(GROUPS)
     names = pods_of(cluster, 0)
     cluster.end(names[0], contract.GROUP_LOST_EXIT, LOST)
@@ -201,7 +201,8 @@ def test_a_pod_that_ended_because_of_another_one_is_not_the_cause(running, abort
 
 
 def test_the_pod_with_the_cause_stays_for_its_log(running):
-    """A kubelet may report the end of its container seconds before its phase. The others of its rank are deleted."""
+    """Returns a kubelet may report the end of its container seconds before its phase. The others of its rank are
+    deleted."""
     cluster = running(GROUPS)
     names = pods_of(cluster, 0)
     cluster.end(names[0], 137)
@@ -214,7 +215,7 @@ def test_the_pod_with_the_cause_stays_for_its_log(running):
 
 
 def test_a_rank_whose_pod_was_evicted_while_the_operator_was_away_is_not_charged(running):
-    """The others ended in order. The pod that was evicted no longer exists, or still has its mark."""
+    """Returns the others ended in order. The pod that was evicted no longer exists, or still has its mark."""
     for is_there in (True, False):
         cluster = running(GROUPS)
         names = pods_of(cluster, 0)
@@ -231,7 +232,7 @@ def test_a_rank_whose_pod_was_evicted_while_the_operator_was_away_is_not_charged
 
 
 def test_a_rank_that_ends_by_sigterm_without_a_deletion_is_charged(running):
-    """A probe of the kubelet, or the script, ended it."""
+    """Returns a probe of the kubelet, or the script, ended it."""
     cluster = running(GROUPS)
     for name in pods_of(cluster, 0):
         cluster.end(name, 143)
@@ -306,7 +307,7 @@ def test_a_deleted_pod_is_a_disruption_of_its_rank(running):
 
 
 def test_a_pod_that_cannot_be_created_is_an_obstacle_and_no_death(make_cluster):
-    """A quota lets only some pods of a rank start. The others are tried again, with the same names."""
+    """Returns a quota lets only some pods of a rank start. The others are tried again, with the same names."""
     cluster = make_cluster(GROUPS)
     cluster.refuse = {"mnist-worker-1-2-": ("Forbidden", "exceeded quota: gpus")}
     cluster.settle()
@@ -357,7 +358,7 @@ def test_a_pod_that_ends_in_order_before_the_first_one_has_not_died(running, mes
 
 @pytest.mark.parametrize("lost", [True, False])
 def test_a_pod_that_ends_before_training_is_charged_although_its_exit_code_is_zero(running, lost):
-    """The first pod may not have noticed it: it waits for that pod to connect."""
+    """Returns the first pod may not have noticed it: it waits for that pod to connect."""
     cluster = running(GROUPS)
     names = pods_of(cluster, 1)
     if lost:

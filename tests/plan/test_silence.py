@@ -257,8 +257,9 @@ QUICK = settings(
 def test_o5_a_healthy_pod_is_never_replaced(
     make_world, shape, node, operator, kubelet, follows, starved, latency, own, which, later
 ):
-    """The node and all its processes, the operator, the kubelet and one server stop for a while, alone and together.
-    The Lease is lost, and the node has too little CPU time. All of them continue afterwards, some later than others."""
+    """Returns the node and all its processes, the operator, the kubelet and one server stop for a while, alone and
+    together. The Lease is lost, and the node has too little CPU time. All of them continue afterwards, some later than
+    others."""
     world = make_world(*shape, starved=starved, latency=latency, follows=follows)
     servers = names_of(world)
     world.stopped = {
@@ -282,8 +283,8 @@ def test_o5_a_healthy_pod_is_never_replaced(
     at=st.integers(5, 40),
 )
 def test_t8_a_dead_server_is_replaced_within_a_bound(make_world, shape, operator, follows, which, at):
-    """The server's process is stopped permanently. Its pod is replaced 20 s after the operator's last interruption, and
-    the death is charged.
+    """Returns the server's process is stopped permanently. Its pod is replaced 20 s after the operator's last
+    interruption, and the death is charged.
     """
     world = make_world(*shape, follows=follows)
     name = names_of(world)[which % len(world.uids)]

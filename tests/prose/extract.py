@@ -13,6 +13,7 @@ import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 # A comment that controls a tool, and section titles of a docstring in Google's style.
 _DIRECTIVE = re.compile(r"^(noqa|type:|pragma|fmt:|mypy:|ruff:|!|-\*-|isort|syntax=|@@|\{\{)")
@@ -21,6 +22,8 @@ _ENTRY = re.compile(r"^(\*?\*?[A-Za-z_][\w.\[\], |]*?)( \(.*?\))?: +(?=\S)")
 _WORDS = re.compile(r"[A-Za-z]{2,}")
 _NAME_PARTS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 _USUAL = {"err", "err_r", "err_w"}  # variables for standard error
+_NO_VALUE = {"None", "NoReturn", "Never"}
+_OTHER_DOCSTRING = re.compile(r"property|setter|contextmanager|fixture|command|overload")
 _HASH_SUFFIXES = {".yaml", ".yml", ".toml", ".sh", ".ini", ".cfg"}
 _HASH_NAMES = {"Makefile", "Dockerfile"}
 
@@ -32,8 +35,8 @@ class Paragraph:
     Attributes:
         line: line of the source file where the paragraph begins, from 1.
         text: the paragraph as Markdown, on one line.
-        part: ``summary`` for the first paragraph of a docstring, ``body`` for a later one, ``entry`` for an entry of
-            `Args`, else empty.
+        part: ``summary`` for the first paragraph of a docstring, ``value`` for that of a function that returns a
+            value, ``body`` for a later one, ``entry`` for an entry of `Args`, else empty.
     """
 
     line: int
@@ -42,7 +45,7 @@ class Paragraph:
 
 
 def paragraphs(path: Path) -> list[Paragraph]:
-    """The prose of one source file, in order of line.
+    """Returns the prose of one source file, in order of line.
 
     Raises:
         ValueError: no extractor exists for this kind of file.
@@ -76,16 +79,27 @@ def _joined(lines: list[str], line: int, part: str = "") -> Iterator[Paragraph]:
 
 def _docstrings(nodes: Sequence[ast.AST]) -> Iterator[Paragraph]:
     """Docstrings of modules, classes and functions, and strings below an attribute."""
+    of_values = {id(node.body[0]) for node in nodes if _returns_value(node)}
     for node in nodes:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            yield from _docstring(node.value.value, node.value.lineno)
+            part = "value" if id(node) in of_values else "summary"
+            yield from _docstring(node.value.value, node.value.lineno, part)
 
 
-def _docstring(text: str, first: int) -> Iterator[Paragraph]:
+def _returns_value(node: ast.AST) -> TypeGuard[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Returns whether a node is a function that returns or yields a value. A property is described as an attribute, a
+    context manager as an object, and the docstring of a command is its help text."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.returns is None:
+        return False
+    decorators = " ".join(ast.unparse(decorator) for decorator in node.decorator_list)
+    return ast.unparse(node.returns) not in _NO_VALUE and not _OTHER_DOCSTRING.search(decorators)
+
+
+def _docstring(text: str, first: int, part: str) -> Iterator[Paragraph]:
     """Paragraphs of one docstring: an entry of `Args` and an item of a list are paragraphs; examples are left out."""
     head, _, tail = text.partition("\n")
     lines = [head, *textwrap.dedent(tail).splitlines()]
-    begin, collected, literal, part = first, [], False, "summary"
+    begin, collected, literal = first, [], False
     for number, line in enumerate(lines, first):
         stripped = line.strip()
         indented = line.startswith("    ")
@@ -157,7 +171,7 @@ def _messages(nodes: Sequence[ast.AST]) -> Iterator[Paragraph]:
 
 
 def _names(nodes: Sequence[ast.AST]) -> Iterator[Paragraph]:
-    """Names that the file defines for functions, classes, parameters and variables, split into words."""
+    """Yields names that the file defines for functions, classes, parameters and variables, split into words."""
     for node in nodes:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id not in _USUAL:
             words = " ".join(_NAME_PARTS.findall(node.id)).lower()

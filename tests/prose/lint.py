@@ -80,7 +80,7 @@ class Prose:
 
 
 def tracked() -> list[str]:
-    """Each file of the repository whose wording is checked."""
+    """Returns each file of the repository whose wording is checked."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     return sorted(
@@ -93,7 +93,7 @@ def tracked() -> list[str]:
 
 
 def check(files: Iterable[str], root: Path = ROOT) -> list[Finding]:
-    """The findings in some files.
+    """Returns the findings in some files.
 
     Args:
         files: paths from `root`.
@@ -119,7 +119,7 @@ def check(files: Iterable[str], root: Path = ROOT) -> list[Finding]:
 
 
 def judge(prose: Prose) -> Iterator[tuple[str, str]]:
-    """The rules that a paragraph breaks, each with a message."""
+    """Yields the rules that a paragraph breaks, each with a message."""
     rules = _rules()
     for table in ("dialect", "fillers"):
         pattern, advice = rules[table]
@@ -129,12 +129,18 @@ def judge(prose: Prose) -> Iterator[tuple[str, str]]:
         yield "metaphors", f"{match.group()!r}: a process sends, receives, requests, reports, observes or stores"
     if prose.is_heading:
         return
-    if (begins := rules["fragments"].get(prose.part)) and (match := begins.match(prose.text)):
+    if (begins := rules["fragments"].get("summary" if prose.part == "value" else prose.part)) and (
+        match := begins.match(prose.text)
+    ):
         yield "fragments", f"begin with the noun, and not with {match.group()!r}: {prose.text[:60]!r}"
-    if prose.part in ("summary", "body"):
+    if prose.part == "value" and rules["noun"].match(prose.text):
+        clause = rules["clause"].split(_SENTENCE_END.split(prose.text)[0])[0]
+        if not rules["verb"].search(clause):
+            yield "verbs", f"write 'Returns ...', or another verb: {prose.text[:60]!r}"
+    if prose.part in ("summary", "value", "body"):
         for match in rules["values"].finditer(prose.text):
             yield "values", f"write 'Returns {match[1]} if', and not {match.group().strip()!r}: {prose.text[:60]!r}"
-    if prose.part == "summary":
+    if prose.part in ("summary", "value"):
         first = _SENTENCE_END.split(rules["label"].sub("", prose.text))[0]
         head, colon, _ = first.partition(": ")
         if colon and not rules["verb"].search(head):
@@ -161,13 +167,15 @@ def _rules() -> dict[str, Any]:
         "values": re.compile(rf"(?:^|[.;,(] )({raw['values']['values']}): "),
         "label": re.compile(rf"^(?:{raw['colons']['labels']}): "),
         "verb": re.compile(rf"\b(?:{raw['colons']['verbs']})\b|^(?:{raw['colons']['imperatives']})\b", re.IGNORECASE),
+        "noun": re.compile(rf"(?:{raw['verbs']['nouns']})\b"),
+        "clause": re.compile(rf"[;:,(]|\b(?:{raw['verbs']['clauses']})\b", re.IGNORECASE),
         "sentence_length": raw["sentence_length"]["words"],
         "line_length": raw["line_length"],
     }
 
 
 def _one_of(words: Iterable[str]) -> re.Pattern[str]:
-    """A pattern of whole words, with one group for each of `words`."""
+    """Returns a pattern of whole words, with one group for each of `words`."""
     return re.compile(rf"(?<![\w-])(?:{'|'.join(f'({word})' for word in words)})(?![\w-])", re.IGNORECASE)
 
 
@@ -189,13 +197,13 @@ def _inline(text: str) -> list[Token]:
 
 
 def _words(tokens: Iterable[Token]) -> str:
-    """The text of inline tokens, where code is one symbol."""
+    """Returns the text of inline tokens, where code is one symbol."""
     parts = {"text": lambda one: one.content, "code_inline": lambda one: _CODE}
     return "".join(parts.get(token.type, lambda one: " " if "break" in one.type else "")(token) for token in tokens)
 
 
 def _long_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Lines that are too long. A table, a heading, and a line that is one link or one name are not broken."""
+    """Yields lines that are too long. A table, a heading, and a line that is one link or one name are not broken."""
     fenced, limits = False, _rules()["line_length"]
     for number, line in enumerate(text.splitlines(), 1):
         fenced ^= line.lstrip().startswith("```")
@@ -213,7 +221,7 @@ def exempt() -> dict[str, int]:
 
 
 def new_findings(found: Iterable[Finding], allowed: Mapping[str, int]) -> list[Finding]:
-    """The findings of each file that has more of them than `allowed` says; other files may have none."""
+    """Returns the findings of each file that has more of them than `allowed` says; other files may have none."""
     found = list(found)
     counts = Counter(finding.file for finding in found)
     return [finding for finding in found if counts[finding.file] > allowed.get(finding.file, 0)]

@@ -166,6 +166,25 @@ def test_a_value_without_a_verb_is_found_outside_of_lists(docstring: str, found:
     assert [finding.rule for finding in lint.check(files, tmp_path)] == ["values"] * found
 
 
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        ('def f() -> int:\n    """The number of pods that run."""\n', True),
+        ('async def f() -> bool:\n    """Whether a pod runs."""\n', True),
+        ('def f() -> Iterator[int]:\n    """Seconds of each update."""\n', True),
+        ('def f() -> int:\n    """Returns the number of pods."""\n', False),
+        ('def f() -> int:\n    """Count the pods."""\n', False),
+        ('def f() -> int:\n    """The server ends if no worker joins."""\n', False),
+        ('def f() -> None:\n    """The main loop."""\n', False),
+        ('class A:\n    @property\n    def f(self) -> int:\n        """The index of the pod."""\n', False),
+        ('@contextmanager\ndef f() -> Iterator[int]:\n    """A cluster that ends with the block."""\n', False),
+    ],
+)
+def test_a_docstring_of_a_value_without_a_verb_is_found(function: str, found: bool, tmp_path: Path) -> None:
+    files = written(tmp_path, {"a.py": function})
+    assert [finding.rule for finding in lint.check(files, tmp_path)] == ["verbs"] * found
+
+
 def test_an_exempt_file_may_not_get_worse_and_its_number_only_falls() -> None:
     found = [lint.Finding("a.py", line, "dialect", "") for line in (1, 2)] + [lint.Finding("b.py", 1, "dialect", "")]
     assert lint.new_findings(found, {"a.py": 2, "b.py": 1}) == []

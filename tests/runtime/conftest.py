@@ -47,8 +47,8 @@ class TinyJob(Job):
         put(self._let, str(10**9 if step is None else step))
 
     def reference(self) -> dict[str, np.ndarray]:
-        """The parameters of the plain loop in one process (T4); computed once for each script, by one process of
-        pytest for all."""
+        """Returns the parameters of the plain loop in one process (T4); computed once for each script, by one process
+        of pytest for all."""
         environment = {**self.environment, "WORLD": str(self.workers)}
         environment.pop("HOLD_AT", None)
         key = hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()

@@ -14,7 +14,7 @@ from backstay_spec.job_report import JobReport
 
 
 def progress(job: Any, **fields: Any) -> ProgressReply:
-    """The answer of shard 0's server of `job`; `fields` are those of the request."""
+    """Returns the answer of shard 0's server of `job`; `fields` are those of the request."""
     with grpc.insecure_channel(job.control(0)) as channel:
         stub = ControlStub(channel)  # type: ignore[no-untyped-call]
         reply: ProgressReply = stub.Progress(ProgressRequest(**fields), timeout=LONG, metadata=bearer(job.token))
@@ -22,5 +22,5 @@ def progress(job: Any, **fields: Any) -> ProgressReply:
 
 
 def report(job: Any, **fields: Any) -> JobReport:
-    """The report in that answer."""
+    """Returns the report in that answer."""
     return JobReport.decoded(progress(job, **fields).report)

@@ -21,7 +21,7 @@ Params = dict[str, Any]
 
 
 def init(key: Any) -> Params:
-    """Three layers of different sizes."""
+    """Returns three layers of different sizes."""
     keys = jax.random.split(key, 3)
     return {
         "first": {"w": jax.random.normal(keys[0], (5, 7)), "b": jnp.zeros(7)},
@@ -38,7 +38,7 @@ def loss(params: Params, batch: Any) -> Any:
 
 
 def data(step: int, rank: int, *, uneven: bool = False, bad: Sequence[tuple[int, int]] = ()) -> Any:
-    """The batch of a local step of a rank."""
+    """Returns the batch of a local step of a rank."""
     rng = np.random.default_rng([step, rank])
     size = 2 + (3 * rank + step) % 5 if uneven else 6
     x = rng.normal(size=(size, 5))
@@ -135,7 +135,7 @@ ONE_PROCESS = JOBS | {
 
 
 def arguments(case: Case) -> dict[str, Any]:
-    """The arguments of `train`."""
+    """Returns the arguments of `train`."""
     return {
         "init": init,
         "loss": loss,
@@ -205,7 +205,7 @@ class Worker:
             self.own = optax.apply_updates(self.own, updates)
 
     def contribute(self, version: int) -> tuple[Params, int, bool]:
-        """The difference, the number of examples, and whether all of it is finite."""
+        """Returns the difference, the number of examples, and whether all of it is finite."""
         case = self.case
         each = case.count // case.fragments
         first = version * each
@@ -223,7 +223,7 @@ class Worker:
 
 
 def expected(case: Case, world: int, sets: Sequence[Sequence[int]], *, by_examples: bool = False) -> Params:
-    """The last parameters of a job.
+    """Returns the last parameters of a job.
 
     Args:
         world: number of workers.
@@ -261,8 +261,8 @@ def expected(case: Case, world: int, sets: Sequence[Sequence[int]], *, by_exampl
 
 
 def _advanced(new: Any, old: Any, fragment_of: Params, fragment: int) -> Any:
-    """The outer state, whose arrays that belong to parameters change with their fragment, and counters with every
-    update."""
+    """Returns the outer state, whose arrays that belong to parameters change with their fragment, and counters with
+    every update."""
     names = {jax.tree_util.keystr(path): of for path, of in jax.tree_util.tree_leaves_with_path(fragment_of)}
 
     def leaf(path: Any, a: Any, b: Any) -> Any:

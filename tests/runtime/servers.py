@@ -22,7 +22,8 @@ __all__ = ["flush", "server_environment", "server_of"]
 
 
 def server_environment(**changes: Any) -> Environment:
-    """The environment of shard 0's server in a job without checkpoints; `changes` are other values of its fields."""
+    """Returns the environment of shard 0's server in a job without checkpoints; `changes` are other values of its
+    fields."""
     usual = Environment(
         job="j",
         role="parameter-server",
@@ -47,7 +48,7 @@ def server_environment(**changes: Any) -> Environment:
 def server_of(
     environment: Environment, script: Script, stop: Stop, metrics: PodMetrics, inherited: Inherited | None = None
 ) -> Server:
-    """A server as in a pod, without an HTTP port."""
+    """Returns a server as in a pod, without an HTTP port."""
     context = ServerContext.of(environment, script, script.plan(environment.config.shards), stop, inherited)
     return Server(context, ServerReports(context, metrics), inherited)
 

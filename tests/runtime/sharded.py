@@ -53,7 +53,8 @@ def plain(kernels, hidden):
 
 
 def piped(kernels, hidden):
-    """Two stages on two devices; the second one works on a part of the batch while the first one works on the next."""
+    """Returns two stages on two devices; the second one works on a part of the batch while the first one works on the
+    next."""
 
     def run(kernel, parts):
         index = jax.lax.axis_index("stage")

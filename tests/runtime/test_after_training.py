@@ -26,7 +26,7 @@ TIMES = Timeouts()
 
 
 def stored(job, tmp_path: Path, workers: int = 1, **environment: str):
-    """A job with one server and a folder for checkpoints."""
+    """Returns a job with one server and a folder for checkpoints."""
     tiny = job(1, workers, checkpoint={"uri": str(tmp_path / CHECKPOINTS)})
     tiny.environment = {"STEPS": "4", "X64": "1", **environment}
     return tiny

@@ -24,7 +24,7 @@ def never() -> bool:
 
 
 def asked(arbiter: Arbiter, when: float = 0.0) -> tuple[threading.Thread, list[str]]:
-    """An apply thread that waits, and what came of it."""
+    """Returns an apply thread that waits, and what came of it."""
     results: list[str] = []
 
     def wait() -> None:

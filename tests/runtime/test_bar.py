@@ -35,7 +35,7 @@ class Terminal(io.StringIO):
         raise OSError("the size is unknown")
 
     def screen(self) -> list[str]:
-        """The lines of the screen, up to the line of the cursor."""
+        """Returns the lines of the screen, up to the line of the cursor."""
         lines = [""]
         for part in re.findall(r"\r\x1b\[2K|\n|[^\r\n\x1b]+", self.getvalue()):
             if part == ERASE:

@@ -73,7 +73,7 @@ class Box:
         self.box.record(json.dumps({"startTime": "2026-11-22T08:59:00Z", "history": list(history)}), number)
 
     def files(self, kind: str) -> list[Path]:
-        """The files of a kind, once everything is written."""
+        """Returns the files of a kind, once everything is written."""
         flush(self.records)
         return sorted(self.folder.glob(f"{kind}-*"))
 

@@ -24,7 +24,7 @@ print("outside", flush=True)
 
 
 def holder(folder: Path) -> subprocess.Popen[str]:
-    """A process that is inside for as long as its standard input is open."""
+    """Returns a process that is inside for as long as its standard input is open."""
     environ = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(folder)}
     return subprocess.Popen(
         [sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ
@@ -47,7 +47,7 @@ class Clock:
 
 
 def enter(folder: object, digest: bytes = b"a" * 32, seconds: float = 5.0) -> Clock:
-    """The time that it took to get in."""
+    """Returns the time that it took to get in."""
     clock = Clock()
     environ = {"JAX_COMPILATION_CACHE_DIR": str(folder)}
     with one_compiles("gradient", digest, seconds=seconds, environ=environ, clock=clock, sleep=clock.sleep):
@@ -67,7 +67,7 @@ def test_one_is_inside_and_the_next_follows(tmp_path):
 
 @pytest.mark.parametrize("number", [None, signal.SIGSTOP])
 def test_t8_the_wait_for_a_holder_ends(tmp_path, number):
-    """Whether it compiles for long or is stopped."""
+    """Returns whether it compiles for long or is stopped."""
     with holder(tmp_path) as process:
         assert process.stdout.readline() == "inside\n"
         if number is not None:

@@ -33,7 +33,7 @@ def init(key):
 
 
 def parts(key):
-    """The same parameters as real arrays."""
+    """Returns the same parameters as real arrays."""
     params = init(key)
     return {"w": (params["w"].real, params["w"].imag), "b": params["b"]}
 

@@ -77,7 +77,7 @@ def group(tmp_path: Path, parent: Forker) -> Iterator[Any]:
 
 
 def trained(job: GroupJob) -> dict[str, np.ndarray]:
-    """The parameters of a whole job, which each of its pods has."""
+    """Returns the parameters of a whole job, which each of its pods has."""
     servers = [job.server(shard, 1) for shard in range(job.shards)]
     workers = [pod for rank in range(job.workers) for pod in job.rank(rank)]
     assert [pod.wait() for pod in (*workers, *servers)] == [0] * (len(workers) + len(servers))
@@ -102,7 +102,7 @@ def plain(group: Any, compiled: Path, tmp_path: Path) -> Callable[..., dict[str,
 
 
 def page(server: Pod) -> str:
-    """The status page of shard 0's server."""
+    """Returns the status page of shard 0's server."""
     with urllib.request.urlopen(f"http://{server.metrics}/status", timeout=LONG) as answer:
         return str(answer.read().decode())
 
@@ -342,7 +342,8 @@ def test_a_script_that_exits_in_init_of_one_pod_ends_the_other(group: Any, exits
 
 
 def refused(pods: Sequence[Pod]) -> str:
-    """The message of pods that end because their scripts differ. JAX may abort another one when the first has ended."""
+    """Returns the message of pods that end because their scripts differ. JAX may abort another one when the first has
+    ended."""
     pods[0].job.may_end_with(1, JAX_ABORTS)
     codes = [pod.wait() for pod in pods]
     assert codes[0] == 1
@@ -465,7 +466,7 @@ def test_pods_with_other_devices_are_refused(group: Any) -> None:
 
 
 def bits(printed: str) -> float:
-    """The metric that a pod of the example has printed."""
+    """Returns the metric that a pod of the example has printed."""
     return float(printed.partition("bits per byte ")[2].split()[0])
 
 

@@ -151,7 +151,7 @@ def strangers() -> Iterator[Callable[[HttpPort, int, int], list[socket.socket]]]
 
 
 def probed(port: HttpPort) -> bytes:
-    """The answer to a whole request."""
+    """Returns the answer to a whole request."""
     with socket.create_connection(("127.0.0.1", port.port), 60) as probe:
         probe.sendall(REQUEST)
         answer = b""
@@ -161,7 +161,7 @@ def probed(port: HttpPort) -> bytes:
 
 
 def closed(stranger: socket.socket) -> bool:
-    """Whether the port has closed this connection. Waits for it."""
+    """Returns whether the port has closed this connection. Waits for it."""
     try:
         return stranger.recv(1) == b""
     except ConnectionError:

@@ -79,7 +79,7 @@ def arguments(case: str = "gradients", **more):
 
 
 def script():
-    """One pod of a job. `STEPS` and `CASE` come from the test."""
+    """Returns one pod of a job. `STEPS` and `CASE` come from the test."""
     backstay.train(**arguments(os.environ["CASE"], steps=int(os.environ["STEPS"]), checkpoint="not-used"))
 
 
@@ -303,7 +303,7 @@ class Run:
         until(reached, f"it is at {at}")
 
     def output_until(self, words: str) -> str:
-        """The output up to the line with `words`."""
+        """Returns the output up to the line with `words`."""
         assert self.process.stdout is not None
         seen = ""
         for line in self.process.stdout:

@@ -27,7 +27,7 @@ from backstay_client.reading.timeline import read
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """The scalars that TensorBoard reads from a folder."""
+    """Returns the scalars that TensorBoard reads from a folder."""
     read = EventAccumulator(str(folder), size_guidance={event_accumulator.SCALARS: 0})
     read.Reload()
     return {tag: [(one.step, one.value) for one in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
@@ -266,7 +266,7 @@ def test_o10_a_job_of_a_second_loses_no_report(job: Any, tmp_path: Path, last: i
 
 
 def spans_by_pod(folder: Path) -> dict[str, set[str]]:
-    """The points of the newest stored timeline by slot."""
+    """Returns the points of the newest stored timeline by slot."""
     stored = max(folder.glob("trace-*"))
     job = read(gzip.decompress(stored.read_bytes()))
     return {f"{pod.role}-{pod.index}": {span.point for span in pod.spans} for pod in job.pods}

@@ -77,7 +77,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def _length(size: int) -> bytes:
-    """An integer with a prefix of 7 bits."""
+    """Returns an integer with a prefix of 7 bits."""
     if size < 127:
         return bytes((size,))
     out, size = bytearray((127,)), size - 127
@@ -131,7 +131,7 @@ class Connection:
         self.send(frame(HEADERS, END_HEADERS, stream, grpc_headers(method, token)))
 
     def frames(self, seconds: float = 30.0) -> list[tuple[int, int, int, bytes]]:
-        """The received frames, at least one. The list is empty when the peer has closed the connection."""
+        """Returns the received frames, at least one. The list is empty when the peer has closed the connection."""
         self.socket.settimeout(seconds)
         found: list[tuple[int, int, int, bytes]] = []
         while not found:
@@ -247,7 +247,7 @@ class Training:
         until(self._answered)
 
     def _answered(self) -> bool:
-        """One heartbeat. A worker repeats what is lost: on a busy machine, a short timeout may end its call too."""
+        """Beat once. A worker repeats what is lost: on a busy machine, a short timeout may end its call too."""
         try:
             self.client.beat(0, 1, TRAINING, 0.0)
         except PeerLost:

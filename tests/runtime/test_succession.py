@@ -91,7 +91,7 @@ def threaded() -> Iterator[ThreadedCoordinator]:
 
 
 def environment_of(shard: int, servers: str, config: dict[str, Any]) -> Environment:
-    """The environment of a server that listens on free ports."""
+    """Returns the environment of a server that listens on free ports."""
     environment = Environment.read(
         {
             "BACKSTAY_JOB": "job",
@@ -113,7 +113,7 @@ def environment_of(shard: int, servers: str, config: dict[str, Any]) -> Environm
 
 
 def environment_at(control: Coordinating) -> Environment:
-    """The environment of shard 1's server, in a job whose coordinator runs."""
+    """Returns the environment of shard 1's server, in a job whose coordinator runs."""
     servers = f"127.0.0.1:{control.port},127.0.0.1:1"
     return environment_of(1, servers, {"shards": 2, "workers": 1, "standbys": 1})
 
@@ -222,7 +222,7 @@ def test_a_pod_that_joins_again_is_counted_once(server: Server, metrics: PodMetr
 
 
 def storage_of(store: Any) -> ManifestStorage:
-    """The manifest storage of a job with one shard."""
+    """Returns the manifest storage of a job with one shard."""
     plan = SCRIPT.plan(1)
     job = JobIdentity(namespace="default", name="job", uid="1")
     lease = FolderLease(store, Holder(job, 2), lost=lambda error: None, wait=lambda seconds: False)
@@ -301,7 +301,7 @@ def test_t6_a_server_that_lost_the_storage_while_it_took_over_keeps_its_history(
 
 
 def store_manifest(store: CheckpointStore, job: JobIdentity, *, version: int, term: int) -> Manifest:
-    """A whole checkpoint without parameters, of incarnation 1."""
+    """Returns a whole checkpoint without parameters, of incarnation 1."""
     info = store.write_shard([], history=HISTORY, version=version, term=term, shard=0, shards=1, incarnation=1)
     return store.write_manifest(
         Manifest(

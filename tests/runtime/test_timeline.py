@@ -252,7 +252,7 @@ def test_after_the_folder_was_lost_nothing_is_written(tmp_path: Path) -> None:
 
 
 def page(url: str) -> bytes:
-    """The page, once it is the client's turn: a previous client's lasts a moment longer than its reading."""
+    """Returns the page, once it is the client's turn: a previous client's lasts a moment longer than its reading."""
 
     def read() -> tuple[bytes] | None:
         try:

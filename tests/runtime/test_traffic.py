@@ -10,7 +10,7 @@ from backstay_rpc.control_pb2 import Commit, Contribution, GradientId, GradientI
 
 
 def commit(*contributions: tuple[int, int, int]) -> Commit:
-    """An update with contributions of these ranks, incarnations and numbers."""
+    """Returns an update with contributions of these ranks, incarnations and numbers."""
     found = (GradientId(rank=rank, incarnation=inc, key_step=step) for rank, inc, step in contributions)
     return Commit(contributions=[Contribution(id=one) for one in found])
 

@@ -19,7 +19,7 @@ NO_REASON = RejectReason.REJECT_UNSPECIFIED
 
 
 def joined(mode: Any = "Sync", term: int = 1, **reply: int) -> WorkerProtocol:
-    """A worker of rank 3 and incarnation 2 that has joined."""
+    """Returns a worker of rank 3 and incarnation 2 that has joined."""
     protocol = WorkerProtocol(mode, rank=3, incarnation=2)
     assert not protocol.joined(JoinReply(term=term, **reply))
     return protocol

@@ -95,7 +95,7 @@ if __name__ == "__main__":
 
 
 def params_of(step: int) -> dict[str, Any]:
-    """The parameters of `SCRIPT` at a step, which show the step."""
+    """Returns the parameters of `SCRIPT` at a step, which show the step."""
     return {"value": np.full(1, step, np.float32)}
 
 
@@ -148,7 +148,7 @@ class ServingProcess:
             self._changed.notify_all()
 
     def wait_for(self, text: str) -> str:
-        """The first line that has `text`. Fails when the process ends without it."""
+        """Returns the first line that has `text`. Fails when the process ends without it."""
         with self._changed:
             found = self._changed.wait_for(
                 lambda: next((line for line in self.lines if text in line), None) or self.lines[-1:] == [""], LONG
@@ -157,7 +157,7 @@ class ServingProcess:
         return found
 
     def port(self, protocol: str) -> int:
-        """The port of HTTP or gRPC, once the process listens."""
+        """Returns the port of HTTP or gRPC, once the process listens."""
         if protocol == "HTTP" and self._http:
             return self._http
         found = re.search(rf"{protocol} on port (\d+)", self.wait_for("listening on"))
@@ -167,7 +167,7 @@ class ServingProcess:
     def call(
         self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
     ) -> tuple[int, Any]:
-        """The status of one request, and its JSON."""
+        """Returns the status of one request, and its JSON."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port("HTTP"), timeout=LONG)
         try:
             connection.request(method, path, body, headers or {})
@@ -178,7 +178,7 @@ class ServingProcess:
         return answer.status, json.loads(content) if content[:1] == b"{" else content
 
     def infer(self, rows: list[list[float]], **more: Any) -> tuple[int, Any]:
-        """The answer to a request for the model of `SCRIPT`."""
+        """Returns the answer to a request for the model of `SCRIPT`."""
         request = {"inputs": [{"name": "input", "datatype": "FP32", "shape": [len(rows), 2], "data": rows}], **more}
         return self.call("POST", "/v2/models/small/infer", json.dumps(request).encode())
 
@@ -243,7 +243,7 @@ class Curl:
     """The installed curl."""
 
     def run(self, *arguments: str) -> str:
-        """The body of the answer to a request."""
+        """Returns the body of the answer to a request."""
         done = subprocess.run(["curl", "-sS", *arguments], capture_output=True, text=True, timeout=LONG)
         assert done.returncode == 0, done.stderr
         return done.stdout

@@ -26,7 +26,7 @@ COMMAND = [sys.executable, "-m", "backstay_cli.main", "serve"]
 
 
 def containers() -> list[Any]:
-    """The container of the Deployment and of the ServingRuntime, each with the volumes of its pod."""
+    """Returns the container of the Deployment and of the ServingRuntime, each with the volumes of its pod."""
     [deployment] = [one for one in documents("serve.yaml") if one["kind"] == "Deployment"]
     [runtime] = [one for one in documents("serve-kserve.yaml") if one["kind"] == "ServingRuntime"]
     pods = [deployment["spec"]["template"]["spec"], runtime["spec"]]

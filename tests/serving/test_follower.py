@@ -54,12 +54,12 @@ class Following:
         )
 
     def look(self) -> int | None:
-        """The step that is served after one look."""
+        """Returns the step that is served after one look."""
         self.follower.look()
         return None if self.batcher.current is None else self.batcher.current[1].step
 
     def answer(self) -> float:
-        """The output of the served version for ones."""
+        """Returns the output of the served version for ones."""
         assert self.batcher.current is not None
         program, version = self.batcher.current
         [found] = program.run(version, np.ones((1, 2), np.float32), 1)

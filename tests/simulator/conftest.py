@@ -18,7 +18,7 @@ def job_of(
     pods_per_rank: int = 1,
     **update: Any,
 ) -> TrainingJob:
-    """A TrainingJob; `every_steps` of None stores nothing."""
+    """Returns a TrainingJob; `every_steps` of None stores nothing."""
     spec: dict[str, Any] = {
         "image": "train:1",
         "command": ["python", "train.py"],

@@ -30,7 +30,7 @@ def test_a_cancelled_event_is_not_called() -> None:
 
 
 def processor_sharing(arrivals: list[tuple[float, float]], capacity: float, cap: float) -> list[float]:
-    """The ends of pieces of work, by small exact steps from one change to the next."""
+    """Returns the ends of pieces of work, by small exact steps from one change to the next."""
     left: dict[int, float] = {}
     ends, now = [0.0] * len(arrivals), 0.0
     due = sorted(range(len(arrivals)), key=lambda number: arrivals[number][0])

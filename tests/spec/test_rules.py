@@ -25,7 +25,7 @@ program("true")
 
 
 def cel(expression: str, value: Any, old: Any = None) -> bool:
-    """The verdict of an API server."""
+    """Returns the verdict of an API server."""
     known = {"self": to_cel(value, {})}
     if old is not None:
         known["oldSelf"] = to_cel(old, {})
@@ -165,7 +165,7 @@ def refusals(job: dict[str, Any]) -> tuple[SpecError, ...]:
 
 
 def defaulted(job: dict[str, Any]) -> tuple[dict[str, Any], FoundMistakes]:
-    """A job as the API server's rules see it."""
+    """Returns a job as the API server's rules see it."""
     check = FoundMistakes()
     return check.value(job, openapi_schema(), "", ""), check
 

@@ -29,7 +29,7 @@ def labels(params):
 
 
 def scaled(factor):
-    """An optimizer that multiplies by an array that it closes over, a mask of each element for example."""
+    """Returns an optimizer that multiplies by an array that it closes over, a mask of each element for example."""
     array = np.linspace(0, factor, 24, dtype=np.float32)
 
     def update(updates, state, params=None):
@@ -40,7 +40,7 @@ def scaled(factor):
 
 
 def looped(count):
-    """An optimizer with a loop, whose body is a program inside the program."""
+    """Returns an optimizer with a loop, whose body is a program inside the program."""
 
     def update(updates, state, params=None):
         del params

@@ -18,7 +18,7 @@ from backstay._update._tree import describe
 
 
 def expected(history, decay):
-    """The average after each update of the parameters in `history`, of which the first are the initial ones."""
+    """Returns the average after each update of the parameters in `history`, of which the first are the initial ones."""
     average = np.asarray(history[0], np.float64)
     for number, params in enumerate(history[1:], start=1):
         kept = min(decay, number / (number + 9))

@@ -85,7 +85,7 @@ def test_a_state_that_updates_change_or_that_has_parameters_is_not_constant(opti
 
 
 def trained(optimizer: optax.GradientTransformation, steps: int, folder: Path) -> float:
-    """The parameter after that many steps with the gradient 1. A second call continues the first one."""
+    """Returns the parameter after that many steps with the gradient 1. A second call continues the first one."""
     result = backstay.train(
         init=lambda key: {"w": jnp.zeros(())},
         loss=lambda params, batch: params["w"],

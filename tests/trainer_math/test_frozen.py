@@ -51,7 +51,7 @@ def batches(key):
 
 
 def plain(world=1, clip_norm=None, optimizer=None):
-    """A loop over what trains only, which an optax user would write."""
+    """Returns a loop over what trains only, which an optax user would write."""
     params = jax.tree.map(jnp.asarray, init(jax.random.key(0)))
     base, trained = params.pop("base"), params
     chain = optimizer or optax.adam(1e-2)
@@ -196,7 +196,7 @@ def test_frozen_model_state_keeps_its_values(frozen, still, count):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_a_frozen_number_has_the_dtype_that_it_would_have_on_the_wire(dtype):
-    """A weak type of JAX made the loss compute in another precision than with state that travels."""
+    """Returns a weak type of JAX made the loss compute in another precision than with state that travels."""
 
     def model(key):
         return {"w": jnp.asarray([0.5, 0.25], dtype)}, {"factor": 0.9, "other": jnp.full((), 0.7)}
@@ -294,7 +294,7 @@ TREES = st.recursive(
 
 @given(TREES, TREES, st.data())
 def test_a_divided_pair_is_put_together_again(params, state, data):
-    """All of a state may be frozen, and not all parameters."""
+    """Returns all of a state may be frozen, and not all parameters."""
 
     def flags(tree):
         count = len(jax.tree.leaves(tree))

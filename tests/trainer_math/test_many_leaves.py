@@ -50,8 +50,8 @@ def loss(params: Any, batch: Any) -> Any:
 
 
 def one_update(leaves: int) -> tuple[int, int, list[np.ndarray]]:
-    """A worker's and two servers' way from parameters to parameters; what was compiled, and the arrays that came out
-    of the gradient."""
+    """Returns a worker's and two servers' way from parameters to parameters; what was compiled, and the arrays that
+    came out of the gradient."""
     params = init(leaves)
     tree = describe(params)
     rule = analyse(optax.adam(0.1), tree)

@@ -60,7 +60,7 @@ def batches(key):
 
 
 def plain(steps, optimizer, seed, clip_norm=None):
-    """The loop written out, which averages gradients and states of all ranks in order of rank."""
+    """Returns the loop written out, which averages gradients and states of all ranks in order of rank."""
     params, state = jax.tree.map(jnp.asarray, init(jax.random.key(seed)))
     chain = optimizer if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
     held = chain.init(params)

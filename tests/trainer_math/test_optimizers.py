@@ -289,7 +289,7 @@ def plain_step(optimizer):
 
 
 def collect(tree, engines):
-    """The parameters that all shards hold together; every element is written."""
+    """Returns the parameters that all shards hold together; every element is written."""
     leaves = [np.full(leaf.shape, np.nan, leaf.dtype) for leaf in tree.leaves]
     for engine in engines:
         for index, block in enumerate(engine.blocks):
@@ -407,7 +407,8 @@ def test_what_is_exact_on_shards_and_what_is_refused_with_true_advice(name):
 
 @pytest.mark.parametrize("name", ["momentum", "adamw-masked", "lamb"])
 def test_t4_bfloat16_update_by_update(name):
-    """The optimizer's own arithmetic in bfloat16 is rounded by the compiler where it likes: so to its precision."""
+    """Returns the optimizer's own arithmetic in bfloat16 is rounded by the compiler where it likes: so to its
+    precision."""
     make, _ = OPTIMIZERS[name]
     params = make_params(name, jnp.bfloat16)
     tree = describe(params)
@@ -446,7 +447,7 @@ def test_one_process_explains_what_it_cannot_compute(name):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of dpsgd, which optax gives up
 def test_every_transformation_of_optax_is_in_the_table():
-    """A release of optax that adds one fails here until a developer has checked it."""
+    """Returns a release of optax that adds one fails here until a developer has checked it."""
     public = {
         name
         for module in (optax, optax.contrib)

@@ -28,7 +28,7 @@ SCALE = jnp.float32(0.3)
 
 
 def each(update, state=None):
-    """An optimizer from a function of (gradient, param) of one leaf."""
+    """Returns an optimizer from a function of (gradient, param) of one leaf."""
     return optax.GradientTransformation(
         lambda params: optax.EmptyState() if state is None else state(params),
         lambda grads, state, params: (jax.tree.map(update, grads, params), state),
@@ -36,7 +36,7 @@ def each(update, state=None):
 
 
 def counted(update):
-    """An optimizer from a function of (count, gradient) of one leaf."""
+    """Returns an optimizer from a function of (count, gradient) of one leaf."""
     return optax.GradientTransformation(
         lambda params: jnp.zeros((), jnp.int32),
         lambda grads, count, params: (jax.tree.map(lambda g: update(count, g), grads), count + 1),
@@ -44,7 +44,7 @@ def counted(update):
 
 
 def with_state(start, update):
-    """An optimizer from a function of (gradient, state) of one leaf to (update, state)."""
+    """Returns an optimizer from a function of (gradient, state) of one leaf to (update, state)."""
 
     def step(grads, states, params):
         pairs = jax.tree.map(update, grads, states)

@@ -48,7 +48,7 @@ def model(rng: np.random.Generator) -> Any:
 
 
 def transposed(mesh: Any, shapes: Any) -> Any:
-    """The last dimension over the last axis of the mesh."""
+    """Returns the last dimension over the last axis of the mesh."""
     last = mesh.axis_names[-1]
 
     def spec(leaf: Any) -> Any:

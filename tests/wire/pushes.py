@@ -17,7 +17,7 @@ SMALL = 10
 
 
 def commit_alone(kit: SimpleNamespace, shard: Any) -> Callable[[int, Any], None]:
-    """A coordinator that commits each gradient by itself."""
+    """Returns a coordinator that commits each gradient by itself."""
     return lambda staged: shard.runtime.deliver(kit.commit(staged.id.version, [staged.id]))
 
 
@@ -26,13 +26,13 @@ def push_of(kit: SimpleNamespace, shard: Any, value: float, **more: Any) -> Push
 
 
 def pulled(client: Any, shard: Any) -> Any:
-    """The client once it has pulled, as a worker does before it pushes."""
+    """Returns the client once it has pulled, as a worker does before it pushes."""
     client.exchange_all(None, 0, [shard.buffers()])
     return client
 
 
 def values(shard: Any, buffers: Any) -> list[float]:
-    """The elements of received parameters, each of which must be the same within a block."""
+    """Returns the elements of received parameters, each of which must be the same within a block."""
     result = []
     for buffer, block in zip(buffers, shard.layout.blocks, strict=True):
         array = buffer.view(block.dtype)

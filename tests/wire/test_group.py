@@ -83,7 +83,7 @@ class Rank:
             return sorted(self.lost)
 
     def each(self, function: Callable[[Members], Any]) -> list[Any]:
-        """The result of a function in each member, or its exception."""
+        """Returns the result of a function in each member, or its exception."""
         results: list[Any] = [None] * len(self.members)
 
         def run(at: int) -> None:

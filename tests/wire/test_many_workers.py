@@ -61,7 +61,7 @@ class Driven:
 
 
 def push_all(kit, dial, background, shards, mode: str, ranks, attempt: int = 1, *, again: bool = False) -> list:
-    """Every rank pushes its number plus 1 once, each in its own thread. Returns the answers.
+    """Push the number plus 1 of every rank once, each in its own thread. Returns the answers.
 
     Args:
         again: as a worker does, a rank whose connection is closed connects again, and sends the same contribution.

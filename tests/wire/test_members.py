@@ -48,7 +48,7 @@ def fill(incoming: Any, value: float) -> None:
 
 
 def begin(kit: SimpleNamespace, shard: Any, member: int, gradient: GradientId, **more: Any) -> Any:
-    """A part begins to arrive; all its elements are 1."""
+    """Returns a part begins to arrive; all its elements are 1."""
     part = Part(contribution=gradient, member=member)
     incoming = shard.runtime.begin(hello_of(kit, member, gradient.rank), part, **more)
     fill(incoming, 1.0)

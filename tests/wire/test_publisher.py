@@ -19,7 +19,7 @@ from backstay_rpc.refusals import RefusalCode
 
 
 def push(version: int, *, applied: int | None = None, outcome: RejectReason = RejectReason.REJECT_UNSPECIFIED) -> Any:
-    """The fields of a pushed gradient that decide about its answer."""
+    """Returns the fields of a pushed gradient that decide about its answer."""
     return SimpleNamespace(id=SimpleNamespace(version=version), applied=applied, outcome=outcome)
 
 

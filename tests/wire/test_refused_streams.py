@@ -43,7 +43,7 @@ def test_a_wrong_token_is_refused(make_shard: Make, dial: Make, token: str) -> N
 
 
 def opening(token: bytes, hello: bytes = b"", magic: bytes = b"backsty1", announced: int | None = None) -> bytes:
-    """The first bytes of a connection. `announced`: the length of the hello, where it is false."""
+    """Returns the first bytes of a connection. `announced`: the length of the hello, where it is false."""
     return struct.pack("<8sHI", magic, len(token), len(hello) if announced is None else announced) + token + hello
 
 
@@ -72,14 +72,14 @@ def test_nothing_is_served_without_the_token(kit: SimpleNamespace, make_shard: M
 
 
 def connected(kit: SimpleNamespace, shard: Any) -> socket.socket:
-    """A connection on which bytes are sent that no client sends."""
+    """Returns a connection on which bytes are sent that no client sends."""
     sock = socket.create_connection(("127.0.0.1", shard.server.port), 20)
     tls = kit.credentials.connects
     return sock if tls is None else tls.wrap_socket(sock, server_hostname="127.0.0.1")
 
 
 def said(kit: SimpleNamespace, shard: Any, data: bytes) -> bytes:
-    """The bytes that the server answers before it closes the connection."""
+    """Returns the bytes that the server answers before it closes the connection."""
     answer = b""
     with connected(kit, shard) as sock:
         sock.sendall(data)

@@ -233,7 +233,8 @@ def test_t8_a_standby_that_receives_slowly_is_kept_and_a_stopped_one_is_dropped(
     replica.in_sync = in_sync
 
     def moves(patience: float) -> bool:
-        """A deadline in place of the clock, which passes after the standby has taken one more frame, while it may."""
+        """Returns a deadline in place of the clock, which passes after the standby has taken one more frame, while it
+        may."""
         waits.append(patience)
         if len(waits) > 4:
             return False

@@ -34,7 +34,7 @@ Chunk = tuple[int, int, bytes]  # block, offset, bytes
 
 @st.composite
 def wires(draw: st.DrawFn) -> ShardWire:
-    """A shard whose blocks have any sizes and fragments; blocks of none belong to every selection."""
+    """Returns a shard whose blocks have any sizes and fragments; blocks of none belong to every selection."""
     block = st.tuples(st.integers(0, 40), st.sampled_from(["f2", "f4", "f8"]), st.integers(0, COUNT))
     blocks = [
         SimpleNamespace(size=size, dtype=dtype, fragment=None if fragment == COUNT else fragment)
@@ -164,7 +164,7 @@ def test_the_values_of_a_selection_decide_the_form_of_its_parameters(
 
 @cache
 def four_leaves() -> tuple[Any, Any]:
-    """A tree with leaves that members divide, and its rule."""
+    """Returns a tree with leaves that members divide, and its rule."""
     sizes = {"a": 70_000, "b": 5000, "c": 33_000, "d": 100}
     tree = describe({name: np.zeros(size, np.float32) for name, size in sizes.items()})
     return tree, analyse(optax.sgd(0.1), tree)

@@ -101,7 +101,7 @@ class Doing:
 
     @classmethod
     def read(cls, message: DoingMessage, now: float) -> Doing:
-        """The activity in a message that has arrived now."""
+        """Returns the activity in a message that has arrived now."""
         return cls(message.point, message.step if message.has_step else None, now - message.seconds, message.member)
 
     def write(self, message: DoingMessage, now: float) -> None:
@@ -117,7 +117,7 @@ class FaultInjector(Protocol):
         """The process is at `point`. Raises OSError where the script lets a write fail."""
 
     def alter(self, point: str, value: Any) -> Any:
-        """The replacement of `value` at `point`."""
+        """Returns the replacement of `value` at `point`."""
 
 
 @dataclass
@@ -269,7 +269,7 @@ def report(point: str, **notes: Any) -> None:
 
 
 def spans(since: int = 0, most: int = CAPACITY) -> list[Span]:
-    """The newest spans, in the order in which they ended.
+    """Returns the newest spans, in the order in which they ended.
 
     Args:
         since: the lowest number.
@@ -288,14 +288,14 @@ def spans(since: int = 0, most: int = CAPACITY) -> list[Span]:
 
 
 def doing() -> Doing | None:
-    """The activity of the followed thread, or None if no span is open there."""
+    """Returns the activity of the followed thread, or None if no span is open there."""
     innermost = _open[-1:]
     return innermost[0].as_doing() if innermost else None
 
 
 def means(points: Iterable[str]) -> dict[str, float]:
-    """How many seconds the spans at each of these points took on average since the previous call; a point without a
-    span is left out. Only one thread may call it."""
+    """Returns how many seconds the spans at each of these points took on average since the previous call; a point
+    without a span is left out. Only one thread may call it."""
     global _sums
     sums, _sums = _sums, {}
     return {point: sums[point][0] / sums[point][1] for point in points if point in sums}

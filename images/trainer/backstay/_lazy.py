@@ -10,7 +10,7 @@ __all__ = ["lazily"]
 
 
 def lazily(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a package (PEP 562).
+    """Returns the ``__getattr__`` of a package (PEP 562).
 
     Args:
         package: its name, ``__name__``.

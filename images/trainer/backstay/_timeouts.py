@@ -109,7 +109,7 @@ _current = Timeouts()
 
 
 def current() -> Timeouts:
-    """The value of a pod that this process becomes."""
+    """Returns the value of a pod that this process becomes."""
     return _current
 
 

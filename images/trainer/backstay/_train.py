@@ -329,7 +329,7 @@ def _start(start_from: str | os.PathLike[str] | StartFrom | None) -> StartFrom |
 
 
 def _store_to(checkpoint: str | os.PathLike[str] | StoreTo | None) -> StoreTo | None:
-    """The place where one process stores checkpoints, or None if it stores none."""
+    """Returns the place where one process stores checkpoints, or None if it stores none."""
     checkpoint = checkpoint or os.environ.get(contract.ENV_CHECKPOINT) or None
     if checkpoint is None:
         return None
@@ -413,7 +413,8 @@ def _alone(script: Script, to: StoreTo | None) -> Result:
 
 
 def _reason(signalled: InterruptedAt, storage: AloneStorage) -> KeyboardInterrupt | SystemExit:
-    """The exception that ends `train` after a signal, as in any script. Those of SIGTERM and SIGHUP are logged."""
+    """Returns the exception that ends `train` after a signal, as in any script. Those of SIGTERM and SIGHUP are
+    logged."""
     step = signalled.step
     if storage.stored == step:
         text = f"training ended after step {step}, which is stored in {storage.newest}: the same command continues"

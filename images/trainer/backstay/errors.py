@@ -117,6 +117,6 @@ class JobFailed(BackstayError):  # noqa: N818
 
     @classmethod
     def from_text(cls, text: str) -> JobFailed:
-        """The failure of another pod, from its message ``reason: text``."""
+        """Returns the failure of another pod, from its message ``reason: text``."""
         reason, colon, message = text.partition(": ")
         return cls(reason, message) if colon and reason.isalnum() else cls("JobFailed", text)

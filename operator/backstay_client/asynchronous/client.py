@@ -76,7 +76,7 @@ class AsyncClient:
 
     @classmethod
     def local(cls, folder: str | Path | None = None, *, namespace: str | None = None) -> Self:
-        """A client with its own embedded cluster, which ends with the client.
+        """Returns a client with its own embedded cluster, which ends with the client.
 
         Its pods are processes of this Python environment, and have the environment of this process.
 
@@ -143,7 +143,7 @@ class AsyncClient:
         return AsyncJobHandle(self, job)
 
     async def job(self, name: str, *, namespace: str | None = None) -> AsyncJobHandle:
-        """The handle of an existing job.
+        """Returns the handle of an existing job.
 
         Raises:
             NoSuchJob: there is no such job.
@@ -157,7 +157,7 @@ class AsyncClient:
         raise NoSuchJob(f"there is no TrainingJob {name} in namespace {cluster.namespace} of {cluster.name}")
 
     async def list(self, *, everywhere: bool = False, labels: Mapping[str, str] | None = None) -> Jobs[AsyncJobHandle]:
-        """The handles of all jobs, in order of their creation.
+        """Returns the handles of all jobs, in order of their creation.
 
         Args:
             everywhere: the jobs of all namespaces.
@@ -213,7 +213,7 @@ class AsyncClient:
     async def sweep_states(
         self, what: Callable[..., Any] | str | Path, space: Mapping[str, Any], **options: Unpack[SweepOptions]
     ) -> AsyncGenerator[SweepResult]:
-        """The states of a sweep, about once a second, until it has ended. See `sweep`."""
+        """Yields the states of a sweep, about once a second, until it has ended. See `sweep`."""
         cluster = await self.cluster()
         made = prepared_sweep(what, space, options, cluster, self._image)
 
@@ -252,7 +252,7 @@ class AsyncClient:
     # ---- The connection ----
 
     async def cluster(self) -> FoundCluster:
-        """The connection, which is opened at the first call."""
+        """Returns the connection, which is opened at the first call."""
         if self._cluster is None:
             async with self._opening:
                 if self._closed:
@@ -262,12 +262,12 @@ class AsyncClient:
         return self._cluster
 
     async def cluster_of(self, namespace: str | None) -> FoundCluster:
-        """The same connection, for another namespace, or for that of the client if it is None."""
+        """Returns the same connection, for another namespace, or for that of the client if it is None."""
         cluster = await self.cluster()
         return cluster if namespace is None else replace(cluster, namespace=namespace)
 
     async def api(self) -> ApiCalls:
-        """The API server, for changes.
+        """Returns the API server, for changes.
 
         Raises:
             BadInput: the cluster is a run that has ended.

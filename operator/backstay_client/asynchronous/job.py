@@ -45,7 +45,7 @@ _POLL_SECONDS = 0.5
 
 
 def _wanted(rank: int | None, role: str | None, *, follow: bool, previous: bool, tail: int | None) -> WantedLogs:
-    """The logs that the arguments of `logs` select.
+    """Returns the logs that the arguments of `logs` select.
 
     Raises:
         BadInput: the role does not exist, or the arguments cannot be used together.
@@ -62,10 +62,10 @@ class Connected(Protocol):
     """The part of a client that a handle uses."""
 
     async def cluster_of(self, namespace: str | None) -> FoundCluster:
-        """The connection, for a namespace, or for that of the client if it is None."""
+        """Returns the connection, for a namespace, or for that of the client if it is None."""
 
     async def api(self) -> ApiCalls:
-        """The API server, for changes."""
+        """Returns the API server, for changes."""
 
     def raise_if_ended(self) -> None:
         """Raise `SessionError` if the client's own cluster has died."""
@@ -96,14 +96,14 @@ class AsyncJobHandle:
         return f"<TrainingJob {self.name} in {self.namespace}{known}>"
 
     def _repr_html_(self) -> str:
-        """A table of the state that was read last; `await job.status()` reads it again."""
+        """Returns a table of the state that was read last; `await job.status()` reads it again."""
         status = JobStatus(self.name, self.namespace, "Pending") if self._known is None else status_of(self._known)
         return job_card(status, self._curve.values("loss"))
 
     # ---- Reading ----
 
     async def status(self) -> JobStatus:
-        """The state now.
+        """Returns the state now.
 
         Raises:
             JobDeleted: the job does not exist any more.
@@ -114,7 +114,7 @@ class AsyncJobHandle:
     async def watch(
         self, patience: float = PATIENCE, timeout: float | None = None
     ) -> AsyncGenerator[tuple[JobView, str]]:
-        """The states of the job, twice a second, until it has ended.
+        """Yields the states of the job, twice a second, until it has ended.
 
         Args:
             patience: seconds without an answer of the API server after which the wait ends.
@@ -193,7 +193,7 @@ class AsyncJobHandle:
         previous: bool = False,
         tail: int | None = None,
     ) -> AsyncGenerator[str]:
-        """The lines of the pods' logs. Unless one pod is chosen, each line begins with its pod.
+        """Returns the lines of the pods' logs. Unless one pod is chosen, each line begins with its pod.
 
         Args:
             follow: continue until the job ends, also in replacements of pods.
@@ -238,7 +238,7 @@ class AsyncJobHandle:
         return curve_frame(await self.curve())
 
     async def history(self) -> JobHistory:
-        """The past of the job, with its phases, and the deaths of its pods with causes and costs.
+        """Returns the past of the job, with its phases, and the deaths of its pods with causes and costs.
 
         Raises:
             JobDeleted: the job does not exist any more.
@@ -261,7 +261,7 @@ class AsyncJobHandle:
         return await trace_of_job(await self._cluster(), self.name, Path(path), WantedTrace(last))
 
     async def result(self, like: Any = None) -> Any:
-        """The newest checkpoint, as `backstay.load` returns it: `.params`, `.state`, `.step`, `.metrics`.
+        """Returns the newest checkpoint, as `backstay.load` returns it: `.params`, `.state`, `.step`, `.metrics`.
 
         Args:
             like: see `backstay.load`.
@@ -323,7 +323,7 @@ class AsyncJobHandle:
         return await self._client.cluster_of(self.namespace)
 
     async def _job(self) -> dict[str, Any]:
-        """The TrainingJob.
+        """Returns the TrainingJob.
 
         Raises:
             JobDeleted: the job does not exist any more.
@@ -352,7 +352,7 @@ class AsyncJobHandle:
             )
 
     async def _is_stopped(self) -> bool:
-        """Whether the job is suspended or has ended, in its status."""
+        """Returns whether the job is suspended or has ended, in its status."""
         status = await self.status()
         return status.phase == "Suspended" or status.ended
 
@@ -372,7 +372,7 @@ class AsyncJobHandle:
 
 
 def checked(status: JobStatus, *, check: bool) -> JobStatus:
-    """The final state of a job.
+    """Returns the final state of a job.
 
     Raises:
         TrainingFailed: the job has failed, and `check` is true.
@@ -384,14 +384,14 @@ def checked(status: JobStatus, *, check: bool) -> JobStatus:
 
 
 def _timeout_message(name: str, view: JobView | None, timeout: float | None) -> str:
-    """The text of the error that a wait took too long."""
+    """Returns the text of the error that a wait took too long."""
     step = "" if view is None or not view.report.step else f" at step {view.report.step}"
     phase = "not known" if view is None else view.phase
     return f"the job {name} has not ended within {duration(timeout or 0.0)}: it is {phase}{step}, and continues"
 
 
 def checkpoint_of(status: JobStatus) -> str:
-    """The URI of the newest checkpoint.
+    """Returns the URI of the newest checkpoint.
 
     Raises:
         NoResult: there is none, or it is in a volume of the cluster.

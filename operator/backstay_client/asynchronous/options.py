@@ -94,7 +94,7 @@ def submission_of(
     cluster: FoundCluster,
     image: str | None = None,
 ) -> Submission:
-    """The TrainingJob to create, and its code.
+    """Returns the TrainingJob to create, and its code.
 
     Args:
         what: a function, the path of a script (.py) or of a TrainingJob (.yaml), or a TrainingJob.
@@ -186,7 +186,7 @@ def _of_sources(
 
 
 def _finished(job: dict[str, Any], options: Mapping[str, Any], cluster: FoundCluster) -> dict[str, Any]:
-    """The job with its namespace, labels and variables, checked."""
+    """Returns the job with its namespace, labels and variables, checked."""
     metadata = job["metadata"]
     metadata.setdefault("namespace", cluster.namespace)
     if labels := options.get("labels"):

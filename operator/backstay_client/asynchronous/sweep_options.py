@@ -78,7 +78,7 @@ class PreparedSweep:
         return SweepStore(self.plan, self.path, sampler=self.own.get("sampler"), pruner=pruner, trials=self._trials)
 
     def runner(self, store: SweepStore, jobs: TrialJobs) -> SweepRunner:
-        """The object that runs the trials."""
+        """Returns the object that runs the trials."""
         return SweepRunner(
             store,
             jobs,
@@ -89,7 +89,7 @@ class PreparedSweep:
         )
 
     def options_of(self, name: str, params: Mapping[str, Any], labels: Mapping[str, str]) -> SubmitOptions:
-        """The options of the job of a trial."""
+        """Returns the options of the job of a trial."""
         return _options_of(self.job, name, params, labels)
 
 
@@ -137,7 +137,7 @@ def prepared_sweep(
 
 
 def _option(name: str) -> str:
-    """The option of a script that an argument becomes, without the dashes before it."""
+    """Returns the option of a script that an argument becomes, without the dashes before it."""
     return str(name).replace("_", "-")
 
 

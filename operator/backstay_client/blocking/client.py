@@ -54,7 +54,7 @@ class Client:
 
     @classmethod
     def local(cls, folder: str | Path | None = None, *, namespace: str | None = None) -> Self:
-        """A client with its own embedded cluster, which starts now and ends with the client or the process.
+        """Returns a client with its own embedded cluster, which starts now and ends with the client or the process.
 
         Its pods are processes of this Python environment, and have the environment of this process.
 
@@ -120,7 +120,7 @@ class Client:
         return JobHandle(self, self._thread, self._thread.run(self._client.submit(what, replace=replace, **options)))
 
     def job(self, name: str, *, namespace: str | None = None) -> JobHandle:
-        """The handle of an existing job.
+        """Returns the handle of an existing job.
 
         Raises:
             NoSuchJob: there is no such job.
@@ -128,7 +128,7 @@ class Client:
         return JobHandle(self, self._thread, self._thread.run(self._client.job(name, namespace=namespace)))
 
     def list(self, *, everywhere: bool = False, labels: Mapping[str, str] | None = None) -> Jobs[JobHandle]:
-        """The handles of all jobs, in order of their creation.
+        """Returns the handles of all jobs, in order of their creation.
 
         Args:
             everywhere: the jobs of all namespaces.

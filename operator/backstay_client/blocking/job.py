@@ -115,7 +115,7 @@ class JobHandle:
         previous: bool = False,
         tail: int | None = None,
     ) -> LogLines:
-        """The lines of the pods' logs. Unless one pod is chosen, each line begins with its pod.
+        """Returns the lines of the pods' logs. Unless one pod is chosen, each line begins with its pod.
 
         Args:
             follow: continue until the job ends, also in replacements of pods.
@@ -145,7 +145,7 @@ class JobHandle:
         return curve_frame(self.curve())
 
     def history(self) -> JobHistory:
-        """The past of the job, with its phases, and the deaths of its pods with causes and costs."""
+        """Returns the past of the job, with its phases, and the deaths of its pods with causes and costs."""
         return self._thread.run(self._job.history())
 
     def trace(self, path: str | Path, *, last: float | None = None) -> Written:
@@ -161,7 +161,7 @@ class JobHandle:
         return self._thread.run(self._job.trace(path, last=last))
 
     def result(self, like: Any = None) -> Any:
-        """The newest checkpoint, as `backstay.load` returns it: `.params`, `.state`, `.step`, `.metrics`.
+        """Returns the newest checkpoint, as `backstay.load` returns it: `.params`, `.state`, `.step`, `.metrics`.
 
         Args:
             like: see `backstay.load`.

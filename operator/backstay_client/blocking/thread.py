@@ -60,7 +60,7 @@ class LoopThread:
             raise
 
     def iterate(self, generator: AsyncGenerator[_T]) -> Iterator[_T]:
-        """The values of an asynchronous generator, which is closed at the end or when the caller stops."""
+        """Yields the values of an asynchronous generator, which is closed at the end or when the caller stops."""
 
         async def following() -> tuple[bool, Any]:
             try:

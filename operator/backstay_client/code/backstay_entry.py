@@ -28,7 +28,7 @@ class SubmittedModules:
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """The module `name`, or None if it is not one of those that were submitted."""
+        """Returns the module `name`, or None if it is not one of those that were submitted."""
         del path, target
         if name not in MODULES:
             return None

@@ -27,7 +27,7 @@ _REMEDY = (
 
 
 def source_of_cell(function: Callable[..., Any]) -> bytes:
-    """The source of a module that has only this function.
+    """Returns the source of a module that has only this function.
 
     Raises:
         BadInput: the source is not known, or the function uses names of other cells.
@@ -54,7 +54,7 @@ def _listed(names: list[str]) -> str:
 
 
 def names_from_outside(tree: ast.Module, own: str) -> set[str]:
-    """The global names that a function uses and does not define, without builtins and those in annotations.
+    """Returns the global names that a function uses and does not define, without builtins and those in annotations.
 
     Args:
         tree: the function's source.

@@ -30,12 +30,13 @@ def user_folders(first: Sequence[Path], path: Sequence[str] | None = None) -> li
 
 
 def is_installed(place: Path, installed: Iterable[Path] | None = None) -> bool:
-    """Whether a file or folder belongs to Python or to an installed package, editable ones included."""
+    """Returns whether a file or folder belongs to Python or to an installed package, editable ones included."""
     return any(place.is_relative_to(folder) for folder in (_installed_folders() if installed is None else installed))
 
 
 def _installed_folders() -> list[Path]:
-    """The folders of Python, and those that packages installed as editable put on the path by a ``.pth`` file."""
+    """Returns the folders of Python, and those that packages installed as editable put on the path by a ``.pth``
+    file."""
     names = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     folders = [Path(name) for name in [*names, *site.getsitepackages(), site.getusersitepackages()]]
     found = list(folders)
@@ -50,7 +51,7 @@ def _installed_folders() -> list[Path]:
 def modules_of(
     name: str, source: bytes, file: Path | None, folders: Sequence[Path], loaded: Mapping[str, ModuleType] | None = None
 ) -> dict[str, Path | None]:
-    """The modules that a module imports, by their names, with their files; the module itself is not among them.
+    """Returns the modules that a module imports, by their names, with their files; the module itself is not among them.
 
     A package without an `__init__.py` has the file None.
 
@@ -89,7 +90,8 @@ def _parents(name: str) -> Iterator[str]:
 
 
 def _place_of(name: str, folders: Sequence[Path], loaded: Mapping[str, ModuleType]) -> Path | None:
-    """The file of a module, or the folder of a package without `__init__.py`, or None if it is not the user's."""
+    """Returns the file of a module, or the folder of a package without `__init__.py`, or None if it is not the
+    user's."""
     file = getattr(loaded.get(name), "__file__", None)
     if isinstance(file, str) and name != "__main__":
         place = Path(file).resolve()
@@ -108,7 +110,7 @@ def _place_of(name: str, folders: Sequence[Path], loaded: Mapping[str, ModuleTyp
 
 
 def _imported(source: bytes, name: str, *, is_package: bool, file: Path | None) -> Iterator[str]:
-    """The names in all import statements of a module, also inside functions; some may not be modules."""
+    """Yields the names in all import statements of a module, also inside functions; some may not be modules."""
     package = name if is_package else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(source, filename=str(file or name))):
         if isinstance(node, ast.Import):

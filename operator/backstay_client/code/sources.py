@@ -48,7 +48,7 @@ class SourceFiles:
     signature: inspect.Signature | None = field(default=None, repr=False)
 
     def command(self, arguments: Mapping[str, Any] | Sequence[str] | None, folder: Path | None = None) -> list[str]:
-        """The command of every role.
+        """Returns the command of every role.
 
         Args:
             arguments: the keyword arguments of a function, which JSON can hold. For a script, the words after its name,
@@ -87,7 +87,7 @@ class SourceFiles:
         return found
 
     def config_map(self, name: str, namespace: str) -> dict[str, Any]:
-        """The ConfigMap.
+        """Returns the ConfigMap.
 
         Raises:
             BadInput: the files are too large for one.
@@ -162,7 +162,7 @@ def of_function(function: Callable[..., Any], loaded: Mapping[str, Any] | None =
 
 
 def of_script(script: Path) -> SourceFiles:
-    """The source files of a script, and what it imports from its folder and the user's other folders.
+    """Returns the source files of a script, and what it imports from its folder and the user's other folders.
 
     Raises:
         BadInput: the script does not exist, or is not valid Python.
@@ -189,7 +189,7 @@ def _refuse_other_callables(function: Any) -> None:
 
 
 def _name_of_main(module: Any, file: Path) -> str:
-    """The name under which a pod imports the script of this process."""
+    """Returns the name under which a pod imports the script of this process."""
     spec = getattr(module, "__spec__", None)
     if spec is not None and isinstance(spec.name, str):  # python -m package.module
         return spec.name
@@ -199,7 +199,7 @@ def _name_of_main(module: Any, file: Path) -> str:
 
 
 def _packed(module: str, source: bytes, file: Path | None, folders: Sequence[Path]) -> dict[str, bytes]:
-    """The files of a module and of the modules that it imports, with the program that starts them."""
+    """Returns the files of a module and of the modules that it imports, with the program that starts them."""
     try:
         found = modules_of(module, source, file, folders)
     except SyntaxError as error:
@@ -220,13 +220,13 @@ def _packed(module: str, source: bytes, file: Path | None, folders: Sequence[Pat
 
 
 def _started(main: str, modules: Mapping[str, str | None]) -> dict[str, bytes]:
-    """The program that starts the code, and its table of modules."""
+    """Returns the program that starts the code, and its table of modules."""
     program = Path(__file__).with_name(ENTRY).read_bytes()
     return {ENTRY: program, _TABLE: json.dumps({"main": main, "modules": modules}, indent=1).encode()}
 
 
 def _plain(name: str, value: Any) -> Any:
-    """The value as JSON holds it; a NumPy or JAX scalar as a number.
+    """Returns the value as JSON holds it; a NumPy or JAX scalar as a number.
 
     Raises:
         BadInput: JSON cannot hold it.

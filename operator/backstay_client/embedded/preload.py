@@ -82,7 +82,7 @@ ENTRY: Final = Path(__file__).parents[1] / "code" / "backstay_entry.py"
 
 
 def preload(job: dict[str, Any] | None = None, *, environ: Mapping[str, str] | None = None) -> str:
-    """The value of the cluster's option ``--preload``.
+    """Returns the value of the cluster's option ``--preload``.
 
     Args:
         job: a localised TrainingJob: the imports of its script are added, and those of its variables that take effect
@@ -109,7 +109,7 @@ def preload(job: dict[str, Any] | None = None, *, environ: Mapping[str, str] | N
 
 
 def _plain_variables(job: dict[str, Any]) -> dict[str, str]:
-    """The variables of all pods whose values are in the job itself."""
+    """Returns the variables of all pods whose values are in the job itself."""
     found = {one["name"]: one.get("value") for one in job["spec"].get("env") or []}
     return {name: value for name, value in found.items() if isinstance(value, str) and "$(" not in value}
 
@@ -149,7 +149,7 @@ def imports_of(script: Path) -> list[str]:
 
 
 def _imported(file: Path) -> Iterator[str]:
-    """The names in the import statements that run whenever the file runs."""
+    """Yields the names in the import statements that run whenever the file runs."""
     try:
         body = ast.parse(file.read_bytes()).body
     except (OSError, SyntaxError, ValueError, RecursionError):

@@ -23,7 +23,7 @@ _PROCESSOR: Final = ("model name", "flags", "Features", "CPU implementer", "CPU 
 
 
 def store_in(base: Path, cpuinfo: Path = Path("/proc/cpuinfo")) -> Path:
-    """The folder for programs of this machine's processor, which need not run on another one.
+    """Returns the folder for programs of this machine's processor, which need not run on another one.
 
     Args:
         base: ``.backstay`` or the run's own folder.

@@ -165,8 +165,8 @@ _OF_START: Final = (
 
 
 def for_scripts(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that change how Python runs, such as `PYTHONWARNINGS`. They are meant for the script, and would end
-    a process of Backstay for a warning of a library."""
+    """Returns the variables that change how Python runs, such as `PYTHONWARNINGS`. They are meant for the script, and
+    would end a process of Backstay for a warning of a library."""
     return {name: text for name, text in environ.items() if name.startswith("PYTHON") and name not in _OF_START}
 
 

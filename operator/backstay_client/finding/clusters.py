@@ -84,7 +84,8 @@ class NoSuchJob(BadInput):
 
 
 def named_kubeconfig(where: Where, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The kubeconfig that the options or KUBECONFIG name, or None if they name none, or only runs on this machine.
+    """Returns the kubeconfig that the options or KUBECONFIG name, or None if they name none, or only runs on this
+    machine.
 
     Raises:
         BadInput: the file does not exist.
@@ -103,7 +104,7 @@ def named_kubeconfig(where: Where, environ: Mapping[str, str] = os.environ) -> P
 
 
 def default_kubeconfig(where: Where) -> Path | None:
-    """The user's kubeconfig, or None if there is none, or only runs on this machine count."""
+    """Returns the user's kubeconfig, or None if there is none, or only runs on this machine count."""
     try:
         path = _DEFAULT.expanduser()
     except RuntimeError:  # no HOME, and no entry of this user in the system's list
@@ -129,7 +130,7 @@ class PodAccount:
         return (self.folder / "namespace").read_text().strip() or "default"
 
     def connect(self) -> ApiCalls:
-        """A connection with the token of now, which is valid for an hour.
+        """Returns a connection with the token of now, which is valid for an hour.
 
         Raises:
             BadInput: the account cannot be used.
@@ -142,7 +143,7 @@ class PodAccount:
 
 
 def account_of_pod(environ: Mapping[str, str] = os.environ, folder: Path = _ACCOUNT) -> PodAccount | None:
-    """The account of the pod that this process runs in, or None if it runs in none, or the pod has none.
+    """Returns the account of the pod that this process runs in, or None if it runs in none, or the pod has none.
 
     https://kubernetes.io/docs/tasks/run-application/access-api-from-pod/
     """
@@ -153,12 +154,12 @@ def account_of_pod(environ: Mapping[str, str] = os.environ, folder: Path = _ACCO
 
 
 def runs_of(where: Where) -> list[KnownRun]:
-    """The runs on this machine that a command may use, the newest first."""
+    """Returns the runs on this machine that a command may use, the newest first."""
     return known_runs(current_folder()) if where.embedded else []
 
 
 async def _jobs_of(run: KnownRun, namespace: str | None = None) -> list[str]:
-    """The names of a run's jobs. The cluster of `backstay up` gets new ones at any time."""
+    """Returns the names of a run's jobs. The cluster of `backstay up` gets new ones at any time."""
     if run.job or not run.lives:
         return jobs_in(run)
     # A cluster that is being started must not fail a command about another run. A TimeoutError is an OSError.
@@ -242,7 +243,7 @@ async def open_run(
 
 
 async def _connection(run: KnownRun, seconds: float) -> ApiCalls | None:
-    """The connection to the cluster of a run, when it listens, or None if the run has ended.
+    """Returns the connection to the cluster of a run, when it listens, or None if the run has ended.
 
     Raises:
         BadInput: neither within this time.

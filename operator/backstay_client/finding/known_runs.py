@@ -56,16 +56,16 @@ class ProcessMark:
 
     @classmethod
     def current(cls) -> Self:
-        """The mark of this process."""
+        """Returns the mark of this process."""
         return cls(os.getpid(), _start_of(os.getpid()) or 0, _system())
 
     def lives(self) -> bool:
-        """Whether the process still runs on this machine."""
+        """Returns whether the process still runs on this machine."""
         return self.system == _system() and self.started == _start_of(self.pid)
 
 
 def _start_of(pid: int) -> int | None:
-    """The start time of a process, or None if there is no such process, or it has ended."""
+    """Returns the start time of a process, or None if there is no such process, or it has ended."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] in "ZX" else int(fields[19])
@@ -112,15 +112,16 @@ class KnownRun:
         return self.owner.lives() and not (self.folder / RESULT).exists()
 
     def is_of(self, folder: Path) -> bool:
-        """Whether the run was started in a folder, or has its files in ``.backstay/runs`` there."""
+        """Returns whether the run was started in a folder, or has its files in ``.backstay/runs`` there."""
         return self.cwd == str(folder) or self.folder.parent == folder / ".backstay" / "runs"
 
     def result(self) -> dict[str, Any]:
-        """The object that the command stored at its end. It is empty if the command has not ended, or was killed."""
+        """Returns the object that the command stored at its end. It is empty if the command has not ended, or was
+        killed."""
         return read_json(self.folder / RESULT)
 
     def as_record(self) -> dict[str, Any]:
-        """The content of `run.json`."""
+        """Returns the content of `run.json`."""
         return {
             "job": self.job or None,
             "namespace": self.namespace,
@@ -190,7 +191,7 @@ def _pointer(folder: Path) -> Path:
 
 
 def known_runs(here: Path | None = None) -> list[KnownRun]:
-    """All runs of this user, and those below ``.backstay/runs`` in `here`, the newest first.
+    """Returns all runs of this user, and those below ``.backstay/runs`` in `here`, the newest first.
 
     The files that name a deleted folder are removed.
     """
@@ -220,7 +221,7 @@ def _recorded() -> list[Path]:
 
 
 def read_run(folder: Path) -> KnownRun | None:
-    """The run that a folder is of, or None if it has no record that can be read."""
+    """Returns the run that a folder is of, or None if it has no record that can be read."""
     found = read_json(folder / RUN)
     try:
         owner = found["process"]
@@ -238,7 +239,7 @@ def read_run(folder: Path) -> KnownRun | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; an empty one if the file does not exist, or is damaged."""
+    """Returns the object in a file; an empty one if the file does not exist, or is damaged."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         found = json.loads(path.read_bytes())
         if isinstance(found, dict):

@@ -38,7 +38,7 @@ def select(
     *,
     has_default: bool,
 ) -> SelectedRun | None:
-    """The run that a command means, or None if it means the cluster of the user's kubeconfig.
+    """Returns the run that a command means, or None if it means the cluster of the user's kubeconfig.
 
     The order is: a running run of this folder, the user's kubeconfig, a running run elsewhere, an ended run of this
     folder, an ended run elsewhere. Within each, the newest comes first.
@@ -89,7 +89,7 @@ def _nothing() -> str:
 
 
 def _of_folder(runs: Sequence[KnownRun], names: Mapping[Path, Sequence[str]], job: str, here: Path) -> KnownRun | None:
-    """The run whose folder `job` is: a path, or the last part of one if no job has this name.
+    """Returns the run whose folder `job` is: a path, or the last part of one if no job has this name.
 
     Raises:
         BadInput: the path is not the folder of a run.

@@ -61,7 +61,7 @@ def _key(found: Any) -> tuple[str, str]:
 
 
 def jobs_in(run: KnownRun) -> list[str]:
-    """The names of the jobs that a run has stored."""
+    """Returns the names of the jobs that a run has stored."""
     names = [job["metadata"]["name"] for job in read_json(run.folder / _STATE).get("jobs") or []]
     return list(dict.fromkeys([*([run.job] if run.job else []), *names]))
 
@@ -87,7 +87,7 @@ class StoredApi:
         self._pods = [_pod_as_ended(pod) for pod in state.get("pods") or []]
 
     async def get_job(self, namespace: str, name: str) -> dict[str, Any]:
-        """The TrainingJob.
+        """Returns the TrainingJob.
 
         Raises:
             ApiRequestError: the run had no such job.
@@ -99,11 +99,11 @@ class StoredApi:
         raise ApiRequestError(404, "NotFound", f"the run in {place} had no TrainingJob {name} in namespace {namespace}")
 
     async def list_jobs(self, namespace: str | None) -> list[dict[str, Any]]:
-        """The TrainingJobs of a namespace, or of all if it is None."""
+        """Returns the TrainingJobs of a namespace, or of all if it is None."""
         return [job for job in self._jobs if namespace in (None, job["metadata"].get("namespace"))]
 
     async def pods_of(self, namespace: str, name: str) -> list[dict[str, Any]]:
-        """The pods that the job has had."""
+        """Returns the pods that the job has had."""
         return [
             pod
             for pod in self._pods
@@ -125,7 +125,7 @@ class StoredApi:
         raise BadInput(f"the run of {name} has ended: to forget it, delete its folder {place}")
 
     async def log(self, namespace: str, pod: str, **options: str) -> AsyncIterator[bytes]:
-        """The log of a pod; of the options, only `tailLines` has an effect.
+        """Yields the log of a pod; of the options, only `tailLines` has an effect.
 
         Raises:
             ApiRequestError: there is no log of such a pod.

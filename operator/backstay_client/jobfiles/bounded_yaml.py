@@ -123,7 +123,7 @@ def as_yaml(content: Any) -> str:
 
 
 def load_all(text: str | bytes) -> list[Any]:
-    """The documents of a YAML stream.
+    """Returns the documents of a YAML stream.
 
     Args:
         text: the stream; bytes are UTF-8 or UTF-16.
@@ -147,7 +147,7 @@ def scalars_of_all(text: str | bytes) -> list[dict[str, str]]:
 
 
 def _without_tabs(text: str | bytes) -> str | bytes:
-    """JSON that is indented with tabs, which YAML does not allow, without them; any other text as it is."""
+    """Returns JSON that is indented with tabs, which YAML does not allow, without them; any other text as it is."""
     tab, begins = (b"\t", b"{") if isinstance(text, bytes) else ("\t", "{")
     if tab not in text or not text.lstrip().startswith(begins):  # type: ignore[operator, arg-type]
         return text

@@ -42,7 +42,7 @@ class BadInput(Exception):  # noqa: N818  # the input is invalid; nothing failed
 
 
 def is_standard_input(path: Path) -> bool:
-    """Whether the file is what is piped into the command."""
+    """Returns whether the file is what is piped into the command."""
     return str(path) in {"-", "/dev/stdin"}
 
 
@@ -52,7 +52,7 @@ def folder_of(path: Path) -> Path:
 
 
 def read_job(path: Path) -> dict[str, Any]:
-    """The TrainingJob in a YAML or JSON file, or in standard input for ``-``, validated.
+    """Returns the TrainingJob in a YAML or JSON file, or in standard input for ``-``, validated.
 
     A relative `checkpoint.uri` becomes absolute, starting at the file's folder.
 
@@ -64,8 +64,7 @@ def read_job(path: Path) -> dict[str, Any]:
 
 
 def with_name(job: dict[str, Any]) -> dict[str, Any]:
-    """A valid job with a name. One without a name gets its `generateName` and five random characters, as from an API
-    server."""
+    """Returns a valid job with a name. Without one, it is its `generateName` and five random characters."""
     metadata = job["metadata"]
     if metadata.get("name") or not metadata.get("generateName"):
         return job
@@ -78,7 +77,7 @@ _LONGEST_NAME = 35
 
 
 def validated(loaded: LoadedJob, path: Path) -> dict[str, Any]:
-    """The job of a file, validated and with an absolute `checkpoint.uri`.
+    """Returns the job of a file, validated and with an absolute `checkpoint.uri`.
 
     Raises:
         BadInput: the job is invalid.
@@ -105,7 +104,7 @@ class LoadedJob:
 
 
 def load_job(path: Path) -> LoadedJob:
-    """The one TrainingJob in a file, and the other objects beside it.
+    """Returns the one TrainingJob in a file, and the other objects beside it.
 
     Raises:
         BadInput: the file cannot be read, is not YAML, or does not hold exactly one TrainingJob.
@@ -159,7 +158,7 @@ def _check_other(place: str, found: Mapping[str, Any], written: Mapping[str, str
 
 
 def _flat(documents: Sequence[Any], scalars: Sequence[Mapping[str, str]]) -> tuple[list[Any], list[Mapping[str, str]]]:
-    """The documents, and the items of each ``kind: List`` in its place."""
+    """Returns the documents, and the items of each ``kind: List`` in its place."""
     objects, texts = list[Any](), list[Mapping[str, str]]()
     for document, written in zip(documents, scalars, strict=True):
         items = document.get("items") if isinstance(document, dict) and document.get("kind") == "List" else None
@@ -185,7 +184,7 @@ def _text_of(path: Path) -> str:
 
 
 def is_script(path: Path) -> bool:
-    """Whether a file is a Python script, by its name, or by its content if the name ends with neither of both kinds."""
+    """Returns whether a file is a Python script, by the end of its name, or else by its content."""
     if path.suffix == ".py":
         return True
     if path.suffix in {".yaml", ".yml", ".json", ".ipynb"} or is_standard_input(path) or not path.is_file():
@@ -240,7 +239,7 @@ def with_absolute_checkpoint(job: Any, folder: Path) -> Any:
 
 
 def relative_checkpoint(job: Any) -> str | None:
-    """The `checkpoint.uri` of a job, validated or not, if it is a relative path, which a cluster refuses."""
+    """Returns the `checkpoint.uri` of a job, validated or not, if it is a relative path, which a cluster refuses."""
     for key in ("spec", "checkpoint", "uri"):
         job = job.get(key) if isinstance(job, dict) else None
     return job if isinstance(job, str) and job and not job.startswith("/") and _URI.match(job) is None else None
@@ -321,14 +320,14 @@ class ScriptOptions:
     continue_from: str | None = None
 
     def given(self) -> list[str]:
-        """The options that were given, as the user writes them."""
+        """Returns the options that were given, as the user writes them."""
         return [_as_option(field.name) for field in fields(self) if getattr(self, field.name) is not None]
 
 
 def job_of_script(
     script: Path, options: ScriptOptions = ScriptOptions(), arguments: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """A TrainingJob that runs `script` with the default settings, validated.
+    """Returns a TrainingJob that runs `script` with the default settings, validated.
 
     Raises:
         BadInput: the script does not exist, or an option is invalid.
@@ -341,7 +340,7 @@ def job_of_script(
 
 
 def escaped(word: str) -> str:
-    """A word of a command that Kubernetes does not expand: it replaces ``$(NAME)`` by a variable, and ``$$`` by ``$``.
+    """Returns a word of a command that Kubernetes does not expand, as ``$(NAME)`` by a variable, and ``$$`` by ``$``.
 
     https://kubernetes.io/docs/tasks/inject-data-application/define-interdependent-environment-variables/
     """
@@ -356,7 +355,7 @@ def job_of_command(
     image: str = LOCAL_IMAGE,
     written: Callable[[str], str] = str,
 ) -> dict[str, Any]:
-    """A TrainingJob that runs a command with the default settings, validated.
+    """Returns a TrainingJob that runs a command with the default settings, validated.
 
     Args:
         command: the command of every role.
@@ -461,7 +460,7 @@ def _as_option(name: str) -> str:
 
 
 def _of_options(error: str, written: Callable[[str], str]) -> str:
-    """An error that names the options in place of the fields that they set."""
+    """Returns an error that names the options in place of the fields that they set."""
 
     def option(found: re.Match[str]) -> str:
         name = _OPTIONS[found.group(1)]
@@ -473,7 +472,7 @@ def _of_options(error: str, written: Callable[[str], str]) -> str:
 
 
 def _spelled(word: str, valid: Any) -> str:
-    """The valid value that differs from `word` in case only; `word` itself if there is none."""
+    """Returns the valid value that differs from `word` in case only; `word` itself if there is none."""
     return next((one for one in get_args(valid) if one.lower() == word.lower()), word)
 
 
@@ -499,7 +498,7 @@ def variables_of(settings: Sequence[str], environ: Mapping[str, str]) -> dict[st
 
 
 def with_variables(job: dict[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
-    """A copy of `job` with these environment variables in every pod; they replace the job's own of the same name."""
+    """Returns a copy of `job` with these variables in every pod. They replace the job's own of the same name."""
     if not variables:
         return job
     job = copy.deepcopy(job)
@@ -509,12 +508,12 @@ def with_variables(job: dict[str, Any], variables: Mapping[str, str]) -> dict[st
 
 
 def name_of_script(script: Path) -> str:
-    """A valid job name, made of the script's name; of its folder's name if the script is called train.py or main.py."""
+    """Returns a valid job name, from the script's name, or its folder's for a script train.py or main.py."""
     return job_name(script.resolve().parent.name if script.stem in {"train", "main"} else script.stem)
 
 
 def job_name(text: str) -> str:
-    """A valid job name, made of a text."""
+    """Returns a valid job name, made of a text."""
     cleaned = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     cleaned = re.sub(r"^[^a-z]+", "", cleaned)[:40].strip("-")
     return cleaned or "job"

@@ -19,7 +19,8 @@ _PLACES: Final = (
 
 
 def wrong_fields(spec: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for each field that the embedded API server does not have, and for the first value of a wrong type.
+    """Yields a sentence for each field that the embedded API server does not have, and for the first value of a wrong
+    type.
 
     Args:
         spec: the spec of a valid TrainingJob, as it was written.
@@ -42,7 +43,8 @@ def wrong_fields(spec: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _without_directives(value: Any) -> Any:
-    """The value without the directives of a strategic merge, such as `$patch`, which are not fields of a pod."""
+    """Returns the value without the directives of a strategic merge, such as `$patch`, which are not fields of a
+    pod."""
     if isinstance(value, dict):
         return {k: _without_directives(v) for k, v in value.items() if not str(k).startswith("$")}
     if isinstance(value, list):

@@ -35,16 +35,17 @@ class TrainingCurve:
     evaluations: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
 
     def values(self, name: str) -> list[tuple[int, float]]:
-        """The finite values of the loss, of a metric of `loss`, or else of a metric of `evaluate`, with their steps."""
+        """Returns the finite values of the loss, of a metric of `loss`, or else of a metric of `evaluate`, with their
+        steps."""
         points = self.trained(name) or self.evaluated(name)
         return [(step, value) for step, value in points if math.isfinite(value)]
 
     def evaluated(self, name: str) -> list[tuple[int, float]]:
-        """The values of a metric of `evaluate`, with their steps. NaN: it was not finite."""
+        """Returns the values of a metric of `evaluate`, with their steps. NaN: it was not finite."""
         return [(step, metrics[name]) for step, metrics in sorted(self.evaluations.items()) if name in metrics]
 
     def trained(self, name: str) -> list[tuple[int, float]]:
-        """The values of the loss or of a metric of `loss`, with their steps. NaN: it was not finite."""
+        """Returns the values of the loss or of a metric of `loss`, with their steps. NaN: it was not finite."""
         values = self.loss if name == "loss" else self.metrics.get(name, ())
         return list(zip(self.steps, values, strict=False))
 
@@ -69,7 +70,7 @@ class TrainingCurve:
 
 
 def curve_of_page(data: bytes) -> TrainingCurve | None:
-    """The curve on the page `/curve`, or in a record, or None if it is not one."""
+    """Returns the curve on the page `/curve`, or in a record, or None if it is not one."""
     with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
         found = json.loads(data)
         steps = tuple(int(step) for step in found["steps"])
@@ -98,7 +99,8 @@ def _number(value: Any) -> float:
 
 
 async def curve_of_job(cluster: FoundCluster, job: dict[str, Any], pods: list[dict[str, Any]]) -> TrainingCurve:
-    """The curve of a job, over all its servers, as far as they run or their records can be read; else an empty one.
+    """Returns the curve of a job, over all its servers, as far as they run or their records can be read; else an empty
+    one.
 
     Args:
         job: the TrainingJob.

@@ -54,7 +54,7 @@ class JobHistory:
 
 
 async def history_of_job(cluster: FoundCluster, name: str) -> JobHistory:
-    """The history of a job of the cluster, with older entries from its record where this machine can read that.
+    """Returns the history of a job of the cluster, with older entries from its record where this machine can read that.
 
     Raises:
         BadInput: there is no such job, nor a record of it in an embedded cluster's folder.
@@ -81,7 +81,7 @@ async def history_of_job(cluster: FoundCluster, name: str) -> JobHistory:
 
 
 def history_of_place(place: str, name: str | None) -> JobHistory:
-    """The history of a job that a folder or a file has.
+    """Returns the history of a job that a folder or a file has.
 
     Args:
         place: a record, or a folder or URI with records.
@@ -143,7 +143,8 @@ def _parsed(place: str, data: bytes) -> dict[str, Any]:
 
 
 def _newest(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """The newest status with the entries of all; a newer entry replaces an older one of the same time and slot."""
+    """Returns the newest status with the entries of all; a newer entry replaces an older one of the same time and
+    slot."""
     status: dict[str, Any] = {}
     found = sorted(found, key=lambda one: one["unixSeconds"])
     for one in found:
@@ -158,7 +159,7 @@ def _newest(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def as_object(history: JobHistory) -> dict[str, Any]:
-    """The object that ``--output json`` and ``--output yaml`` print."""
+    """Returns the object that ``--output json`` and ``--output yaml`` print."""
     view, status = history.view, history.status
     known = {name: status[name] for name in ("goodput", "workerSeconds", "term") if name in status}
     return {
@@ -181,7 +182,7 @@ def as_object(history: JobHistory) -> dict[str, Any]:
 
 
 def lines(history: JobHistory, now: float) -> Iterator[str]:
-    """The history as lines to print, oldest entry first.
+    """Yields the history as lines to print, oldest entry first.
 
     Args:
         now: Unix time, for a job that still runs.
@@ -214,5 +215,5 @@ def lines(history: JobHistory, now: float) -> Iterator[str]:
 
 
 def _date(seconds: float) -> str:
-    """A Unix time in UTC, to the second."""
+    """Returns a Unix time in UTC, to the second."""
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}"

@@ -30,7 +30,7 @@ _TOLERATED: Final = 0.001
 
 
 def read_profile(place: Path) -> list[dict[str, Any]]:
-    """The events of a Chrome trace that `jax.profiler` has written.
+    """Returns the events of a Chrome trace that `jax.profiler` has written.
 
     Args:
         place: the file, such as ``host.trace.json.gz``, or the folder that was given to the profiler: the newest file
@@ -75,7 +75,7 @@ def _is_valid(event: Mapping[str, Any]) -> bool:
 
 
 def joined(job: JobTimeline, events: Sequence[Mapping[str, Any]], rank: int) -> tuple[JobTimeline, float]:
-    """The job with the profile of the worker `rank`, on its clock; and the largest error of that, in seconds.
+    """Returns the job with the profile of the worker `rank`, on its clock; and the largest error of that, in seconds.
 
     Args:
         events: the events that `read_profile` returned.
@@ -104,7 +104,7 @@ def joined(job: JobTimeline, events: Sequence[Mapping[str, Any]], rank: int) -> 
 
 
 def _annotated(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, tuple[float, float]]]:
-    """When each annotated step began and ended, in seconds of the profile."""
+    """Yields when each annotated step began and ended, in seconds of the profile."""
     for event in events:
         step = str(event.get("args", {}).get("step_num"))
         if event.get("name") == _ANNOTATION and event["ph"] == "X" and step.isdecimal() and len(step) < 19:
@@ -113,7 +113,7 @@ def _annotated(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, tuple
 
 
 def _aligned(worker: TimelinePod, steps: Mapping[int, tuple[float, float]]) -> PodClock | None:
-    """The relation of the profile's clock to the worker's, or None if no step fits."""
+    """Returns the relation of the profile's clock to the worker's, or None if no step fits."""
     own = {span.step: span for span in worker.spans if span.point in ("compute", "compile") and span.step in steps}
     if not own:
         return None
@@ -123,7 +123,7 @@ def _aligned(worker: TimelinePod, steps: Mapping[int, tuple[float, float]]) -> P
 
 
 def _processes(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[PodSpan]]]:
-    """The spans of each process of a profile, with its name."""
+    """Yields the spans of each process of a profile, with its name."""
     names: dict[Any, str] = {}
     threads: dict[tuple[Any, Any], str] = {}
     found: dict[Any, list[PodSpan]] = defaultdict(list)

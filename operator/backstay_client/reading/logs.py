@@ -49,7 +49,7 @@ class WantedLogs:
     tail: int | None = None
 
     def covers(self, pod: dict[str, Any]) -> bool:
-        """Whether a pod's slot is selected."""
+        """Returns whether a pod's slot is selected."""
         role, index, _ = slot_of(pod)
         return self.role in (None, role) and self.rank in (None, index)
 
@@ -62,7 +62,7 @@ async def show_logs(cluster: FoundCluster, job: str, wanted: WantedLogs, write: 
 
 
 async def log_lines(cluster: FoundCluster, job: str, wanted: WantedLogs) -> AsyncGenerator[str]:
-    """The lines of the logs.
+    """Yields the lines of the logs.
 
     Raises:
         BadInput: the job has no such pod.
@@ -100,7 +100,7 @@ def _nothing(job: str, wanted: WantedLogs, pods: Sequence[dict[str, Any]]) -> st
 
 
 def _previous(pods: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The newest pod of each slot before the current one."""
+    """Returns the newest pod of each slot before the current one."""
     current = {id(pod) for pod in active_pods(pods)}
     return active_pods([pod for pod in pods if id(pod) not in current])
 
@@ -115,7 +115,7 @@ def _prefixed(pod: dict[str, Any], line: str, *, many: bool) -> str:
 async def _lines(
     cluster: FoundCluster, pod: dict[str, Any], wanted: WantedLogs, *, follow: bool = False
 ) -> AsyncIterator[str]:
-    """The lines of one pod; none while it has no log yet."""
+    """Yields the lines of one pod; none while it has no log yet."""
     options = {"follow": "true"} if follow else {}
     if wanted.tail is not None:
         options["tailLines"] = str(wanted.tail)
@@ -139,7 +139,7 @@ async def _lines(
 
 
 def _kept(folder: Path | None, pod: dict[str, Any], wanted: WantedLogs) -> list[str]:
-    """The lines of a pod's log that an embedded cluster has kept, if its API no longer serves the log."""
+    """Returns the lines of a pod's log that an embedded cluster has kept, if its API no longer serves the log."""
     if folder is None:
         return []
     meta = pod["metadata"]
@@ -151,7 +151,7 @@ def _kept(folder: Path | None, pod: dict[str, Any], wanted: WantedLogs) -> list[
 
 
 async def _follow(cluster: FoundCluster, job: str, wanted: WantedLogs, *, many: bool) -> AsyncGenerator[str]:
-    """The lines of the logs of all selected pods, including new ones, until the job has ended."""
+    """Yields the lines of the logs of all selected pods, including new ones, until the job has ended."""
     found: asyncio.Queue[str | Exception | None] = asyncio.Queue(_MOST_LINES)
 
     async def find() -> None:

@@ -40,7 +40,7 @@ def places_of(cluster: FoundCluster, job: dict[str, Any]) -> list[str]:
 
 
 def newest_of_each_server(places: list[str], kind: str, uid: str = "") -> list[str]:
-    """The place of the newest record of a kind of each server of shard 0, for one job, the newest record first.
+    """Returns the place of the newest record of a kind of each server of shard 0, for one job, the newest record first.
 
     Args:
         kind: the kind of records, such as ``trace``. Their names contain the uid of the job and end in the incarnation
@@ -56,7 +56,7 @@ def newest_of_each_server(places: list[str], kind: str, uid: str = "") -> list[s
 
 
 def all_of(places: list[str], kind: str, uid: str = "") -> Iterator[tuple[str, bytes]]:
-    """All records of a kind that can be read, oldest first; one that is in two folders once.
+    """Yields all records of a kind that can be read, oldest first; one that is in two folders once.
 
     Args:
         kind: ``trace``, ``report`` or ``history``.
@@ -68,7 +68,7 @@ def all_of(places: list[str], kind: str, uid: str = "") -> Iterator[tuple[str, b
 
 
 def _found(places: list[str], kind: str, uid: str) -> dict[str, str]:
-    """The folder of each record."""
+    """Returns the folder of each record."""
     own = f"-{uid.replace('-', '')[:8]}" if uid else ""
     return {name: place for place in places for name in _names(place) if name.startswith(f"{kind}-") and own in name}
 
@@ -88,7 +88,7 @@ def _names(place: str) -> list[str]:
 
 
 def read_file(place: str) -> bytes:
-    """The content of a file, or of a URI.
+    """Returns the content of a file, or of a URI.
 
     Raises:
         BadInput: the file cannot be read.
@@ -126,7 +126,7 @@ def unpacked(data: bytes, most: int = _MOST_BYTES) -> bytes:
 
 
 def servers_of_shard_0(pods: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The running pods that may hold the job's timeline, the newest first."""
+    """Returns the running pods that may hold the job's timeline, the newest first."""
     found = [
         pod
         for pod in pods

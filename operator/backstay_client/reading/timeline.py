@@ -58,7 +58,7 @@ class PodClock:
     error: float | None
 
     def after(self, other: PodClock) -> PodClock:
-        """The clock relative to another timeline; `other` relates the two timelines."""
+        """Returns the clock relative to another timeline; `other` relates the two timelines."""
         known = self.error is not None and other.error is not None
         return PodClock(self.offset + other.offset, (self.error or 0.0) + (other.error or 0.0) if known else None)
 
@@ -85,7 +85,7 @@ class TimelinePod:
         return self.role, self.index, self.incarnation, self.name
 
     def at(self, nanoseconds: int) -> float:
-        """A time of the pod's clock, as seconds of the timeline's clock."""
+        """Returns a time of the pod's clock, as seconds of the timeline's clock."""
         return nanoseconds / 1e9 + self.clock.offset
 
     @property
@@ -117,7 +117,7 @@ class JobTimeline:
     dropped: int = 0
 
     def newest(self, seconds: float) -> JobTimeline:
-        """The timeline of the last `seconds` before the newest span ended."""
+        """Returns the timeline of the last `seconds` before the newest span ended."""
         ends = [pod.at(span.ended) for pod in self.pods for span in pod.spans]
         first = max(ends, default=0.0) - seconds
         kept = [replace(pod, spans=[span for span in pod.spans if pod.at(span.ended) >= first]) for pod in self.pods]
@@ -125,7 +125,7 @@ class JobTimeline:
 
 
 def read(data: bytes) -> JobTimeline:
-    """A serialized `Timeline`.
+    """Returns a serialized `Timeline`.
 
     Raises:
         BadTimeline: the bytes are not a timeline.
@@ -223,7 +223,7 @@ def _server_clocks(messages: Iterable[Spans], timeline: Timeline) -> dict[tuple[
 def _clock(
     pod: TimelinePod, messages: Sequence[Spans], timeline: Timeline, servers: Mapping[tuple[int, int], PodClock]
 ) -> PodClock:
-    """The clock of a pod. All its spans use one offset, so that they stay in order."""
+    """Returns the clock of a pod. All its spans use one offset, so that they stay in order."""
     if pod.role == contract.ROLE_SERVER and (pod.index, pod.incarnation) in servers:
         return servers[pod.index, pod.incarnation]
     reference = timeline.server.index, timeline.server.incarnation
@@ -264,7 +264,8 @@ def _narrow_clocks(pods: Sequence[TimelinePod], timeline: Timeline) -> None:
 def _difference(
     sent: Mapping[str, tuple[int, int]], received: Mapping[str, tuple[int, int]]
 ) -> tuple[float, float] | None:
-    """The least and the largest offset of a worker's clock minus that of a server's, in seconds, or None if not known.
+    """Returns the least and the largest offset of a worker's clock minus that of a server's, in seconds, or None if not
+    known.
 
     A server begins to receive a contribution after its worker began to send it, and has received it before the worker
     gets the answer.
@@ -278,7 +279,7 @@ def _difference(
 
 
 def _within(clock: PodClock, other: PodClock, low: float, high: float) -> PodClock:
-    """The clock, given that its offset minus that of `other` is between `low` and `high`.
+    """Returns the clock, given that its offset minus that of `other` is between `low` and `high`.
 
     A clock that contradicts this drifts, and stays as it is.
     """
@@ -312,7 +313,7 @@ def _received(server: TimelinePod) -> dict[str, tuple[int, int]]:
 
 
 def chrome_trace(job: JobTimeline, history: Sequence[ShownEntry] = ()) -> dict[str, Any]:
-    """The JSON object of the trace.
+    """Returns the JSON object of the trace.
 
     Args:
         history: the job's history: deaths, replacements and other events, at their wall-clock times.
@@ -381,7 +382,7 @@ class _Placed:
         return tid
 
     def events(self, micros: Any) -> Iterator[dict[str, Any]]:
-        """The process, its tracks and its spans."""
+        """Yields the process, its tracks and its spans."""
         pod, error = self.pod, self.pod.clock.error
         exactness = "wall clock" if error is None else f"clock ± {error * 1e3:.3g} ms"
         yield from _process(self.pid, f"{pod.shown} ({exactness})", self.tracks)
@@ -406,7 +407,7 @@ def _track(span: PodSpan) -> str:
 
 
 def _process(pid: int, name: str, tracks: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The names of a process and of its tracks, in the order in which they are shown.
+    """Yields the names of a process and of its tracks, in the order in which they are shown.
 
     Args:
         tracks: the names of the tracks; the first one has the number `pid`, the next one that number and 1, and so on.
@@ -449,7 +450,7 @@ def _arrows(placed: Sequence[_Placed], micros: Any) -> tuple[list[dict[str, Any]
 
 
 def _contributions(pods: Sequence[_Placed], after: float) -> Iterator[float]:
-    """The time at which each worker that began after `after` had its first answer to a contribution.
+    """Yields the time at which each worker that began after `after` had its first answer to a contribution.
 
     The operator observes it a few seconds later.
     """
@@ -459,7 +460,7 @@ def _contributions(pods: Sequence[_Placed], after: float) -> Iterator[float]:
 
 
 def _at(job: JobTimeline, entry: ShownEntry) -> float | None:
-    """The time of an event, by the timeline's clock, or None if it is not known."""
+    """Returns the time of an event, by the timeline's clock, or None if it is not known."""
     return None if entry.at is None else job.clock + entry.at - job.unix_seconds
 
 

@@ -57,7 +57,7 @@ class Written:
     profile_error: float | None = None
 
     def summary(self) -> str:
-        """A description of the file."""
+        """Returns a description of the file."""
         pods = [pod for pod in self.job.pods if pod.spans]
         number, own = sum(len(pod.spans) for pod in pods), sum(not pod.title for pod in pods)
         known = [pod.clock.error for pod in pods if pod.clock.error is not None]
@@ -134,7 +134,7 @@ def stored_trace(
 
 
 def _readable(stored: Iterable[str]) -> Iterator[bytes]:
-    """The stored timelines that can be read. Only these have the spans of a server that was killed."""
+    """Yields the stored timelines that can be read. Only these have the spans of a server that was killed."""
     for place in stored:
         with contextlib.suppress(BadInput):  # deleted meanwhile, or torn while it was written
             yield unpacked(read_file(place))

@@ -15,14 +15,14 @@ _PARTS = " ▏▎▍▌▋▊▉"
 
 
 def bar(fraction: float, width: int) -> str:
-    """A bar of `width` characters, filled to `fraction` (0 to 1) in steps of an eighth of a character."""
+    """Returns a bar of `width` characters, filled to `fraction` (0 to 1) in steps of an eighth of a character."""
     eighths = round(min(1.0, max(0.0, fraction)) * width * 8)
     full, part = divmod(eighths, 8)
     return ("█" * full + (_PARTS[part] if part else "")).ljust(width, "░")[:width]
 
 
 def _line(start: tuple[int, int], end: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """The dots of a straight line, without gaps."""
+    """Yields the dots of a straight line, without gaps."""
     (x, y), (to_x, to_y) = start, end
     dots = max(abs(to_x - x), abs(to_y - y), 1)
     for dot in range(dots + 1):
@@ -58,7 +58,7 @@ class Losses:
         self.points = thin([*self.points, (float(step), loss)], self._most)
 
     def lines(self, width: int, height: int) -> list[str]:
-        """The curve; see `curve`."""
+        """Returns the curve; see `curve`."""
         return curve(self.points, width, height)
 
     @property
@@ -69,7 +69,8 @@ class Losses:
 
 
 def curve(points: Sequence[tuple[float, float]], width: int, height: int) -> list[str]:
-    """Lines of braille characters; the values are on a logarithmic axis where all are positive and span a decade.
+    """Returns lines of braille characters; the values are on a logarithmic axis where all are positive and span a
+    decade.
 
     Args:
         points: (x, y) in order of x; those that are not finite are left out.

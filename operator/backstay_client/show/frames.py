@@ -13,7 +13,7 @@ __all__ = ["curve_frame", "frame", "needed"]
 
 
 def needed(package: str, purpose: str, install: str) -> Any:
-    """The module of an optional package.
+    """Returns the module of an optional package.
 
     Args:
         package: its name.
@@ -32,13 +32,13 @@ def needed(package: str, purpose: str, install: str) -> Any:
 
 
 def frame(columns: Mapping[str, Sequence[Any]], index: str) -> Any:
-    """A `pandas.DataFrame`; `index` is the column that becomes its index."""
+    """Returns a `pandas.DataFrame`; `index` is the column that becomes its index."""
     pandas = needed("pandas", "a data frame", "pandas")
     return pandas.DataFrame(dict(columns)).set_index(index)
 
 
 def curve_frame(curve: TrainingCurve) -> Any:
-    """A data frame with the steps as its index.
+    """Returns a data frame with the steps as its index.
 
     Its columns are `loss`, the metrics that `loss` returned by their names, and ``evaluation/NAME`` for those that
     `evaluate` returned. A value that is not known is NaN.

@@ -22,7 +22,7 @@ _MOST_POINTS = 400
 
 
 def job_card(status: JobStatus, curve: Sequence[tuple[float, float]] = ()) -> str:
-    """A small table about a job, with a bar of its progress and a curve of its loss.
+    """Returns a small table about a job, with a bar of its progress and a curve of its loss.
 
     Args:
         status: the job.
@@ -52,7 +52,7 @@ def job_card(status: JobStatus, curve: Sequence[tuple[float, float]] = ()) -> st
 
 
 def job_rows(jobs: Iterable[JobStatus]) -> str:
-    """A table with a row for each job."""
+    """Returns a table with a row for each job."""
     rows = []
     for one in jobs:
         known = {} if one.view is None else cells(one.view)
@@ -63,7 +63,7 @@ def job_rows(jobs: Iterable[JobStatus]) -> str:
 
 
 def table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """An HTML table of cells that are HTML already."""
+    """Returns an HTML table of cells that are HTML already."""
     head = "".join(f"<th>{name}</th>" for name in names)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
@@ -92,7 +92,7 @@ def line_chart(
     marks: bool = False,
     labels: tuple[str, str] = ("", ""),
 ) -> str:
-    """A chart as SVG. The values are on a logarithmic axis where all are positive and span a decade.
+    """Returns a chart as SVG. The values are on a logarithmic axis where all are positive and span a decade.
 
     Args:
         lines: the name and the points (x, y) of each line; points that are not finite are left out.

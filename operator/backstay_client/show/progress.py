@@ -75,7 +75,7 @@ class _JobBar:
 
 
 def bar_line(view: JobView, trouble: str = "") -> str:
-    """A job on one line, with its progress and its newest numbers."""
+    """Returns a job on one line, with its progress and its newest numbers."""
     parts = [printable(view.name)]
     fraction = progress_of(view)
     if fraction is None or (view.ended and view.phase != "Succeeded"):
@@ -90,7 +90,7 @@ def bar_line(view: JobView, trouble: str = "") -> str:
 
 
 def notebook_display() -> Callable[..., Any] | None:
-    """The function `display` of IPython in a notebook's kernel, or None if this process is not one."""
+    """Returns the function `display` of IPython in a notebook's kernel, or None if this process is not one."""
     shell = sys.modules.get("IPython")
     running = None if shell is None else shell.get_ipython()
     if running is None or not hasattr(running, "kernel"):
@@ -102,7 +102,7 @@ def notebook_display() -> Callable[..., Any] | None:
 
 
 def display_for(*, progress: bool, stream: TextIO | None = None) -> ProgressDisplay:
-    """The display that suits this process.
+    """Returns the display that suits this process.
 
     Args:
         progress: whether to show anything.
@@ -152,5 +152,5 @@ class TextDisplay:
 
 
 def text_display_for(*, progress: bool, stream: TextIO | None = None) -> TextDisplay | None:
-    """The display of a text that suits this process, or None if nothing is shown."""
+    """Returns the display of a text that suits this process, or None if nothing is shown."""
     return TextDisplay(sys.stderr if stream is None else stream, notebook_display()) if progress else None

@@ -62,7 +62,7 @@ class SweepResult:
 
     @classmethod
     def of(cls, plan: SweepPlan, trials: Sequence[TrialResult], study: Any) -> SweepResult:
-        """The result of a plan."""
+        """Returns the result of a plan."""
         return cls(plan.name, plan.objective, plan.direction, tuple(trials), study)
 
     @property
@@ -78,7 +78,7 @@ class SweepResult:
         return found
 
     def frame(self) -> Any:
-        """The trials as a `pandas.DataFrame`, whose index are their numbers.
+        """Returns the trials as a `pandas.DataFrame`, whose index are their numbers.
 
         Its columns are the arguments, and `state`, `value`, `step`, `job` and `why`.
 
@@ -93,7 +93,7 @@ class SweepResult:
         return frame(columns, "trial")
 
     def plot(self, argument: str | None = None) -> SvgPicture:
-        """The values of the complete trials, over the trials or over one argument.
+        """Returns the values of the complete trials, over the trials or over one argument.
 
         Args:
             argument: the argument on the horizontal axis, whose values are numbers; None: the number of the trial,
@@ -149,7 +149,7 @@ class SweepResult:
 
 
 def sweep_line(name: str, objective: str, direction: str, trials: Sequence[TrialResult]) -> str:
-    """A sweep on one line, with the number of trials in each state, and the best one."""
+    """Returns a sweep on one line, with the number of trials in each state, and the best one."""
     counts: dict[str, int] = {}
     for trial in trials:
         counts[trial.state] = counts.get(trial.state, 0) + 1

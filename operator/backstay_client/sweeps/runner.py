@@ -38,10 +38,10 @@ class TrialJob(Protocol):
     name: str
 
     async def status(self) -> JobStatus:
-        """The state of the job."""
+        """Returns the state of the job."""
 
     async def curve(self) -> TrainingCurve:
-        """The values over the steps."""
+        """Returns the values over the steps."""
 
     async def delete(self, *, wait: bool = True) -> None:
         """Delete the job."""
@@ -222,7 +222,8 @@ class SweepRunner:
         self._conclude(running, status, curve)
 
     def _values(self, running: _Trial) -> list[tuple[int, float]]:
-        """The values of the objective. A number that `loss` returns under the name of one of `evaluate` is another."""
+        """Returns the values of the objective. A number that `loss` returns under the name of one of `evaluate` is
+        another."""
         return running.evaluated if running.evaluates or self._store.evaluated else running.trained
 
     def _report(self, running: _Trial, goal: int | None, *, prunes: bool) -> bool:
@@ -283,7 +284,7 @@ class SweepRunner:
         self._refuse_first_failures()
 
     def _why_failed(self, status: JobStatus, evaluates: bool) -> str:
-        """The reason why a job that has ended has no value to compare, or an empty text if it may have one."""
+        """Returns the reason why a job that has ended has no value to compare, or an empty text if it may have one."""
         objective, report = self._store.plan.objective, status.report
         if not status.succeeded:
             return f"{status.reason or status.phase}: {on_one_line(status.message)}"
@@ -315,7 +316,7 @@ def _not_finite(objective: str) -> str:
 def _last_evaluated(
     values: Sequence[tuple[int, float]], status: JobStatus, objective: str
 ) -> tuple[int | None, float | None]:
-    """The last value that `evaluate` returned, after its step. It is NaN if it was not finite.
+    """Returns the last value that `evaluate` returned, after its step. It is NaN if it was not finite.
 
     Args:
         values: the values of the curve, which may be lost with a server.
@@ -327,7 +328,7 @@ def _last_evaluated(
 def _last_trained(
     values: Sequence[tuple[int, float]], status: JobStatus, objective: str
 ) -> tuple[int | None, float | None]:
-    """The last value of a number that `loss` returned, after its step.
+    """Returns the last value of a number that `loss` returned, after its step.
 
     It is NaN if it was not finite, and None if there is none.
 

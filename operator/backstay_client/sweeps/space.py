@@ -21,7 +21,7 @@ _VALID = (
 
 
 def optuna() -> Any:
-    """The module `optuna`.
+    """Returns the module `optuna`.
 
     Raises:
         MissingPackage: Optuna is not installed.
@@ -70,24 +70,24 @@ def _distribution(name: str, values: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A number of NumPy or JAX as one of Python. Everything else is returned unchanged."""
+    """Returns a number of NumPy or JAX as one of Python. Everything else is returned unchanged."""
     value = whole(value)
     return value.item() if getattr(value, "shape", None) == () else value
 
 
 def example_of(distributions: Mapping[str, Any]) -> dict[str, Any]:
-    """One value of each argument, to check before the first trial that the function takes them."""
+    """Returns one value of each argument, to check before the first trial that the function takes them."""
     return {name: one.choices[0] if hasattr(one, "choices") else one.low for name, one in distributions.items()}
 
 
 def number_of_choices(distributions: Mapping[str, Any]) -> int | None:
-    """The number of choices of all arguments together, or None if an argument has a range."""
+    """Returns the number of choices of all arguments together, or None if an argument has a range."""
     if all(hasattr(one, "choices") for one in distributions.values()):
         return math.prod(len(one.choices) for one in distributions.values())
     return None
 
 
 def as_text(distributions: Mapping[str, Any]) -> str:
-    """The space as JSON, by which a sweep recognises its own."""
+    """Returns the space as JSON, by which a sweep recognises its own."""
     to_json = optuna().distributions.distribution_to_json
     return json.dumps({name: json.loads(to_json(one)) for name, one in sorted(distributions.items())})

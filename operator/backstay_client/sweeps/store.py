@@ -37,7 +37,7 @@ class SweepPlan:
     direction: str
 
     def as_attributes(self) -> dict[str, str]:
-        """The plan as texts."""
+        """Returns the plan as texts."""
         return {"objective": self.objective, "direction": self.direction, "space": as_text(self.distributions)}
 
 
@@ -158,26 +158,26 @@ class SweepStore:
         self._lock.close()
 
     def job_of(self, number: int) -> str:
-        """The name of the job of a trial."""
+        """Returns the name of the job of a trial."""
         return f"{self.plan.name}-{number}"
 
     def running(self) -> list[Any]:
-        """The trials without an end, of this process or of one that died, as Optuna's live trials."""
+        """Returns the trials without an end, of this process or of one that died, as Optuna's live trials."""
         library = optuna()
         states = (library.trial.TrialState.RUNNING,)
         found = self.study.get_trials(deepcopy=False, states=states)
         return [library.trial.Trial(self.study, trial._trial_id) for trial in found]
 
     def count(self) -> int:
-        """The number of trials that have begun. Optuna also has those that a user put into its queue."""
+        """Returns the number of trials that have begun. Optuna also has those that a user put into its queue."""
         return len(self.results())
 
     def ask(self) -> Any:
-        """A new trial, whose arguments are chosen by the results so far."""
+        """Returns a new trial, whose arguments are chosen by the results so far."""
         return self.study.ask(dict(self.plan.distributions))
 
     def reported(self, trial: Any) -> int:
-        """The last step for which the trial has a value, or 0 if it has none."""
+        """Returns the last step for which the trial has a value, or 0 if it has none."""
         known = self.study._storage.get_trial(trial._trial_id).intermediate_values
         return max(known, default=0)
 
@@ -223,7 +223,7 @@ class SweepStore:
             self.exhausted = True
 
     def results(self) -> list[TrialResult]:
-        """All trials that have begun, in order of their numbers."""
+        """Returns all trials that have begun, in order of their numbers."""
         found = self.study.get_trials(deepcopy=False)
         return [self._result(trial) for trial in found if trial.state.name != "WAITING"]
 
@@ -242,12 +242,12 @@ class SweepStore:
 
 
 def not_evaluated(objective: str) -> str:
-    """Why a trial has no value to compare, though `loss` returned a number of this name."""
+    """Returns why a trial has no value to compare, though `loss` returned a number of this name."""
     return f"evaluate did not return {objective!r}, as in other trials"
 
 
 def _locked(path: Path, name: str) -> IO[str]:
-    """A file that is locked while it is open, and so until the process ends, even by SIGKILL.
+    """Returns a file that is locked while it is open, and so until the process ends, even by SIGKILL.
 
     Raises:
         SweepInUse: another process, or this one, has locked it.

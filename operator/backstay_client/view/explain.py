@@ -74,7 +74,7 @@ class JobEvent:
 
 
 def deaths(view: JobView) -> list[DeadPod]:
-    """The deaths in the job's history, oldest first, each with its cost."""
+    """Returns the deaths in the job's history, oldest first, each with its cost."""
     found: list[DeadPod] = []
     for entry in view.history:
         if _is_death(entry):
@@ -92,7 +92,8 @@ def _is_death(entry: ShownEntry) -> bool:
 
 
 def job_events(view: JobView) -> list[JobEvent]:
-    """The job's history, oldest first. A death with its cost is one line, and so is an interruption with its length."""
+    """Returns the job's history, oldest first. A death with its cost is one line, and so is an interruption with its
+    length."""
     died = iter(deaths(view))
     found: list[JobEvent] = []
     interrupted: int | None = None
@@ -120,7 +121,7 @@ def job_events(view: JobView) -> list[JobEvent]:
 
 
 def as_object(view: JobView, now: float | None = None) -> dict[str, Any]:
-    """The object that ``--output json`` and ``--output yaml`` print; a key without a value is null.
+    """Returns the object that ``--output json`` and ``--output yaml`` print; a key without a value is null.
 
     Args:
         now: Unix time; None: now.
@@ -169,7 +170,8 @@ def as_object(view: JobView, now: float | None = None) -> dict[str, Any]:
 
 
 def measured(view: JobView) -> dict[str, Any]:
-    """The phase with its reason, and the numbers, as all objects for programs have them. Each key is always there."""
+    """Returns the phase with its reason, and the numbers, as all objects for programs have them. Each key is always
+    there."""
     reason, _, message = view.message.partition(": ")
     rows = view.report.model_dump(mode="json", by_alias=True, include=set(STATUS_ROWS) - _SHOWN_OTHERWISE)
     return {
@@ -187,7 +189,7 @@ def measured(view: JobView) -> dict[str, Any]:
 
 
 def progress_of(view: JobView) -> float | None:
-    """The fraction of the updates that are applied, or None if it is not known."""
+    """Returns the fraction of the updates that are applied, or None if it is not known."""
     if view.phase == "Succeeded":
         return 1.0
     if not view.report.goal_steps or view.report.step is None:
@@ -244,7 +246,7 @@ def _after_failure(view: JobView, where: str) -> Iterator[str]:
 
 
 def short_role(role: str) -> str:
-    """The role in the form of `backstay logs --role`."""
+    """Returns the role in the form of `backstay logs --role`."""
     return "server" if role == contract.ROLE_SERVER else role
 
 
@@ -281,10 +283,10 @@ def _about_budgets(view: JobView, where: str) -> Iterator[str]:
 
 
 def ago(death: DeadPod, now: float) -> str:
-    """How long ago, such as ``3 min 20 s ago``."""
+    """Returns how long ago, such as ``3 min 20 s ago``."""
     return "" if death.at is None else f"{duration(max(0.0, now - death.at))} ago"
 
 
 def who(slot: str) -> str:
-    """A slot in words; an older operator does not report it."""
+    """Returns a slot in words; an older operator does not report it."""
     return slot_words(slot) if slot else "a pod"

@@ -50,7 +50,7 @@ class JobFact:
 
 
 def facts(view: JobView, *sections: Section) -> list[JobFact]:
-    """The known facts about a job.
+    """Returns the known facts about a job.
 
     Args:
         sections: the sections to list; none: all.
@@ -59,7 +59,7 @@ def facts(view: JobView, *sections: Section) -> list[JobFact]:
 
 
 def cells(view: JobView) -> Mapping[str, str]:
-    """The facts of the sections ``progress`` and ``numbers`` for a table of jobs, by label.
+    """Returns the facts of the sections ``progress`` and ``numbers`` for a table of jobs, by label.
 
     An unknown fact is absent. A loss that was not finite is ``NaN``.
     """
@@ -123,12 +123,12 @@ def _results(report: JobReport, newest: str) -> Iterator[JobFact]:
 
 
 def ready_of(view: JobView, role: RoleView) -> str:
-    """How many pods are ready; at the end all pods leave, which is not a problem."""
+    """Returns how many pods are ready; at the end all pods leave, which is not a problem."""
     return str(role.desired) if view.ended else f"{role.ready}/{role.desired}"
 
 
 def _traffic(view: JobView) -> str:
-    """The traffic in words, such as ``1.2 MB per update and worker (Exact: 3.8 MB)``; empty if not known."""
+    """Returns the traffic in words, such as ``1.2 MB per update and worker (Exact: 3.8 MB)``; empty if not known."""
     used, exact = view.report.traffic.get("carried"), view.report.traffic.get("exact")
     if not used:
         return ""
@@ -140,7 +140,7 @@ def _traffic(view: JobView) -> str:
 
 
 def _spent(view: JobView) -> str:
-    """The goodput in words, such as ``81 % of 90 worker seconds: wait 12 %``; empty if not known."""
+    """Returns the goodput in words, such as ``81 % of 90 worker seconds: wait 12 %``; empty if not known."""
     total = sum(view.worker_seconds.values())
     if view.goodput is None or total <= 0:
         return "" if view.goodput is None else f"{100 * view.goodput:.0f} %"

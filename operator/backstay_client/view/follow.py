@@ -151,7 +151,7 @@ class JobView:
 
 
 async def look(api: JobApi, namespace: str, name: str, before: JobView | None = None) -> JobView:
-    """The current state of the job; parts that can no longer be read are copied from `before`."""
+    """Returns the current state of the job; parts that can no longer be read are copied from `before`."""
     job = await api.get_job(namespace, name)
     pods = await api.pods_of(namespace, name)
     events = await api.events_of(namespace, job["metadata"]["uid"])
@@ -165,7 +165,7 @@ async def look(api: JobApi, namespace: str, name: str, before: JobView | None = 
 def view_of(
     job: dict[str, Any], pods: list[dict[str, Any]], events: list[dict[str, Any]], before: JobView | None = None
 ) -> JobView:
-    """The state of the job, only from the given objects."""
+    """Returns the state of the job, only from the given objects."""
     status = job.get("status") or {}
     roles = {
         role: RoleView(*(int(values.get(key, 0)) for key in ("desired", "ready", "restarts", "disruptions")))
@@ -200,7 +200,8 @@ def view_of(
 
 
 def _report(status: dict[str, Any], ending: dict[str, Any]) -> JobReport:
-    """The rows in the job's status, and those in the termination message of shard 0's server, which are newer."""
+    """Returns the rows in the job's status, and those in the termination message of shard 0's server, which are
+    newer."""
     return JobReport.in_message(ending).over(JobReport.valid(status))
 
 
@@ -237,7 +238,7 @@ def _merged(view: JobView, before: JobReport) -> JobReport:
 
 
 def unix_time(text: Any) -> float | None:
-    """A time of the API as Unix time, or None if there is none."""
+    """Returns a time of the API as Unix time, or None if there is none."""
     if not isinstance(text, str):
         return None
     with contextlib.suppress(ValueError):
@@ -247,7 +248,8 @@ def unix_time(text: Any) -> float | None:
 
 
 def _history(status: dict[str, Any], events: list[dict[str, Any]]) -> tuple[ShownEntry, ...]:
-    """The entries of the status, which stay when the API server has deleted its events. An older operator has none."""
+    """Returns the entries of the status, which stay when the API server has deleted its events. An older operator has
+    none."""
     if entries := status.get("history"):
         return tuple(
             ShownEntry(
@@ -274,7 +276,7 @@ def _history(status: dict[str, Any], events: list[dict[str, Any]]) -> tuple[Show
 
 
 def _message_of(status: dict[str, Any]) -> str:
-    """The reason and message of the condition behind the phase."""
+    """Returns the reason and message of the condition behind the phase."""
     conditions = {condition["type"]: condition for condition in status.get("conditions") or []}
     condition = conditions.get(status.get("phase", ""))
     if condition is None or condition["status"] != "True":
@@ -283,7 +285,7 @@ def _message_of(status: dict[str, Any]) -> str:
 
 
 def _trouble_of(status: dict[str, Any]) -> str:
-    """The reason why checkpoints cannot be stored, if any: a job may wait for its last one for ten minutes."""
+    """Returns the reason why checkpoints cannot be stored, if any: a job may wait for its last one for ten minutes."""
     for condition in status.get("conditions") or []:
         if (condition["type"], condition.get("reason")) == ("Checkpointing", "WriteFailed"):
             return f"checkpoints cannot be stored: {condition.get('message', '')}"
@@ -316,7 +318,7 @@ async def _with_live_numbers(api: JobApi, view: JobView) -> JobView:
 
 
 def is_slot(pod: dict[str, Any], role: str, index: str) -> bool:
-    """Whether a pod fills that slot, or did."""
+    """Returns whether a pod fills that slot, or did."""
     labels = pod["metadata"].get("labels", {})
     return (labels.get(contract.LABEL_ROLE), labels.get(contract.LABEL_INDEX)) == (role, index)
 

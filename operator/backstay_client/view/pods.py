@@ -60,7 +60,7 @@ class PodRow:
 
 
 def slot_of(pod: dict[str, Any]) -> tuple[str, int, int]:
-    """A pod's role (the label's value), index and incarnation."""
+    """Returns a pod's role (the label's value), index and incarnation."""
     labels = pod["metadata"].get("labels", {})
 
     def whole(label: str) -> int:
@@ -71,7 +71,7 @@ def slot_of(pod: dict[str, Any]) -> tuple[str, int, int]:
 
 
 def member_of(pod: dict[str, Any]) -> int | None:
-    """The index of a pod inside its rank, or None if the rank has one pod."""
+    """Returns the index of a pod inside its rank, or None if the rank has one pod."""
     text = str(pod["metadata"].get("labels", {}).get(contract.LABEL_MEMBER, ""))
     return int(text) if text.isdigit() else None
 
@@ -83,8 +83,8 @@ def slot_words(key: str) -> str:
 
 
 def active_pods(pods: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The newest pod of each slot, or its newest pods, and a shard's server with its standby; in order of role and
-    index."""
+    """Returns the newest pod of each slot, or its newest pods, and a shard's server with its standby; in order of role
+    and index."""
     by_slot: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
     for pod in sorted(pods, key=slot_of):
         by_slot.setdefault((*slot_of(pod)[:2], member_of(pod) or 0), []).append(pod)
@@ -96,7 +96,7 @@ def active_pods(pods: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def rows(view: JobView) -> list[PodRow]:
-    """The current pods of a job."""
+    """Returns the current pods of a job."""
     active = (view.job.get("status") or {}).get("active") or {}
     return [_row(view, pod, active) for pod in active_pods(view.pods)]
 
@@ -128,7 +128,7 @@ def _state(pod: dict[str, Any]) -> str:
 
 
 def has_ended(pod: dict[str, Any]) -> bool:
-    """Whether the phase of a pod is final."""
+    """Returns whether the phase of a pod is final."""
     return pod.get("status", {}).get("phase") in {"Succeeded", "Failed", STOPPED}
 
 
@@ -152,7 +152,7 @@ def _server_does(view: JobView, state: str, *, standby: bool) -> str:
 
 
 def doing_words(doing: PodActivity) -> str:
-    """The current activity in words, such as ``computes step 12, for 3 s``."""
+    """Returns the current activity in words, such as ``computes step 12, for 3 s``."""
     if doing.heartbeat >= _SILENT_SECONDS:
         return f"no heartbeat for {duration(doing.heartbeat)}"
     text = _POINTS.get(doing.point) or doing.point.replace("_", " ") or _ACTIVITIES.get(doing.activity, "")
@@ -164,7 +164,8 @@ def doing_words(doing: PodActivity) -> str:
 
 
 def how_it_ended(pod: dict[str, Any]) -> str:
-    """The way a container ended, such as ``exit code 137 (OOMKilled)``, or an empty text if it has not ended."""
+    """Returns the way a container ended, such as ``exit code 137 (OOMKilled)``, or an empty text if it has not
+    ended."""
     status = pod.get("status", {})
     for container in status.get("containerStatuses") or []:
         ended = container.get("state", {}).get("terminated")
@@ -174,7 +175,7 @@ def how_it_ended(pod: dict[str, Any]) -> str:
 
 
 def obstacle(pod: dict[str, Any]) -> str:
-    """The reason of Kubernetes why a pod does not start, or an empty text if none is reported."""
+    """Returns the reason of Kubernetes why a pod does not start, or an empty text if none is reported."""
     status = pod.get("status", {})
     for container in status.get("containerStatuses") or []:
         waiting = container.get("state", {}).get("waiting") or {}
@@ -188,7 +189,7 @@ def obstacle(pod: dict[str, Any]) -> str:
 
 
 def summary(found: Sequence[PodRow]) -> str:
-    """A summary of the pods that are not shown, such as ``5 more: 4 Ready, 1 Pending``."""
+    """Returns a summary of the pods that are not shown, such as ``5 more: 4 Ready, 1 Pending``."""
     counts: dict[str, int] = {}
     for row in found:
         counts[row.state] = counts.get(row.state, 0) + 1

@@ -31,7 +31,7 @@ _TAIL = 1 << 16
 
 
 async def newest_line(api: JobApi, namespace: str, pods: Iterable[dict[str, Any]]) -> tuple[str, str]:
-    """The last line with text in the log of the first pod that has long been in its start.
+    """Returns the last line with text in the log of the first pod that has long been in its start.
 
     Servers are before other pods, because these wait for them.
 
@@ -53,7 +53,7 @@ async def newest_line(api: JobApi, namespace: str, pods: Iterable[dict[str, Any]
 
 
 def is_ready(pod: dict[str, Any]) -> bool:
-    """Whether a pod has started: its condition `Ready` is true."""
+    """Returns whether a pod has started: its condition `Ready` is true."""
     return condition_of(pod, "Ready").get("status") == "True"
 
 
@@ -72,7 +72,7 @@ def _starts_long(pod: dict[str, Any]) -> bool:
 
 
 def _message(line: str) -> str:
-    """The text of a line, which may be a JSON object (`spec.logFormat`)."""
+    """Returns the text of a line, which may be a JSON object (`spec.logFormat`)."""
     try:
         found = json.loads(line)
         line = found["message"] if isinstance(found["message"], str) else line

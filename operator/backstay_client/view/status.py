@@ -72,7 +72,7 @@ class JobStatus:
 
 
 def status_of(view: JobView) -> JobStatus:
-    """The state of a job for programs."""
+    """Returns the state of a job for programs."""
     reason, _, message = view.message.partition(": ")
     workers = view.roles.get("Worker")
     report = view.report

@@ -22,7 +22,7 @@ _NAMES = {contract.ROLE_SERVER: "server", contract.ROLE_WORKER: "worker", contra
 
 
 def waiting_for(view: JobView) -> str:
-    """The condition for the next update; empty while updates are applied."""
+    """Returns the condition for the next update; empty while updates are applied."""
     if view.stage:
         return view.stage
     if view.ended or view.phase == "Suspended":
@@ -59,7 +59,8 @@ def waiting_for(view: JobView) -> str:
 
 
 def no_update(view: JobView) -> str:
-    """The rank or server that the next update waits for, after a long wait; after the last one, the end of the job."""
+    """Returns the rank or server that the next update waits for, after a long wait; after the last one, the end of the
+    job."""
     if view.waits.get("over"):
         shown = not view.ended and float(view.waits.get("seconds") or 0.0) >= _ENDING
         return str(view.waits.get("text", "")) if shown else ""
@@ -68,7 +69,7 @@ def no_update(view: JobView) -> str:
 
 
 def _script(view: JobView, pods: Sequence[dict[str, Any]]) -> str:
-    """The wait after training for the code after `train`, or for a thread that never ends."""
+    """Returns the wait after training for the code after `train`, or for a thread that never ends."""
     conditions = (view.job.get("status") or {}).get("conditions") or []
     trained = [condition for condition in conditions if condition["type"] == TRAINED and condition["status"] == "True"]
     since = unix_time(trained[0].get("lastTransitionTime")) if trained else None

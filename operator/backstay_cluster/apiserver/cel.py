@@ -114,7 +114,8 @@ def _functions() -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=2048)
 def program(rule: str) -> Any:
-    """A compiled expression, with the functions that an API server adds to CEL; its `evaluate` takes the variables."""
+    """Returns a compiled expression, with the functions that an API server adds to CEL; its `evaluate` takes the
+    variables."""
     environment = _environment()
     return environment.program(environment.compile(rule), _functions())
 
@@ -125,7 +126,7 @@ def _environment() -> Any:
 
 
 def compile_error(rule: str) -> str | None:
-    """The reason why a rule cannot be compiled, or None if it can."""
+    """Returns the reason why a rule cannot be compiled, or None if it can."""
     celpy = _celpy()
     try:
         program(rule)
@@ -135,7 +136,8 @@ def compile_error(rule: str) -> str | None:
 
 
 def to_cel(value: Any, schema: Obj) -> Any:
-    """A JSON value as the variables of rules (`self`, `oldSelf`), with property names escaped according to `schema`."""
+    """Returns a JSON value as the variables of rules (`self`, `oldSelf`), with property names escaped according to
+    `schema`."""
     types = _celpy().celtypes
     if value is None:
         return None
@@ -162,7 +164,7 @@ def to_cel(value: Any, schema: Obj) -> Any:
 
 
 def has_rules(schema: Any) -> bool:
-    """Whether any part of the schema has a rule."""
+    """Returns whether any part of the schema has a rule."""
     if isinstance(schema, dict):
         if schema.get("x-kubernetes-validations"):
             return True
@@ -179,7 +181,7 @@ class CelRules:
         self._with_rules: dict[int, bool] = {}
 
     def check(self, value: Any, old: Any = None) -> list[StatusCause]:
-        """The rules that `value` breaks, as causes; `old` is the previous value of an update, or None."""
+        """Returns the rules that `value` breaks, as causes; `old` is the previous value of an update, or None."""
         causes: list[StatusCause] = []
         self._walk(self._schema, value, old, "", causes)
         return causes

@@ -27,7 +27,7 @@ class Certificate:
     key: str
 
     def server_context(self) -> ssl.SSLContext:
-        """The TLS context of a server with this certificate."""
+        """Returns the TLS context of a server with this certificate."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         # OpenSSL reads keys from files only; only this user can read the file, and the next lines remove it.
         handle, name = tempfile.mkstemp(suffix=".pem")
@@ -41,7 +41,7 @@ class Certificate:
 
 
 def make_certificate(hosts: list[str], *, days: int = 365, for_clients: bool = False) -> Certificate:
-    """A new self-signed certificate (RFC 5280) for names and addresses, valid from an hour ago for `days` days.
+    """Returns a new self-signed certificate (RFC 5280) for names and addresses, valid from an hour ago for `days` days.
 
     Args:
         for_clients: whether it also authenticates a client.

@@ -42,7 +42,7 @@ def _finite(text: str) -> float:
 
 
 def parse_json(body: bytes) -> Any:
-    """The JSON value of a body.
+    """Returns the JSON value of a body.
 
     Raises:
         ValueError: the body is not JSON. The message is that of Go's decoder, followed by the start of the body.
@@ -61,7 +61,7 @@ def parse_json(body: bytes) -> Any:
 
 
 def read_object(resource: Resource, body: bytes, content_type: str, kind: str = "") -> Obj:
-    """The object in a request's body.
+    """Returns the object in a request's body.
 
     Raises:
         ApiError: 400 when it cannot be read or is of another version, 415 for a media type that is not served.
@@ -135,15 +135,15 @@ def check_version(obj: Obj, kind: str, version: str) -> None:
 
 
 def full(resource: Resource, obj: Obj) -> Obj:
-    """The object in the form for clients."""
+    """Returns the object in the form for clients."""
     return {"kind": resource.kind, "apiVersion": resource.group_version, **obj}
 
 
 def head(resource: Resource) -> bytes:
-    """The start of an object's JSON, which is followed by the stored bytes without its first brace."""
+    """Returns the start of an object's JSON, which is followed by the stored bytes without its first brace."""
     return b'{"kind":"%s","apiVersion":"%s",' % (resource.kind.encode(), resource.group_version.encode())
 
 
 def full_bytes(resource: Resource, stored: Stored) -> bytes:
-    """The object's JSON in the form for clients."""
+    """Returns the object's JSON in the form for clients."""
     return head(resource) + stored.body[1:]

@@ -143,7 +143,7 @@ class Controllers:
         return None if resource is None or stored is None else (resource, stored.obj)
 
     def _present(self, owner: Obj, namespace: str) -> bool:
-        """Whether the owner exists, as far as this server can determine."""
+        """Returns whether the owner exists, as far as this server can determine."""
         place = self._live.get(owner["uid"])
         if place is not None:
             return place[1][0] in {"", namespace}
@@ -151,7 +151,7 @@ class Controllers:
         return unknown and owner["uid"] not in self._gone
 
     def _waits(self, owner: Obj) -> bool:
-        """Whether the owner waits for its dependents to be deleted."""
+        """Returns whether the owner waits for its dependents to be deleted."""
         place = self._live.get(owner["uid"])
         found = None if place is None else self._find(place)
         if found is None:

@@ -33,7 +33,7 @@ class CustomType:
         self._rules = cel.CelRules(self.schema)
 
     def decode(self, obj: Obj) -> tuple[Obj, list[str]]:
-        """The object without fields that are not in the schema, and the paths of these fields.
+        """Returns the object without fields that are not in the schema, and the paths of these fields.
 
         Raises:
             ApiError: 400 for metadata that cannot be read or another version.
@@ -65,7 +65,7 @@ class CustomType:
         return clean, unknown
 
     def validate(self, obj: Obj, old: Obj | None, *, status: bool = False) -> list[StatusCause]:
-        """The errors of an object; with `status`, of an object after a write to its status."""
+        """Returns the errors of an object; with `status`, of an object after a write to its status."""
         wrong = obj.get(_WRONG_KIND)
         causes: list[StatusCause] = []
         if wrong:

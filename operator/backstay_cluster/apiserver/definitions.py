@@ -144,7 +144,7 @@ def _structural(schema: Any, path: str, causes: list[StatusCause], *, root: bool
 
 
 def _without_int_or_string(schema: Obj) -> Obj:
-    """The schema without the alternative of types that only an integer or a string may have."""
+    """Returns the schema without the alternative of types that only an integer or a string may have."""
     if schema.get("x-kubernetes-int-or-string"):
         if schema.get("anyOf") == _INT_OR_STRING:
             return {**schema, "anyOf": []}
@@ -189,7 +189,7 @@ class Definitions:
         api.use(STORAGE, DefinitionStrategy)
 
     def type_of(self, resource: Resource) -> CustomType:
-        """The type that the definition of a custom resource describes."""
+        """Returns the type that the definition of a custom resource describes."""
         return self.types[resource.group, resource.version, resource.plural]
 
     def establish(self, name: str) -> None:
@@ -253,6 +253,6 @@ class Definitions:
         self.api.registry.remove(group, plural)
 
     def resources_of(self, obj: Obj) -> list[Resource]:
-        """The resources that a definition has added."""
+        """Returns the resources that a definition has added."""
         spec = obj["spec"]
         return [r for r in self.api.registry.all() if r.storage == (spec["group"], spec["names"]["plural"])]

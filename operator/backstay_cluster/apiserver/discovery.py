@@ -39,7 +39,7 @@ def _subresources(resource: Resource) -> list[tuple[str, str, str, str, tuple[st
 
 
 def versions(address: str) -> Obj:
-    """The document `/api`."""
+    """Returns the document `/api`."""
     where = {"clientCIDR": "0.0.0.0/0", "serverAddress": address}
     return {"kind": "APIVersions", "versions": ["v1"], "serverAddressByClientCIDRs": [where]}
 
@@ -50,7 +50,7 @@ def _group(registry: Registry, name: str) -> Obj:
 
 
 def group(registry: Registry, name: str) -> Obj:
-    """The document `/apis/GROUP`.
+    """Returns the document `/apis/GROUP`.
 
     Raises:
         PlainNotFound: the group does not exist.
@@ -61,13 +61,13 @@ def group(registry: Registry, name: str) -> Obj:
 
 
 def groups(registry: Registry) -> Obj:
-    """The document `/apis`."""
+    """Returns the document `/apis`."""
     listed = [_group(registry, name) for name in registry.groups()]
     return {"kind": "APIGroupList", "apiVersion": "v1", "groups": listed}
 
 
 def resources(registry: Registry, group_name: str, version: str) -> Obj:
-    """The documents `/api/v1` and `/apis/GROUP/VERSION`.
+    """Returns the documents `/api/v1` and `/apis/GROUP/VERSION`.
 
     Raises:
         PlainNotFound: the version does not exist.

@@ -19,27 +19,27 @@ class StatusCause:
     message: str
 
     def json(self) -> Obj:
-        """The form of the cause in `details.causes`."""
+        """Returns the form of the cause in `details.causes`."""
         return {"reason": self.reason, "message": self.message, "field": self.field}
 
 
 def required(field: str, detail: str = "") -> StatusCause:
-    """A required field that is missing."""
+    """Returns a required field that is missing."""
     return StatusCause(field, "FieldValueRequired", "Required value" + (f": {detail}" if detail else ""))
 
 
 def invalid_value(field: str, value: Any, detail: str) -> StatusCause:
-    """A field whose value breaks a rule; `value` is printed as in Go's validation."""
+    """Returns a field whose value breaks a rule; `value` is printed as in Go's validation."""
     return StatusCause(field, "FieldValueInvalid", f"Invalid value: {show(value)}: {detail}")
 
 
 def forbidden_field(field: str, detail: str) -> StatusCause:
-    """A field that may not be set or changed."""
+    """Returns a field that may not be set or changed."""
     return StatusCause(field, "FieldValueForbidden", f"Forbidden: {detail}")
 
 
 def not_supported(field: str, value: Any, supported: list[str]) -> StatusCause:
-    """A field whose value is not one of the supported values."""
+    """Returns a field whose value is not one of the supported values."""
     listed = ", ".join(show(v) for v in supported)
     return StatusCause(field, "FieldValueNotSupported", f"Unsupported value: {show(value)}: supported values: {listed}")
 
@@ -65,7 +65,7 @@ class ApiError(Exception):
         self.headers = headers or {}
 
     def status(self) -> Obj:
-        """The `Status` object that the client gets."""
+        """Returns the `Status` object that the client gets."""
         body: Obj = {
             "kind": "Status",
             "apiVersion": "v1",
@@ -95,13 +95,13 @@ def qualified(group: str, plural: str) -> str:
 
 
 def not_found(group: str, plural: str, name: str) -> ApiError:
-    """The error 404 for an object that does not exist."""
+    """Returns the error 404 for an object that does not exist."""
     text = f'{qualified(group, plural)} "{name}" not found'
     return ApiError(404, "NotFound", text, details=_details(group, plural, name))
 
 
 def already_exists(group: str, plural: str, name: str) -> ApiError:
-    """The error 409 for a name that an object has already."""
+    """Returns the error 409 for a name that an object has already."""
     text = f'{qualified(group, plural)} "{name}" already exists'
     return ApiError(409, "AlreadyExists", text, details=_details(group, plural, name))
 
@@ -110,13 +110,13 @@ STALE = "the object has been modified; please apply your changes to the latest v
 
 
 def conflict(group: str, plural: str, name: str, why: str = STALE) -> ApiError:
-    """The error 409 for a request that was made for another version of the object."""
+    """Returns the error 409 for a request that was made for another version of the object."""
     text = f'Operation cannot be fulfilled on {qualified(group, plural)} "{name}": {why}'
     return ApiError(409, "Conflict", text, details=_details(group, plural, name))
 
 
 def invalid(group: str, kind: str, name: str, causes: list[StatusCause]) -> ApiError:
-    """The error 422 for an object that breaks rules, with one cause for each."""
+    """Returns the error 422 for an object that breaks rules, with one cause for each."""
     texts = [f"{c.field}: {c.message}" for c in causes]
     listed = texts[0] if len(texts) == 1 else "[" + ", ".join(texts) + "]"
     text = f'{qualified(group, kind)} "{name}" is invalid: {listed}'
@@ -137,41 +137,41 @@ class WrongTypeError(ApiError):
 
 
 def bad_request(message: str) -> ApiError:
-    """The error with status 400."""
+    """Returns the error with status 400."""
     return ApiError(400, "BadRequest", message)
 
 
 def forbidden(group: str, plural: str, name: str, why: str, causes: list[StatusCause] | None = None) -> ApiError:
-    """The error with status 403."""
+    """Returns the error with status 403."""
     text = f'{qualified(group, plural)} "{name}" is forbidden: {why}'
     details = _details(group, plural, name, causes=[c.json() for c in causes or []])
     return ApiError(403, "Forbidden", text, details=details)
 
 
 def unauthorized() -> ApiError:
-    """The error 401 for a missing or invalid token."""
+    """Returns the error 401 for a missing or invalid token."""
     return ApiError(401, "Unauthorized", "Unauthorized")
 
 
 def method_not_allowed() -> ApiError:
-    """The error with status 405."""
+    """Returns the error with status 405."""
     return ApiError(
         405, "MethodNotAllowed", "the server does not allow this method on the requested resource", details={}
     )
 
 
 def unsupported_media_type(message: str, *, details: Obj | None = None) -> ApiError:
-    """The error with status 415."""
+    """Returns the error with status 415."""
     return ApiError(415, "UnsupportedMediaType", message, details=details)
 
 
 def expired(message: str) -> ApiError:
-    """The error 410 for a history that no longer exists, so that the client must list again."""
+    """Returns the error 410 for a history that no longer exists, so that the client must list again."""
     return ApiError(410, "Expired", message)
 
 
 def too_large_resource_version(requested: int, current: int) -> ApiError:
-    """The error 504 for a version that is newer than this server's, because the server was restarted."""
+    """Returns the error 504 for a version that is newer than this server's, because the server was restarted."""
     details = {
         "causes": [{"reason": "ResourceVersionTooLarge", "message": "Too large resource version"}],
         "retryAfterSeconds": 1,
@@ -182,5 +182,5 @@ def too_large_resource_version(requested: int, current: int) -> ApiError:
 
 
 def rejected_patch() -> ApiError:
-    """The error 422 without a name, which the real server sends for a JSON patch that cannot be applied."""
+    """Returns the error 422 without a name, which the real server sends for a JSON patch that cannot be applied."""
     return ApiError(422, "Invalid", "the server rejected our request due to an error in our request", details={})

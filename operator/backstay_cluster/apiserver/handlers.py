@@ -65,7 +65,7 @@ class Handlers:
     # Reading
 
     def get(self, target: Target, call: Call) -> ApiAnswer:
-        """One object."""
+        """Returns one object."""
         form = request.accepted(call.accept)
         requested = request.version_option(call.query)
         if requested and requested > self.api.store.version:
@@ -74,7 +74,7 @@ class Handlers:
         return ApiAnswer(self.render(target.resource, stored, form, call.query))
 
     def matcher(self, target: Target, query: Mapping[str, str]) -> selectors.Matcher | None:
-        """The selection of a list, a watch or a delete of a collection."""
+        """Returns the selection of a list, a watch or a delete of a collection."""
         resource = target.resource
         selectable = self.custom(resource).selectable if resource.custom else ()
         fields = query.get("fieldSelector", "")
@@ -83,7 +83,7 @@ class Handlers:
         return selectors.matcher(resource.storage, query.get("labelSelector", ""), fields, selectable)
 
     def collection(self, target: Target, call: Call) -> ApiAnswer:
-        """The selected objects."""
+        """Returns the selected objects."""
         form, query = request.accepted(call.accept), call.query
         limit = request.number(query, "limit") or 0
         requested = request.version_option(query)
@@ -103,7 +103,7 @@ class Handlers:
         return ApiAnswer(self.render_list(target.resource, page, form, query))
 
     def render(self, resource: Resource, stored: Stored, form: request.Form, query: Mapping[str, str]) -> bytes:
-        """One object in the requested form."""
+        """Returns one object in the requested form."""
         if form == "object":
             return codec.full_bytes(resource, stored)
         if form == "metadata":
@@ -114,7 +114,7 @@ class Handlers:
     def render_event(
         self, resource: Resource, form: request.Form, query: Mapping[str, str]
     ) -> Callable[[Stored], bytes]:
-        """The function with which a watch writes objects of the resource."""
+        """Returns the function with which a watch writes objects of the resource."""
         if form == "object":
             head = codec.head(resource)
             return lambda stored: head + stored.body[1:]
@@ -124,7 +124,7 @@ class Handlers:
         return table_event(resource, columns, _include(query))
 
     def render_list(self, resource: Resource, page: Page, form: request.Form, query: Mapping[str, str]) -> bytes:
-        """A list in the requested form."""
+        """Returns a list in the requested form."""
         data: Obj = {"resourceVersion": str(page.version)}
         if page.token:
             data["continue"] = page.token
@@ -144,7 +144,7 @@ class Handlers:
 
     @staticmethod
     def key(target: Target) -> tuple[str, str]:
-        """The object's key in the store."""
+        """Returns the object's key in the store."""
         return target.namespace or "", target.name
 
     # Writing
@@ -185,7 +185,7 @@ class Handlers:
 
     @staticmethod
     def read_patch(call: Call) -> Any:
-        """The JSON of a patch.
+        """Returns the JSON of a patch.
 
         Raises:
             ApiError: 400, the request is malformed.
@@ -217,7 +217,7 @@ class Handlers:
 
     @staticmethod
     def apply(resource: Resource, before: Obj, change: Any, content_type: str) -> Obj:
-        """The object with a patch applied; the old object is unchanged.
+        """Returns the object with a patch applied; the old object is unchanged.
 
         Raises:
             ApiError: 400, 422.
@@ -278,7 +278,7 @@ class Handlers:
 
     @staticmethod
     def delete_options(call: Call) -> DeleteOptions:
-        """The options of a delete, from the body and the query.
+        """Returns the options of a delete, from the body and the query.
 
         Raises:
             ApiError: 400, 422.
@@ -348,7 +348,7 @@ class Handlers:
 
 
 def success(details: Obj | None = None, *, code: int | None = None) -> Obj:
-    """A `Status` that reports success."""
+    """Returns a `Status` that reports success."""
     status: Obj = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
     if details:
         status["details"] = details

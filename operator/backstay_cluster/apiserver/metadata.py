@@ -24,7 +24,7 @@ def _too_long(limit: int) -> str:
 
 
 def subdomain(name: str) -> list[str]:
-    """The errors of `name` as a DNS-1123 subdomain."""
+    """Returns the errors of `name` as a DNS-1123 subdomain."""
     found = [_too_long(253)] if len(name) > 253 else []
     if not re.fullmatch(_SUBDOMAIN, name):
         found.append(
@@ -36,7 +36,7 @@ def subdomain(name: str) -> list[str]:
 
 
 def label(name: str) -> list[str]:
-    """The errors of `name` as a DNS-1123 label."""
+    """Returns the errors of `name` as a DNS-1123 label."""
     found = [_too_long(63)] if len(name) > 63 else []
     if not re.fullmatch(_LABEL, name):
         found.append(
@@ -48,7 +48,7 @@ def label(name: str) -> list[str]:
 
 
 def label_1035(name: str) -> list[str]:
-    """The errors of `name` as a DNS-1035 label (the names of Services)."""
+    """Returns the errors of `name` as a DNS-1035 label (the names of Services)."""
     found = [_too_long(63)] if len(name) > 63 else []
     if not re.fullmatch(_DNS1035, name):
         found.append(
@@ -65,7 +65,7 @@ def generate_name(prefix: str) -> str:
 
 
 def qualified_name(key: str) -> list[str]:
-    """The errors of `key` as the key of a label or an annotation."""
+    """Returns the errors of `key` as the key of a label or an annotation."""
     prefix, slash, name = key.rpartition("/")
     found = []
     if slash:
@@ -87,7 +87,7 @@ def qualified_name(key: str) -> list[str]:
 
 
 def check_labels(labels: Any, path: str) -> list[StatusCause]:
-    """The errors of a map of labels at `path`, as causes."""
+    """Returns the errors of a map of labels at `path`, as causes."""
     causes: list[StatusCause] = []
     for key, value in (labels or {}).items():
         causes += [invalid_value(path, key, text) for text in qualified_name(key)]
@@ -107,7 +107,7 @@ def check_labels(labels: Any, path: str) -> list[StatusCause]:
 
 
 def check(data: Obj, rule: NameRule) -> list[StatusCause]:
-    """The errors of an object's metadata, as causes."""
+    """Returns the errors of an object's metadata, as causes."""
     causes: list[StatusCause] = []
     if "generateName" in data and not data.get("name"):
         causes += [invalid_value("metadata.generateName", data["generateName"], t) for t in rule(data["generateName"])]

@@ -20,7 +20,7 @@ def encode(value: Any) -> bytes:
 
 
 def copy(value: Any) -> Any:
-    """A deep copy of a JSON value; several times as fast as `copy.deepcopy`."""
+    """Returns a deep copy of a JSON value; several times as fast as `copy.deepcopy`."""
     if isinstance(value, dict):
         return {k: copy(v) if isinstance(v, dict | list) else v for k, v in value.items()}
     if isinstance(value, list):
@@ -29,7 +29,7 @@ def copy(value: Any) -> Any:
 
 
 def meta(obj: Obj) -> Obj:
-    """The object's metadata; if it has none, an empty dictionary that is not part of the object."""
+    """Returns the object's metadata; if it has none, an empty dictionary that is not part of the object."""
     found = obj.get("metadata")
     return cast("Obj", found) if isinstance(found, dict) else {}
 
@@ -40,12 +40,12 @@ def now() -> str:
 
 
 def new_uid() -> str:
-    """A new random uid."""
+    """Returns a new random uid."""
     return str(uuid.uuid4())
 
 
 def dig(value: Any, *path: str) -> Any:
-    """The value at a path of keys; None if a key is missing."""
+    """Returns the value at a path of keys; None if a key is missing."""
     for key in path:
         if not isinstance(value, dict):
             return None
@@ -54,7 +54,7 @@ def dig(value: Any, *path: str) -> Any:
 
 
 def show_go(value: Any) -> str:
-    """A value in the format of Go's `%v`."""
+    """Returns a value in the format of Go's `%v`."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, dict):

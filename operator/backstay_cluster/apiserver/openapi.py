@@ -35,13 +35,13 @@ def _field_bytes(number: int, data: bytes) -> bytes:
 
 
 def v2_protobuf() -> bytes:
-    """An openapi.v2.Document with only its version and title."""
+    """Returns an openapi.v2.Document with only its version and title."""
     info = _field_bytes(1, b"Kubernetes") + _field_bytes(2, b"v1.36.2")
     return _field_bytes(1, b"2.0") + _field_bytes(2, info)
 
 
 def v2_json() -> Obj:
-    """The document in JSON."""
+    """Returns the document in JSON."""
     return {"swagger": "2.0", "info": {"title": "Kubernetes", "version": "v1.36.2"}, "paths": {}, "definitions": {}}
 
 
@@ -116,7 +116,7 @@ class OpenApi:
         return self._made
 
     def index(self) -> Obj:
-        """The document `/openapi/v3`."""
+        """Returns the document `/openapi/v3`."""
         names = dict.fromkeys(r.base_path.lstrip("/") for r in self._registry.all())
         paths = {}
         for name in names:

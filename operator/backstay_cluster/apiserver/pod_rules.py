@@ -23,7 +23,7 @@ def _missing(field: str, value: str) -> StatusCause:
 
 
 def check_spec(spec: Obj, path: str) -> list[StatusCause]:
-    """The errors of a PodSpec at `path`, as causes."""
+    """Returns the errors of a PodSpec at `path`, as causes."""
     causes: list[StatusCause] = []
     volumes = _volumes(spec.get("volumes", []), f"{path}.volumes", causes)
     if not spec.get("containers"):

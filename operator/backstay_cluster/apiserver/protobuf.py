@@ -127,7 +127,7 @@ def _message(name: str, data: bytes) -> Obj:
 
 
 def decode_protobuf(body: bytes, kind: str) -> Obj:
-    """The object in a protobuf body of the given kind.
+    """Returns the object in a protobuf body of the given kind.
 
     Raises:
         ApiError: 400 for bytes that are not such a message, 415 for a kind that is only served as JSON.

@@ -67,7 +67,7 @@ def _subresources(resource: Resource) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=256)
 def accepted(header: str) -> Form:
-    """The form of the answer that an Accept header prefers, among the supported forms.
+    """Returns the form of the answer that an Accept header prefers, among the supported forms.
 
     Raises:
         ApiError: 406 if no supported form is accepted.
@@ -95,12 +95,12 @@ def accepted(header: str) -> Form:
 
 
 def flag(query: Mapping[str, str], name: str) -> bool:
-    """A boolean option; absent is false, present without a value is true."""
+    """Returns a boolean option; absent is false, present without a value is true."""
     return name in query and query[name].lower() not in {"false", "0", "no"}
 
 
 def number(query: Mapping[str, str], name: str) -> int | None:
-    """An integer option.
+    """Returns an integer option.
 
     Raises:
         ApiError: 400, the request is malformed.
@@ -114,7 +114,7 @@ def number(query: Mapping[str, str], name: str) -> int | None:
 
 
 def version_option(query: Mapping[str, str]) -> int | None:
-    """The requested resourceVersion, or None if the request has none.
+    """Returns the requested resourceVersion, or None if the request has none.
 
     Raises:
         ApiError: 400, the request is malformed.
@@ -128,7 +128,7 @@ def version_option(query: Mapping[str, str]) -> int | None:
 
 
 def dry_run(query: Mapping[str, str], body: Obj | None = None) -> bool:
-    """Whether the request must not store anything.
+    """Returns whether the request must not store anything.
 
     Raises:
         ApiError: 400 for a value other than `All`.

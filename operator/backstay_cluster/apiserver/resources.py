@@ -122,11 +122,11 @@ class Registry:
             self._by_path[resource.group, resource.version, resource.plural] = resource
 
     def get(self, group: str, version: str, plural: str) -> Resource | None:
-        """The resource served at group, version and plural."""
+        """Returns the resource served at group, version and plural."""
         return self._by_path.get((group, version, plural))
 
     def must(self, group: str, plural: str) -> Resource:
-        """The built-in resource of that name, in its only version."""
+        """Returns the built-in resource of that name, in its only version."""
         return next(r for r in BUILTIN if r.group == group and r.plural == plural)
 
     def add(self, resource: Resource) -> None:
@@ -141,26 +141,26 @@ class Registry:
         self.generation += 1
 
     def all(self) -> list[Resource]:
-        """Every resource, the built-in ones first."""
+        """Returns every resource, the built-in ones first."""
         return list(self._by_path.values())
 
     def by_kind(self, group_version: str, kind: str) -> Resource | None:
-        """The resource whose objects have this apiVersion and kind."""
+        """Returns the resource whose objects have this apiVersion and kind."""
         for resource in self._by_path.values():
             if resource.kind == kind and resource.group_version == group_version:
                 return resource
         return None
 
     def versions(self, group: str) -> list[str]:
-        """The versions of a group, in the order they were added."""
+        """Returns the versions of a group, in the order they were added."""
         return list(dict.fromkeys(r.version for r in self._by_path.values() if r.group == group))
 
     def groups(self) -> list[str]:
-        """The named groups (without the core group ``""``)."""
+        """Returns the named groups (without the core group ``""``)."""
         return list(dict.fromkeys(r.group for r in self._by_path.values() if r.group))
 
     def storages(self, *, namespaced: bool | None = None) -> dict[tuple[str, str], Resource]:
-        """One resource for each storage."""
+        """Returns one resource for each storage."""
         found: dict[tuple[str, str], Resource] = {}
         for resource in self._by_path.values():
             if namespaced is None or resource.namespaced == namespaced:

@@ -75,7 +75,7 @@ class Api:
         self._strategies.pop(storage, None)
 
     def strategy(self, resource: Resource) -> Strategy:
-        """The rules of the resource's kind."""
+        """Returns the rules of the resource's kind."""
         found = self._strategies.get(resource.storage)
         if found is None:
             found = self._factories.get(resource.storage, Strategy)(resource)
@@ -85,11 +85,11 @@ class Api:
     # Reading
 
     def find(self, resource: Resource, key: Key) -> Stored | None:
-        """The object, or None."""
+        """Returns the object, or None."""
         return self.store.storage(resource.storage).get(key)
 
     def get(self, resource: Resource, key: Key) -> Stored:
-        """The object.
+        """Returns the object.
 
         Raises:
             ApiError: 404.
@@ -109,7 +109,7 @@ class Api:
         token: str = "",
         selector: str = "",
     ) -> Page:
-        """The selected objects in order of namespace and name, at most `limit` of them.
+        """Returns the selected objects in order of namespace and name, at most `limit` of them.
 
         A continued list has the version of its first page: the rest of it is kept in the meantime.
 

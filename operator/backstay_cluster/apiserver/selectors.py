@@ -28,7 +28,7 @@ class Requirement:
     values: frozenset[str] = frozenset()
 
     def matches(self, labels: dict[str, str]) -> bool:
-        """Whether the labels match it."""
+        """Returns whether the labels match it."""
         value = labels.get(self.key)
         if self.op == "in":
             return value is not None and value in self.values
@@ -165,7 +165,7 @@ def _check_value(value: str) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def parse_labels(text: str) -> tuple[Requirement, ...]:
-    """The requirements of a label selector.
+    """Returns the requirements of a label selector.
 
     Raises:
         ApiError: 400; the message has the found and the expected text.
@@ -226,7 +226,7 @@ def _field(obj: Obj, path: str) -> str:
 def parse_fields(
     storage: tuple[str, str], text: str, selectable: tuple[str, ...] = ()
 ) -> tuple[tuple[str, str, bool], ...]:
-    """The terms of a field selector, each with a path, a value, and whether it must be equal.
+    """Returns the terms of a field selector, each with a path, a value, and whether it must be equal.
 
     Raises:
         ApiError: 400 for a path that the resource cannot be selected by, or for text that is not a selector.
@@ -255,7 +255,7 @@ Matcher = Callable[[Obj], bool]
 
 
 def matcher(storage: tuple[str, str], labels: str, fields: str, selectable: tuple[str, ...] = ()) -> Matcher | None:
-    """A function that returns whether an object is selected, or None if all objects are selected.
+    """Returns a function that returns whether an object is selected, or None if all objects are selected.
 
     Raises:
         ApiError: 400 when one of the two texts is not a selector.

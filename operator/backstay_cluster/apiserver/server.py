@@ -102,11 +102,11 @@ class ApiServer:
         return f"{'https' if self._certificate else 'http'}://{host}:{self._port}"
 
     def client_context(self) -> ssl.SSLContext | None:
-        """A TLS context for a client in this process that trusts this server; None without TLS."""
+        """Returns a TLS context for a client in this process that trusts this server; None without TLS."""
         return ssl.create_default_context(cadata=self.ca) if self.ca else None
 
     def kubeconfig(self, name: str = "backstay") -> str:
-        """A kubeconfig for this server, as JSON (which is YAML)."""
+        """Returns a kubeconfig for this server, as JSON (which is YAML)."""
         import base64
         import json
 
@@ -231,7 +231,7 @@ class ApiServer:
         return _response(answer)
 
     def _documents(self, call: Call) -> ApiAnswer | None:
-        """The answers about the API itself and not about objects."""
+        """Returns the answers about the API itself and not about objects."""
         registry, path, parts = self.api.registry, call.path, call.path.strip("/").split("/")
         if parts[0] not in {"version", "api", "apis", "openapi"}:
             raise PlainNotFound
@@ -307,7 +307,7 @@ class ApiServer:
 
     @staticmethod
     def _initial(query: Any, start: int | None) -> bool:
-        """Whether the watch begins with the existing objects."""
+        """Returns whether the watch begins with the existing objects."""
         requested = "sendInitialEvents" in query
         if requested and query.get("resourceVersionMatch") != "NotOlderThan":
             text = "sendInitialEvents requires setting resourceVersionMatch to NotOlderThan"

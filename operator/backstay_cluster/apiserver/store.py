@@ -72,12 +72,12 @@ class KindStorage:
     count: int = 0
 
     def get(self, key: Key) -> Stored | None:
-        """The newest version of an object."""
+        """Returns the newest version of an object."""
         space = self.spaces.get(key[0])
         return None if space is None else space.get(key[1])
 
     def select(self, namespace: str | None) -> Iterator[Stored]:
-        """The objects of one namespace, or of all (None), ordered by namespace and name."""
+        """Yields the objects of one namespace, or of all (None), ordered by namespace and name."""
         for name in sorted(self.spaces) if namespace is None else (namespace,):
             space = self.spaces.get(name)
             if space:
@@ -95,7 +95,7 @@ class Store:
         self.observers: list[Callable[[tuple[str, str], Change], None]] = []
 
     def storage(self, name: tuple[str, str]) -> KindStorage:
-        """The storage of that name, created on first use."""
+        """Returns the storage of that name, created on first use."""
         found = self._storages.get(name)
         if found is None:
             found = self._storages[name] = KindStorage(forgotten=0)
@@ -147,7 +147,7 @@ class Store:
         return lambda: listeners.discard(listener)
 
     def since(self, name: tuple[str, str], version: int) -> list[Change]:
-        """The changes after `version`, oldest first.
+        """Returns the changes after `version`, oldest first.
 
         Raises:
             ApiError: 410 when some of them are no longer kept.

@@ -38,11 +38,11 @@ class Strategy:
         """Copy fields from the old object that a writer may omit."""
 
     def validate(self, obj: Obj, old: Obj | None) -> list[StatusCause]:
-        """The errors of the object itself (metadata has the same rules for all kinds)."""
+        """Returns the errors of the object itself (metadata has the same rules for all kinds)."""
         return []
 
     def validate_status(self, obj: Obj, old: Obj) -> list[StatusCause]:
-        """The errors of an object after a write to its status."""
+        """Returns the errors of an object after a write to its status."""
         return []
 
     def created(self, obj: Obj) -> None:
@@ -56,5 +56,5 @@ class Strategy:
         return obj
 
     def grace_period(self, obj: Obj, requested: int | None) -> int | None:
-        """Seconds between the mark and the removal, or None if the kind is removed immediately."""
+        """Returns the seconds between the mark and the removal, or None if the kind is removed immediately."""
         return None

@@ -280,7 +280,7 @@ def _causes(schema: Obj, value: Any, path: str, name: str) -> list[StatusCause]:
 
 
 def valid(schema: Obj, value: Any) -> bool:
-    """Whether a value matches a schema."""
+    """Returns whether a value matches a schema."""
     return not _causes(schema, value, "", "")
 
 

@@ -33,7 +33,7 @@ class Subresources:
         self._token = token
 
     def serves(self, target: Target) -> bool:
-        """Whether this class serves the target."""
+        """Returns whether this class serves the target."""
         return target.subresource in {"scale", "eviction", "binding"}
 
     def dispatch(self, target: Target, call: Call) -> ApiAnswer:

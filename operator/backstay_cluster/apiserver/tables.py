@@ -39,7 +39,7 @@ def age(stamp: str | None) -> str:
 
 
 def duration(seconds: int) -> str:
-    """A length of time in at most two units."""
+    """Returns a length of time in at most two units."""
     if seconds < -1:
         return "<invalid>"
     seconds = max(0, seconds)
@@ -112,12 +112,12 @@ def _init_status(obj: Obj) -> str:
 
 
 def _sidecars(obj: Obj) -> set[str]:
-    """The names of the init containers that run beside the others."""
+    """Returns the names of the init containers that run beside the others."""
     return {c["name"] for c in dig(obj, "spec", "initContainers") or () if c.get("restartPolicy") == "Always"}
 
 
 def _counted_statuses(obj: Obj) -> list[Obj]:
-    """The statuses of the sidecars and of the containers that are not init containers."""
+    """Returns the statuses of the sidecars and of the containers that are not init containers."""
     sidecars = _sidecars(obj)
     beside = [s for s in dig(obj, "status", "initContainerStatuses") or () if s.get("name") in sidecars]
     return [*beside, *(dig(obj, "status", "containerStatuses") or ())]
@@ -376,7 +376,7 @@ def _row(resource: Resource, columns: tuple[Column, ...], stored: Stored, includ
 
 
 def table(resource: Resource, items: list[Stored], data: Obj, custom: list[Obj] | None, include: str) -> Obj:
-    """The Table of some objects; `data` becomes its metadata, `include` is Metadata, Object or None."""
+    """Returns the Table of some objects; `data` becomes its metadata, `include` is Metadata, Object or None."""
     columns = _columns(resource, custom)
     return {
         "kind": "Table",
@@ -391,7 +391,7 @@ def table(resource: Resource, items: list[Stored], data: Obj, custom: list[Obj] 
 
 
 def table_event(resource: Resource, custom: list[Obj] | None, include: str) -> Callable[[Stored], bytes]:
-    """The function with which a watch writes one object as a Table; only the first has column definitions."""
+    """Returns the function with which a watch writes one object as a Table; only the first has column definitions."""
     columns = _columns(resource, custom)
     first = True
 

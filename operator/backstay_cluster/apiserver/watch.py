@@ -22,7 +22,7 @@ _LIMIT = 50_000  # the most events that a client may be late before it has to li
 
 
 def event(kind: str, body: bytes) -> bytes:
-    """One line of a watch."""
+    """Returns one line of a watch."""
     return b'{"type":"%s","object":%s}\n' % (kind.encode(), body)
 
 
@@ -83,7 +83,7 @@ class Watch:
         return event(kind, self._render(stored))
 
     async def take(self, timeout: float) -> bytes:  # a deadline is the normal way out here
-        """All waiting lines, at least one; empty if no line arrived within `timeout` seconds."""
+        """Returns all waiting lines, at least one; empty if no line arrived within `timeout` seconds."""
         if not self._lines and not self.overrun:
             self._wake.clear()
             try:
@@ -112,7 +112,7 @@ def _reversioned(stored: Stored, version: int) -> Stored:
 
 
 def bookmark(head: Obj, version: int, *, initial_end: bool = False, extra: Any = None) -> bytes:
-    """A bookmark, which states that nothing changed up to this version."""
+    """Returns a bookmark, which states that nothing changed up to this version."""
     data: Obj = {"resourceVersion": str(version)}
     if initial_end:
         data["annotations"] = {"k8s.io/initial-events-end": "true"}

@@ -161,7 +161,8 @@ class ContainerProcess:
         return await is_set_within(self._stop, seconds)
 
     async def _prepare(self, volumes: Mapping[str, Path]) -> tuple[list[str], dict[str, str], str] | None:
-        """The command line, environment and folder; waits for missing objects. None if the container was stopped."""
+        """Returns the command line, environment and folder; waits for missing objects. None if the container was
+        stopped."""
         delay = QUICK_RETRY_SECONDS
         while not self._stop.is_set():
             try:

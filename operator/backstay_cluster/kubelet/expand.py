@@ -37,7 +37,7 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
 
 def valid_image(name: str) -> bool:
-    """Whether an image reference is well formed. The image need not exist, because no image is pulled."""
+    """Returns whether an image reference is well formed. The image need not exist, because no image is pulled."""
     return len(name) <= 512 and _IMAGE.fullmatch(name) is not None
 
 
@@ -64,5 +64,5 @@ class PathMap:
 
 
 def clean_path(path: str) -> str:
-    """An absolute path without a slash at its end and without double slashes."""
+    """Returns an absolute path without a slash at its end and without double slashes."""
     return "/" + "/".join(part for part in path.split("/") if part not in ("", "."))

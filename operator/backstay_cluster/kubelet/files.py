@@ -64,7 +64,7 @@ def field_of(pod: Mapping[str, Any], path: str, *, pod_ip: str, host_ip: str) ->
 
 
 def resource_of(container: Mapping[str, Any], ref: Mapping[str, Any], allocatable: Mapping[str, str]) -> str:
-    """The value of a resourceFieldRef, in whole divisors, rounded up; without a limit, the node's value.
+    """Returns the value of a resourceFieldRef, in whole divisors, rounded up; without a limit, the node's value.
 
     Raises:
         NotReadyError: the field is not supported.
@@ -83,7 +83,7 @@ def resource_of(container: Mapping[str, Any], ref: Mapping[str, Any], allocatabl
 
 
 def decoded(kind: str, obj: Mapping[str, Any]) -> dict[str, bytes]:
-    """The entries of a ConfigMap or Secret as bytes."""
+    """Returns the entries of a ConfigMap or Secret as bytes."""
     data = obj.get("data") or {}
     if kind == "secrets":
         return {name: base64.b64decode(value) for name, value in data.items()}
@@ -268,7 +268,7 @@ def write(root: Path, name: str, data: bytes, mode: int) -> None:
 
 
 def host_path(path: Path, kind: str) -> Path:
-    """The path of a hostPath; created if its type requires that.
+    """Returns the path of a hostPath; created if its type requires that.
 
     Raises:
         NotReadyError: the path does not have the required type.

@@ -65,13 +65,14 @@ class Sensitive:
         return name in self._read or name.startswith(self._prefixes)
 
     def differ(self, imported: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
-        """The sensitive names whose values differ between the two environments."""
+        """Returns the sensitive names whose values differ between the two environments."""
         names = {*imported, *environ}
         return sorted(name for name in names if imported.get(name) != environ.get(name) and self(name))
 
 
 def program_of(argv: Sequence[str], environ: Mapping[str, str], python: str) -> Program | None:
-    """The script or module that a command line names, in the current directory; None for any other command line.
+    """Returns the script or module that a command line names, in the current directory; None for any other command
+    line.
 
     Args:
         argv: the command line.
@@ -103,7 +104,7 @@ def program_of(argv: Sequence[str], environ: Mapping[str, str], python: str) -> 
 
 
 def shadowed(folder: str, modules: Collection[str]) -> str | None:
-    """A name in `folder` that an import would find before one of the `modules`, which are top-level names.
+    """Returns a name in `folder` that an import would find before one of the `modules`, which are top-level names.
 
     A program of `Preload.finders` finds `package--module.py` as a module of a package.
     """
@@ -118,7 +119,8 @@ def shadowed(folder: str, modules: Collection[str]) -> str | None:
 def unsafe_reason(
     program: Program, sensitive: Callable[[str], bool], finders: Collection[str] = frozenset()
 ) -> str | None:
-    """A place in the program's own files that could run differently after early imports, or None if none was found.
+    """Returns a place in the program's own files that could run differently after early imports, or None if none was
+    found.
 
     The script is read, and every file in its folder that it imports, directly or indirectly. If the script is one of
     the `finders`, which are digests, every Python file beside it is read instead.
@@ -153,7 +155,7 @@ def unsafe_reason(
 
 
 def _local(name: str, folder: str) -> list[Path]:
-    """The files of a top-level module that lies in `folder`."""
+    """Returns the files of a top-level module that lies in `folder`."""
     package = Path(folder) / name
     if package.is_dir():
         return list(package.rglob("*.py"))

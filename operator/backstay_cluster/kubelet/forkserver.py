@@ -133,7 +133,7 @@ class ForkServer:
                 os._exit(127)
 
     def _stale(self) -> bool:
-        """Whether an imported file was replaced: a new Python would import the new file."""
+        """Returns whether an imported file was replaced: a new Python would import the new file."""
         return any(_identity(path) != seen for path, seen in self._files.items())
 
     def _become(self, container: str, spec_fd: int, out_fd: int, channel_fd: int) -> Program:
@@ -176,7 +176,7 @@ class ForkServer:
         os._exit(127)
 
     def _program(self, argv: list[str], environ: Mapping[str, str]) -> Program:
-        """The program to run in this process.
+        """Returns the program to run in this process.
 
         Raises:
             Exception: a new Python has to run it; the message has the reason.
@@ -253,7 +253,7 @@ def _recorded_lookups(read: set[str], copying: frozenset[str]) -> Iterator[None]
 
 
 def _alone() -> bool:
-    """Whether this process has one thread and no children."""
+    """Returns whether this process has one thread and no children."""
     tasks = Path("/proc/self/task")
     if len(list(tasks.iterdir())) > 1:
         # OpenBLAS ends its threads before a fork, and starts them again at its next use.
@@ -271,7 +271,7 @@ def _alone() -> bool:
 
 
 def _given_environment() -> set[str]:
-    """The names of the variables that this process was started with."""
+    """Returns the names of the variables that this process was started with."""
     entries = Path("/proc/self/environ").read_bytes().split(b"\0")
     return {os.fsdecode(entry.partition(b"=")[0]) for entry in entries if entry}
 
@@ -305,7 +305,7 @@ def _module_files() -> dict[str, tuple[int, int, int]]:
 
 
 def _title_area() -> tuple[int, int, int, int]:
-    """The two ranges of addresses where the kernel reads this process's arguments and environment."""
+    """Returns the two ranges of addresses where the kernel reads this process's arguments and environment."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     return int(fields[45]), int(fields[46]), int(fields[47]), int(fields[48])
 

@@ -81,7 +81,7 @@ class LogSink:
         self._notify_followers()
 
     def tail(self, max_bytes: int, max_lines: int) -> bytes:
-        """The last whole lines within these limits."""
+        """Returns the last whole lines within these limits."""
         with self.path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - max_bytes))
@@ -148,7 +148,7 @@ class LogSink:
             return file.read(size)
 
     def _first(self) -> int:
-        """The offset of the oldest byte that still exists."""
+        """Returns the offset of the oldest byte that still exists."""
         old = rotated_of(self.path)
         return self._start - (old.stat().st_size if self._start and old.exists() else 0)
 
@@ -170,7 +170,7 @@ class LogSink:
         return first
 
     async def read(self, options: LogOptions) -> AsyncIterator[bytes]:
-        """The log with these options; with `follow`, until the container ends."""
+        """Yields the log with these options; with `follow`, until the container ends."""
         news = asyncio.Event()
         self._news.add(news)
         try:
@@ -224,10 +224,10 @@ def _split_lines(data: bytes) -> list[bytes]:
 
 
 def rotated_of(path: Path) -> Path:
-    """The path of the older part of a log, after the file reached its largest size."""
+    """Returns the path of the older part of a log, after the file reached its largest size."""
     return path.with_name(path.name + ".1")
 
 
 def previous_of(path: Path) -> Path:
-    """The path of the log of a container's previous run."""
+    """Returns the path of the log of a container's previous run."""
     return path.with_name(path.stem + ".previous.log")

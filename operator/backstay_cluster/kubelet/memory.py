@@ -9,7 +9,8 @@ _COUNTED = ("RssAnon:", "RssShmem:")
 
 
 def resident_bytes(pid: int, root: Path = Path("/proc")) -> int:
-    """Bytes of memory that a process and its descendants hold; pages of files, which can be dropped, do not count."""
+    """Returns the bytes of memory that a process and its descendants hold; pages of files, which can be dropped, do not
+    count."""
     total, todo, seen = 0, [pid], set()
     while todo:
         one = todo.pop()

@@ -73,7 +73,7 @@ class Pool:
 
 
 def pod_addresses(cidr: str, skip: int = 2) -> list[str]:
-    """The addresses of a block, without the first `skip` (the block's own address and the node's)."""
+    """Returns the addresses of a block, without the first `skip` (the block's own address and the node's)."""
     network = ipaddress.ip_network(cidr)
     return [str(network[i]) for i in range(skip, network.num_addresses)]
 
@@ -100,7 +100,7 @@ def user_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]
 
 
 def local_gpus(root: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
-    """The indices of this machine's NVIDIA GPUs, in the form of `CUDA_VISIBLE_DEVICES`."""
+    """Returns the indices of this machine's NVIDIA GPUs, in the form of `CUDA_VISIBLE_DEVICES`."""
     try:
         return [str(i) for i, _ in enumerate(sorted(root.iterdir()))]
     except OSError:
@@ -132,7 +132,7 @@ class NodeFacts:
 
     @classmethod
     def of(cls, name: str, ip: str, allocatable: Mapping[str, str]) -> NodeFacts:
-        """The facts of a node of this machine, with the labels that Kubernetes gives to each node."""
+        """Returns the facts of a node of this machine, with the labels that Kubernetes gives to each node."""
         arch = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
         labels = {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux", "kubernetes.io/arch": arch}
         return cls(name, ip, labels, allocatable)
@@ -179,7 +179,7 @@ class PodNode:
         return self.data_dir / "pods"
 
     async def lookup(self, namespace: str, resource: str, name: str) -> Object | None:
-        """An object of a namespace, or None if it does not exist.
+        """Returns an object of a namespace, or None if it does not exist.
 
         Raises:
             ApiRequestError: any other error of the API server.

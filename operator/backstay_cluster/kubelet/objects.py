@@ -20,40 +20,40 @@ def key_of(obj: Mapping[str, Any]) -> Key:
 
 
 def timestamp(seconds: float) -> str:
-    """Seconds since the epoch as a metav1.Time."""
+    """Returns the seconds since the epoch as a metav1.Time."""
     return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def micro_timestamp(seconds: float) -> str:
-    """Seconds since the epoch as a metav1.MicroTime."""
+    """Returns the seconds since the epoch as a metav1.MicroTime."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def is_terminal(pod: Mapping[str, Any]) -> bool:
-    """Whether the pod has ended and will not run again."""
+    """Returns whether the pod has ended and will not run again."""
     return pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
 
 
 def is_ready(pod: Mapping[str, Any]) -> bool:
-    """Whether the pod's Ready condition is True."""
+    """Returns whether the pod's Ready condition is True."""
     conditions = pod.get("status", {}).get("conditions") or []
     return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
 
 
 def selects(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
-    """Whether an equality selector, such as a Service's, matches."""
+    """Returns whether an equality selector, such as a Service's, matches."""
     return all(labels.get(name) == value for name, value in selector.items())
 
 
 def container_requests(container: Mapping[str, Any]) -> dict[str, Decimal]:
-    """The resources that a container requests; a limit without a request counts as a request."""
+    """Returns the resources that a container requests; a limit without a request counts as a request."""
     resources = container.get("resources") or {}
     merged = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
     return {name: quantity.value(value) for name, value in merged.items()}
 
 
 def is_sidecar(container: Mapping[str, Any]) -> bool:
-    """Whether an init container is a sidecar: it runs beside the containers that start after it."""
+    """Returns whether an init container is a sidecar: it runs beside the containers that start after it."""
     return bool(container.get("restartPolicy") == "Always")
 
 
@@ -75,7 +75,7 @@ def pod_requests(pod: Mapping[str, Any]) -> dict[str, Decimal]:
 
 
 def reference(obj: Mapping[str, Any], kind: str, api_version: str = "v1") -> Object:
-    """An ObjectReference, for example an event's `involvedObject`."""
+    """Returns an ObjectReference, for example an event's `involvedObject`."""
     meta = obj["metadata"]
     ref = {
         "apiVersion": api_version,

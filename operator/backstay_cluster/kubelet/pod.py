@@ -291,7 +291,7 @@ class PodWorker:
     # --- the status
 
     def _status(self) -> Object:
-        """The status that the API must show."""
+        """Returns the status that the API must show."""
         now = timestamp(time.time())
         policy = self._pod["spec"].get("restartPolicy") or "Always"
         phase = phase_of(policy, self._init, self._records)

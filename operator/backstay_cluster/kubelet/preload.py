@@ -36,7 +36,7 @@ class Preload:
     finders: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """The JSON text that `of_json` reads."""
+        """Returns the JSON text that `of_json` reads."""
         return json.dumps(asdict(self))
 
     @classmethod

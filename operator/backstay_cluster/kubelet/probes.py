@@ -36,7 +36,7 @@ class ProbeSpec:
 
     @classmethod
     def of(cls, probe: Mapping[str, Any]) -> ProbeSpec:
-        """The spec of a v1.Probe."""
+        """Returns the spec of a v1.Probe."""
         return cls(
             handler=probe,
             initial_delay=float(probe.get("initialDelaySeconds") or 0),
@@ -48,7 +48,7 @@ class ProbeSpec:
 
 
 def port_of(port: int | str, container: Mapping[str, Any]) -> int:
-    """A probe's port, which may be the name of one of the container's ports.
+    """Returns a probe's port, which may be the name of one of the container's ports.
 
     Raises:
         ProbeFailure: the container has no port of that name.
@@ -104,7 +104,8 @@ async def _http(http: Mapping[str, Any], container: Mapping[str, Any], pod_ip: s
 
 @functools.cache
 def _unverified() -> ssl.SSLContext:
-    """A context without verification, because a probe checks health and not identity, as in Kubernetes' kubelet.
+    """Returns a context without verification, because a probe checks health and not identity, as in Kubernetes'
+    kubelet.
 
     It does not load the machine's certificates, because that takes longer than the probe.
     """

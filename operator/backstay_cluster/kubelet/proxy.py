@@ -37,7 +37,7 @@ class Endpoint:
 
 
 def target_port(port: Mapping[str, Any], pod: Mapping[str, Any]) -> int | None:
-    """The port of a pod for a Service's port, or None if it is a name that the pod does not have."""
+    """Returns the port of a pod for a Service's port, or None if it is a name that the pod does not have."""
     target = port.get("targetPort") or port["port"]
     if isinstance(target, int) or str(target).isdigit():
         return int(target)
@@ -49,7 +49,7 @@ def target_port(port: Mapping[str, Any], pod: Mapping[str, Any]) -> int | None:
 
 
 def matching(service: Mapping[str, Any], pods: Mapping[Key, Object]) -> dict[Key, Object]:
-    """The pods that a Service's selector matches, that have an address, and that have not ended."""
+    """Returns the pods that a Service's selector matches, that have an address, and that have not ended."""
     selector = (service.get("spec") or {}).get("selector")
     namespace = service["metadata"]["namespace"]
     if not selector:

@@ -21,7 +21,7 @@ LEASES = f"/apis/coordination.k8s.io/v1/namespaces/{LEASE_NAMESPACE}/leases"
 
 
 def node_object(node: NodeFacts, port: int, now: str) -> Object:
-    """The Node with its status.
+    """Returns the Node with its status.
 
     Args:
         node: the node.

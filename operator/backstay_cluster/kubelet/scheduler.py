@@ -29,7 +29,7 @@ PARALLEL = 8
 def unschedulable_reason(
     pod: Mapping[str, Any], labels: Mapping[str, str], allocatable: Mapping[str, str], used: Mapping[str, Decimal]
 ) -> str | None:
-    """The reason why the node cannot run the pod, or None if it can.
+    """Returns the reason why the node cannot run the pod, or None if it can.
 
     Args:
         pod: the pod.
@@ -137,7 +137,7 @@ class Scheduler:
                 self._wake.set()
 
     def _waits(self, key: Key, pod: Object) -> bool:
-        """Whether this pod still waits to be bound, and is not another one of its name."""
+        """Returns whether this pod still waits to be bound, and is not another one of its name."""
         return key in self._pods and self._pods[key]["metadata"]["uid"] == pod["metadata"]["uid"]
 
     async def _bind(self, key: Key, pod: Object) -> bool:

@@ -436,7 +436,7 @@ class Spawner:
                         os.kill(pid, signal.SIGKILL)
 
     def lives(self, container: str) -> bool:
-        """Whether a process with this mark has a container, or is becoming one."""
+        """Returns whether a process with this mark has a container, or is becoming one."""
         return container == PLACEHOLDER or container in self.pids or container in self.requests
 
     def end_all(self) -> None:
@@ -498,7 +498,7 @@ def readable(sock: socket.socket) -> bool:
 
 
 def is_child(pid: int) -> bool:
-    """Whether a process is a child of this one, running or not reaped yet."""
+    """Returns whether a process is a child of this one, running or not reaped yet."""
     try:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -507,14 +507,14 @@ def is_child(pid: int) -> bool:
 
 
 def read_json(fd: int) -> Any:
-    """The content of a memory file; the descriptor stays open."""
+    """Returns the content of a memory file; the descriptor stays open."""
     with os.fdopen(os.dup(fd), "rb") as file:
         file.seek(0)
         return json.load(file)
 
 
 def runs_python(argv: list[str]) -> bool:
-    """Whether a forkserver may be able to run this command; it checks more."""
+    """Returns whether a forkserver may be able to run this command; it checks more."""
     plain = len(argv) > 1 and (argv[1] == "-m" or argv[1].endswith(".py"))
     return plain and os.path.basename(argv[0]).startswith("python")  # noqa: PTH119
 

@@ -55,7 +55,7 @@ class ContainerRecord:
         return self.started if self.sidecar else self.exit_code == 0
 
     def as_status(self) -> Object:
-        """A ContainerStatus."""
+        """Returns a ContainerStatus."""
         return {
             "name": self.name,
             "image": self.image,
@@ -72,7 +72,7 @@ class ContainerRecord:
 def terminated(
     code: int, reason: str, message: str, *, started: str = EPOCH, finished: str, container: str = ""
 ) -> Object:
-    """A ContainerState of a container that has ended."""
+    """Returns a ContainerState of a container that has ended."""
     state: Object = {"exitCode": code, "reason": reason, "startedAt": started, "finishedAt": finished}
     if message:
         state["message"] = message
@@ -82,12 +82,12 @@ def terminated(
 
 
 def waiting(reason: str, message: str = "") -> Object:
-    """A ContainerState of a container that does not run yet, or that waits for its next start."""
+    """Returns a ContainerState of a container that does not run yet, or that waits for its next start."""
     return {"waiting": {"reason": reason, **({"message": message} if message else {})}}
 
 
 def covers(have: Any, want: Any) -> bool:
-    """Whether the API's object contains all of `want`; fields that a server adds are ignored."""
+    """Returns whether the API's object contains all of `want`; fields that a server adds are ignored."""
     if not want:
         return not have
     if isinstance(want, Mapping):

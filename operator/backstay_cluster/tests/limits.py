@@ -11,7 +11,7 @@ LONG: Final = 600.0
 
 
 def slack() -> float:
-    """How many times longer something may take now than on a machine without other work."""
+    """Returns how many times longer something may take now than on a machine without other work."""
     try:
         average, _, _, running, _ = Path("/proc/loadavg").read_text().split()
         busy = max(float(average), float(running.partition("/")[0]))  # the average comes late

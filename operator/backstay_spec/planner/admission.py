@@ -49,7 +49,7 @@ class GivenUp:
     wake: datetime | None = None
 
     def has(self, view: PodView) -> bool:
-        """Whether the pods of a view are created again."""
+        """Returns whether the pods of a view are created again."""
         return any(pod.uid in self.uids for pod in view.pods)
 
 
@@ -186,11 +186,11 @@ class _Places:
         return any(group.is_waiting for group in self._open)
 
     def is_needed(self, slot: Slot, incarnation: int) -> bool:
-        """Whether the job cannot train without a pod. A standby has the slot of a pod that it needs."""
+        """Returns whether the job cannot train without a pod. A standby has the slot of a pod that it needs."""
         return slot in self._needed and incarnation == self._record.current(slot)
 
     def is_extra(self, view: PodView) -> bool:
-        """Whether the job can train without a pod. A standby may become the server of its shard."""
+        """Returns whether the job can train without a pod. A standby may become the server of its shard."""
         if view.slot not in self._needed:
             return True
         current = self._facts.pod(view.slot, self._record.current(view.slot))
@@ -272,7 +272,7 @@ class _Places:
         return len(self._facts.members(creation.slot)) if creation.members is None else len(creation.members)
 
     def _leaves(self, pod: PodView) -> bool:
-        """Whether a pod gives its place back soon. A pod on a lost node may never be reported as ended."""
+        """Returns whether a pod gives its place back soon. A pod on a lost node may never be reported as ended."""
         if not _is_counted(pod, pod.slot.role) or _phase(pod) == "Succeeded":
             return False
         if pod.deleting or pod.terminal:

@@ -159,7 +159,7 @@ AFTER_TRAINING: Final[Mapping[Worker0Pod, Mapping[HasResult, Act]]] = {
 
 
 def trained(facts: Facts, record: Record, said: LastMessages) -> TrainingEnded | None:
-    """Whether training has ended: by the final message of any pod, or by the status."""
+    """Returns whether training has ended: by the final message of any pod, or by the status."""
     known = facts.conditions.get(status.TRAINED)
     holds = status.holds(facts.conditions, status.TRAINED)
     if not (holds or said.outcomes):
@@ -201,7 +201,7 @@ def _text(reason: str, fields: Mapping[str, Any], known_step: int | None) -> str
 
 
 def _begun(facts: Facts) -> datetime:
-    """When the end of training was observed; now, if it is observed for the first time."""
+    """Returns when the end of training was observed; now, if it is observed for the first time."""
     since = facts.conditions.get(status.TRAINED)
     return since.last_transition_time if since is not None and since.status == "True" else facts.now
 
@@ -212,7 +212,7 @@ def _served_until(facts: Facts, record: Record, end: TrainingEnded) -> datetime 
 
 
 def judge(facts: Facts, record: Record, end: TrainingEnded) -> Verdict:
-    """The verdict about worker 0 after training, which is the job's end, or the next actions."""
+    """Returns the verdict about worker 0 after training, which is the job's end, or the next actions."""
     verdict = _judge_worker_0(facts, record, end)
     if isinstance(verdict, Ended):
         return verdict
@@ -227,7 +227,7 @@ def judge(facts: Facts, record: Record, end: TrainingEnded) -> Verdict:
 
 
 def statements(end: TrainingEnded, verdict: Verdict) -> list[Statement]:
-    """The conditions Trained and AfterTrainingComplete, and the other conditions in the meantime."""
+    """Returns the conditions Trained and AfterTrainingComplete, and the other conditions in the meantime."""
     found = [Statement(status.TRAINED, True, end.reason, end.message, normal("Trained", end.message))]
     if isinstance(verdict, Ended):
         return [*found, verdict.complete]
@@ -322,8 +322,8 @@ def _has_result(facts: Facts, end: TrainingEnded, pod: PodView | None) -> HasRes
 
 
 def _has_ended_in_order(pod: PodView | None) -> bool:
-    """Whether `train` has returned in this pod, by its message, or by its exit code where the script has replaced the
-    message."""
+    """Returns whether `train` has returned in this pod, by its message, or by its exit code where the script has
+    replaced the message."""
     if pod is None or not pod.ended:
         return False
     found = outcome_of(pod.raw)
@@ -343,14 +343,14 @@ def _death(pod: PodView) -> str:
 
 
 def _decided_by(facts: Facts, end: TrainingEnded) -> datetime | None:
-    """The time when it is certain that a worker 0 that never was Ready gets nothing from the servers. It is None if
-    that is certain."""
+    """Returns the time when it is certain that a worker 0 that never was Ready gets nothing from the servers. It is
+    None if that is certain."""
     until = _begun(facts) + (STAYS if end.checkpoint is None else STAYS_STORED)
     return until if facts.now < until else None
 
 
 def _lacks_result(facts: Facts, end: TrainingEnded, pod: PodView) -> bool:
-    """Whether this living pod waits for servers that have left.
+    """Returns whether this living pod waits for servers that have left.
 
     A server that finds the training complete does not know whether worker 0 has reported to a previous one. But a pod
     that never was Ready, such as one that was created with that server after a suspension, has no result.
@@ -384,7 +384,7 @@ def _complete(facts: Facts, record: Record, end: TrainingEnded, pod: PodView) ->
 
 
 def _once_server_left(facts: Facts, record: Record, end: TrainingEnded, pod: PodView, ended: Ended) -> Verdict:
-    """The verdict `ended`, or a short wait for the final message of shard 0's server, which has the loss."""
+    """Returns the verdict `ended`, or a short wait for the final message of shard 0's server, which has the loss."""
     server = facts.pod(SHARD_0, record.current(SHARD_0))
     at = ended_at(pod)
     if not end.confirmed and server is not None and server.alive and at is not None and facts.now < at + LAST_MESSAGE:
@@ -405,7 +405,7 @@ def _failed(end: TrainingEnded, why: str, detail: str = "") -> Ended:
 
 
 def _failed_in_train(pod: PodView) -> bool:
-    """Whether the final message is the trainer's about an exception inside `train`."""
+    """Returns whether the final message is the trainer's about an exception inside `train`."""
     return "reason" in (parsed((terminated_state(pod.raw) or {}).get("message") or "") or {})
 
 

@@ -73,7 +73,7 @@ StandbyVerdict: TypeAlias = Cost | NoReplacement
 
 
 def cost_of_pod(facts: Facts, record: Record, pod: PodView, verdict: Verdict) -> PodVerdict:
-    """The cost of the death of a slot's current pod; a failure of the job if no replacement can help."""
+    """Returns the cost of the death of a slot's current pod; a failure of the job if no replacement can help."""
     slot = pod.slot
     known = record.backoff.get(slot.key)
     # A crash in the first step may come before the next answer of the servers. It does not end a row of deaths.
@@ -121,7 +121,7 @@ def _uncharged(facts: Facts, pod: PodView, known: Backoff | None, verdict: Verdi
 
 
 def is_brief(facts: Facts, pod: PodView, known: Backoff) -> bool:
-    """Whether a pod has not lived long enough to end a row of deaths in which a death was not charged."""
+    """Returns whether a pod has not lived long enough to end a row of deaths in which a death was not charged."""
     age = _age(facts, pod)
     return (known.deaths or 0) > known.failures and age is not None and age < BRIEF
 
@@ -132,12 +132,12 @@ def _age(facts: Facts, pod: PodView) -> timedelta | None:
 
 
 def is_spent(facts: Facts, record: Record, slot: Slot) -> bool:
-    """Whether the budget of the slot's role is used up."""
+    """Returns whether the budget of the slot's role is used up."""
     return record.restarts_of(slot) >= max_restarts(facts.spec, slot.role)
 
 
 def max_restarts(spec: TrainingJobSpec, role: str) -> int:
-    """The budget of a role (value of the role label)."""
+    """Returns the budget of a role (value of the role label)."""
     if role == contract.ROLE_SERVER:
         return spec.parameter_servers.max_restarts
     if role == contract.ROLE_WORKER:
@@ -146,13 +146,13 @@ def max_restarts(spec: TrainingJobSpec, role: str) -> int:
 
 
 def budget_field(role: str) -> str:
-    """The field of a TrainingJob with the budget of a role."""
+    """Returns the field of a TrainingJob with the budget of a role."""
     part = {contract.ROLE_SERVER: "parameterServers", contract.ROLE_WORKER: "workers"}.get(role, "evaluator")
     return f"spec.{part}.maxRestarts"
 
 
 def wait_after(failures: int, first: timedelta = timedelta(seconds=1)) -> timedelta:
-    """How long a slot waits after its `failures`-th crash in a row before its first gradient: 1, 2, 4 ... 60 s.
+    """Returns how long a slot waits after its `failures`-th crash in a row before its first gradient: 1, 2, 4 ... 60 s.
 
     Args:
         first: the wait after the first crash.
@@ -164,7 +164,7 @@ def wait_after(failures: int, first: timedelta = timedelta(seconds=1)) -> timede
 def backed_off(
     facts: Facts, before: Backoff | None, verdict: Verdict, *, started: bool, charged: bool = False
 ) -> Backoff:
-    """The back-off after the death of one more pod that did no work.
+    """Returns the back-off after the death of one more pod that did no work.
 
     Args:
         started: whether a container of the pod ran.

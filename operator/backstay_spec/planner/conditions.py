@@ -76,7 +76,7 @@ class Statement:
 def updated(
     conditions: Mapping[str, Condition], statements: Iterable[Statement], now: datetime, generation: int
 ) -> tuple[dict[str, Condition], tuple[Event, ...]]:
-    """The conditions after some statements, and the events that go with them."""
+    """Returns the conditions after some statements, and the events that go with them."""
     after, events = dict(conditions), []
     for statement in statements:
         before = after.get(statement.type)
@@ -92,7 +92,7 @@ def updated(
 
 
 def ended(end: Success | JobFailure, step: int | None = None) -> list[Statement]:
-    """The conditions of a job that has ended.
+    """Returns the conditions of a job that has ended.
 
     Args:
         step: the last step of a job that failed, for its event; None: it is not known.
@@ -114,7 +114,7 @@ def ended(end: Success | JobFailure, step: int | None = None) -> list[Statement]
 
 
 def suspended(facts: Facts, *, running: bool) -> list[Statement]:
-    """The conditions of a job that is suspended, or is being suspended.
+    """Returns the conditions of a job that is suspended, or is being suspended.
 
     Args:
         running: whether a pod may still run. The servers store their state before they end, so only without pods are
@@ -148,7 +148,7 @@ def suspended(facts: Facts, *, running: bool) -> list[Statement]:
 
 
 def resumed(facts: Facts) -> list[Statement]:
-    """The condition of a job that is no longer suspended."""
+    """Returns the condition of a job that is no longer suspended."""
     known = facts.conditions.get(status.SUSPENDED)
     if known is None or known.reason == "Resumed":
         return []
@@ -157,7 +157,7 @@ def resumed(facts: Facts) -> list[Statement]:
 
 
 def checkpointing(facts: Facts) -> list[Statement]:
-    """Whether checkpoints are written."""
+    """Returns whether checkpoints are written."""
     progress, kind = facts.progress, status.CHECKPOINTING
     if facts.spec.checkpoint.uri is None and facts.spec.checkpoint.volume is None:
         message = (
@@ -190,7 +190,7 @@ def pods_created(facts: Facts, found: Effects) -> list[Statement]:
 
 
 def pods_created_at_the_end(facts: Facts, record: Record, slots: Sequence[Slot]) -> list[Statement]:
-    """A job that fails early ends between the creation of its pods and the next plan, which would record it."""
+    """Record PodsCreated. A job may end between the creation of its pods and the next plan, which would do so."""
     known = facts.conditions.get(status.PODS_CREATED)
     if known is None or known.status != "Unknown":
         return []
@@ -200,7 +200,7 @@ def pods_created_at_the_end(facts: Facts, record: Record, slots: Sequence[Slot])
 
 
 def all_created(facts: Facts, record: Record, slots: Sequence[Slot], found: Effects) -> bool:
-    """Whether PodsCreated has become True, which is written with the next change of the status."""
+    """Returns whether PodsCreated has become True, which is written with the next change of the status."""
     if found.creations or not facts.can_create or _refused(found):
         return False
     lacking = (slot for slot in slots if facts.absent(slot, record.current(slot)))
@@ -212,7 +212,7 @@ def _refused(found: Effects) -> bool:
 
 
 def pods_ready(facts: Facts, record: Record, slots: Sequence[Slot], obstructed: Sequence[Obstructed]) -> Statement:
-    """How many pods are ready, including standbys, and why the others are not."""
+    """Returns how many pods are ready, including standbys, and why the others are not."""
     kind = status.PODS_READY
     standbys = [slot for slot in slots if facts.has_standbys and slot.role == contract.ROLE_SERVER]
     ready = sum(_ready_pods(facts, record, slot) for slot in slots)
@@ -241,7 +241,7 @@ def _has_ready_standby(facts: Facts, record: Record, slot: Slot) -> bool:
 
 
 def slow_start(facts: Facts, obstructed: Sequence[Obstructed]) -> datetime | None:
-    """When the next pod that has not started must be reported; None while another obstacle is reported."""
+    """Returns when the next pod that has not started must be reported; None while another obstacle is reported."""
     if _obstacles(obstructed):
         return None
     not_started = (o.since + SLOW_START for o in obstructed if o.obstacle.blocked is Blocked.NOT_STARTED)
@@ -249,13 +249,13 @@ def slow_start(facts: Facts, obstructed: Sequence[Obstructed]) -> datetime | Non
 
 
 def _obstacles(obstructed: Sequence[Obstructed]) -> list[Obstructed]:
-    """The slots whose pods cannot start or join for a reason that Kubernetes names."""
+    """Returns the slots whose pods cannot start or join for a reason that Kubernetes names."""
     starting = (Blocked.NOT_STARTED, Blocked.NOT_JOINED)
     return [o for o in obstructed if o.obstacle.blocked not in starting]
 
 
 def _slow(facts: Facts, obstructed: Sequence[Obstructed]) -> list[Obstructed]:
-    """The slots whose pods take longer to start than expected."""
+    """Returns the slots whose pods take longer to start than expected."""
     found = (o for o in obstructed if o.obstacle.blocked is Blocked.NOT_STARTED)
     return [o for o in found if facts.now >= o.since + SLOW_START]
 
@@ -276,7 +276,7 @@ class Training:
 
 
 def training(facts: Facts, record: Record, slots: Sequence[Slot]) -> Training:
-    """The conditions Training and Running, from the step that the coordinator reports and from the pods."""
+    """Returns the conditions Training and Running, from the step that the coordinator reports and from the pods."""
     ready = _ready(facts, record, slots)
     servers = [slot.text for slot in slots if slot.role == contract.ROLE_SERVER and slot not in ready]
     no_worker = not any(slot.role == contract.ROLE_WORKER for slot in ready)
@@ -307,7 +307,7 @@ def training(facts: Facts, record: Record, slots: Sequence[Slot]) -> Training:
 
 
 def _continues(facts: Facts) -> bool:
-    """Whether this run continues a checkpoint, and has made no update yet: then nothing is interrupted."""
+    """Returns whether this run continues a checkpoint, and has made no update yet: then nothing is interrupted."""
     known, progress = facts.conditions.get(status.TRAINING), facts.progress
     if known is not None and known.reason not in ("NotStarted", "Suspended"):
         return False
@@ -318,7 +318,7 @@ def _continues(facts: Facts) -> bool:
 
 
 def _reports_this_run(facts: Facts) -> bool:
-    """Whether the newest report of a job that was resumed is of a server that was created since."""
+    """Returns whether the newest report of a job that was resumed is of a server that was created since."""
     start, coordinator = facts.old.start_time, 0 if facts.progress is None else facts.progress.coordinator
     pod = facts.pod(SHARD_0, coordinator)
     made = None if pod is None else created_at(pod)
@@ -332,7 +332,8 @@ def _not_started(facts: Facts) -> str:
 
 
 def _ending(facts: Facts, record: Record) -> Statement | None:
-    """The condition Training after the last update, until a pod reports the end, or None if there will be updates.
+    """Returns the condition Training after the last update, until a pod reports the end, or None if there will be
+    updates.
 
     The servers end before their pods are observed to end. Without an answer, the last report counts while the pod of
     shard 0's server that may have sent it lives.
@@ -395,7 +396,7 @@ def _running(facts: Facts, record: Record, slots: Sequence[Slot], stopped: str, 
 
 
 def _ready(facts: Facts, record: Record, slots: Sequence[Slot]) -> set[Slot]:
-    """The slots whose current pod is ready."""
+    """Returns the slots whose current pod is ready."""
 
     def is_ready(pod: PodView | None) -> bool:
         return pod is not None and pod.alive and pod.ready
@@ -404,13 +405,13 @@ def _ready(facts: Facts, record: Record, slots: Sequence[Slot]) -> set[Slot]:
 
 
 def _ready_pods(facts: Facts, record: Record, slot: Slot) -> int:
-    """How many of the slot's current pods are ready: a rank may have several."""
+    """Returns how many of the slot's current pods are ready: a rank may have several."""
     view = facts.pod(slot, record.current(slot))
     return 0 if view is None else sum(pod.alive and pod.ready for pod in view.pods)
 
 
 def standbys_in_sync(facts: Facts, record: Record, obstructed: Sequence[Obstructed]) -> list[Statement]:
-    """Which shards would lose updates with their active server; nothing for a job without standbys."""
+    """Returns which shards would lose updates with their active server; nothing for a job without standbys."""
     kind, progress = status.STANDBYS_IN_SYNC, facts.progress
     if not facts.has_standbys:
         return []
@@ -436,7 +437,7 @@ def standbys_in_sync(facts: Facts, record: Record, obstructed: Sequence[Obstruct
 
 
 def _given_up(facts: Facts, record: Record, shard: int) -> bool:
-    """Whether a shard's standby is dead and gets no successor."""
+    """Returns whether a shard's standby is dead and gets no successor."""
     slot = Slot(contract.ROLE_SERVER, shard)
     newest = record.newest(slot)
     pod = facts.pod(slot, newest)

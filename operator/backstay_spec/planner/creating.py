@@ -23,7 +23,7 @@ LOOK_UP_RETRY: Final = timedelta(seconds=5)
 
 
 def create(record: Record, slot: Slot, cause: Cause | None) -> Decision:
-    """A new pod for the slot, of the next incarnation; `cause` is why its predecessor died."""
+    """Returns a new pod for the slot, of the next incarnation; `cause` is why its predecessor died."""
     after = record.with_next(slot)
     return Decision(after, Effects(creations=(Creation(slot, after.newest(slot), cause),)))
 
@@ -46,7 +46,7 @@ def look_up(facts: Facts, slot: Slot, incarnation: int) -> Effects:
 def lost(
     facts: Facts, record: Record, pod: PodView, verdict: Verdict, cost: budgets.Cost, *, standby: bool = False
 ) -> Effects:
-    """The death of a pod that is replaced, and an event about it; `record` counts the death already."""
+    """Returns the death of a pod that is replaced, and an event about it; `record` counts the death already."""
     death = FoundDead(pod.slot.role, pod.slot.index, pod.incarnation, pod.name, verdict.cause, cost.charged)
     event = death_event(facts, record, pod.slot, pod.incarnation, verdict, cost.wait, standby=standby, name=pod.name)
     return Effects(events=(event,), deaths=(death,))

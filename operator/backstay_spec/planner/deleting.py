@@ -18,7 +18,7 @@ def deletions(
     *,
     terminal: bool = False,
 ) -> tuple[DeletePod, ...]:
-    """The deletions of the pods of a view that are not being deleted.
+    """Returns the deletions of the pods of a view that are not being deleted.
 
     Args:
         grace_seconds, reason: see `DeletePod`.

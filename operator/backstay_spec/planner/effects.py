@@ -104,7 +104,7 @@ NOTHING: Final = Effects()
 
 
 def earliest(times: Iterable[datetime | None]) -> datetime | None:
-    """The earliest of some times, or None if all are None."""
+    """Returns the earliest of some times, or None if all are None."""
     return min((time for time in times if time is not None), default=None)
 
 
@@ -116,9 +116,9 @@ class Decision:
     effects: Effects = NOTHING
 
     def also(self, effects: Effects) -> Decision:
-        """The decision with more effects."""
+        """Returns the decision with more effects."""
         return Decision(self.record, self.effects + effects)
 
     def then(self, later: Decision) -> Decision:
-        """The effects of this decision, followed by those of one that was made from its record."""
+        """Returns the effects of this decision, followed by those of one that was made from its record."""
         return Decision(later.record, self.effects + later.effects)

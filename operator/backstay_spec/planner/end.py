@@ -33,12 +33,12 @@ class Success:
 
 
 def has_ended(conditions: Mapping[str, Any]) -> bool:
-    """Whether the conditions say that the job has ended."""
+    """Returns whether the conditions say that the job has ended."""
     return status.holds(conditions, status.FAILED) or status.holds(conditions, status.SUCCEEDED)
 
 
 def failure(facts: Facts, record: Record) -> JobFailure | None:
-    """The job's failure, if a pod reported it.
+    """Returns the job's failure, if a pod reported it.
 
     A server may report it at any time. Before the first update, the final refusal of a pod counts too: its parameters
     differ, and those of its replacement would differ too (O4). Later the other pods continue, so a refused rank counts
@@ -60,7 +60,7 @@ def failure(facts: Facts, record: Record) -> JobFailure | None:
 
 
 def active_deadline(facts: Facts) -> Effects:
-    """Whether the job has run for longer than `activeDeadlineSeconds`."""
+    """Returns whether the job has run for longer than `activeDeadlineSeconds`."""
     limit, started = facts.spec.run_policy.active_deadline_seconds, facts.old.start_time
     if limit is None:
         return Effects()
@@ -72,8 +72,8 @@ def active_deadline(facts: Facts) -> Effects:
 
 
 def pending_deadline(facts: Facts, obstructed: Sequence[Obstructed]) -> Effects:
-    """Whether a pod that the job needs could not be started in time: a server, or so many workers that the quorum is
-    missing."""
+    """Returns whether a pod that the job needs could not be started in time: a server, or so many workers that the
+    quorum is missing."""
     seconds = facts.spec.run_policy.pending_deadline_seconds
     limit, world = timedelta(seconds=seconds), facts.spec.workers.replicas
     quorum = facts.spec.update.quorum(world)
@@ -164,7 +164,7 @@ def clean_up(facts: Facts, conditions: Mapping[str, Condition], completed: datet
 
 
 def _leave(facts: Facts, conditions: Mapping[str, Condition]) -> bool:
-    """Whether pods may leave by themselves.
+    """Returns whether pods may leave by themselves.
 
     Where nothing was left to train, shard 0's server ends immediately. Pods that have not joined it, and thus never
     were Ready, do not receive the end of the job.

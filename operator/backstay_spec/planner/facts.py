@@ -101,47 +101,49 @@ class Facts:
         return self.progress is not None and self.progress.done
 
     def pod_name(self, slot: Slot, incarnation: int) -> str:
-        """The name of a slot's pod, or of the first pod of its rank."""
+        """Returns the name of a slot's pod, or of the first pod of its rank."""
         return self.pod_names(slot, incarnation)[0]
 
     def members(self, slot: Slot) -> tuple[int | None, ...]:
-        """The members of a slot's rank, as `names.pod_name` takes them."""
+        """Returns the members of a slot's rank, as `names.pod_name` takes them."""
         return names.members_of(slot, self.spec.workers.pods_per_rank)
 
     def pod_names(self, slot: Slot, incarnation: int) -> tuple[str, ...]:
-        """The names of the pods of a slot's rank, in the order of `members`."""
+        """Returns the names of the pods of a slot's rank, in the order of `members`."""
         meta, pods = self.meta, self.spec.workers.pods_per_rank
         return names.pod_names(meta.name, meta.uid, slot, incarnation, pods)
 
     def absent(self, slot: Slot, incarnation: int) -> tuple[str, ...]:
-        """The names of the pods of a slot's rank that are not observed."""
+        """Returns the names of the pods of a slot's rank that are not observed."""
         view = self.pod(slot, incarnation)
         there = set() if view is None else {pod.name for pod in view.pods}
         return tuple(name for name in self.pod_names(slot, incarnation) if name not in there)
 
     def pod(self, slot: Slot, incarnation: int) -> PodView | None:
-        """The slot's pod of one incarnation, if it exists. The pods of a rank are one view (`pods.together`)."""
+        """Returns the slot's pod of one incarnation, if it exists. The pods of a rank are one view
+        (`pods.together`)."""
         return next((p for p in self.pods.get(slot, ()) if p.incarnation == incarnation), None)
 
     def refusal(self, slot: Slot, incarnation: int) -> RefusedCreate | None:
-        """The API server's last refusal to create this pod, or one of its rank."""
+        """Returns the API server's last refusal to create this pod, or one of its rank."""
         found = (self.observed.refused.get(name) for name in self.pod_names(slot, incarnation))
         return next((refusal for refusal in found if refusal is not None), None)
 
     def was_desired(self, slot: Slot) -> bool:
-        """Whether the last status had this slot. If not, this operator deleted its old pods, and they are not lost."""
+        """Returns whether the last status had this slot. If not, this operator deleted its old pods, and they are not
+        lost."""
         role = self.old.roles.get(ROLE_OF_LABEL[slot.role])
         return role is not None and slot.index < role.desired
 
     def outlived_suspension(self, slot: Slot) -> bool:
-        """Whether the job resumes, when a pod that is still alive was created from a spec that may have changed
+        """Returns whether the job resumes, when a pod that is still alive was created from a spec that may have changed
         since."""
         role = self.old.roles.get(ROLE_OF_LABEL[slot.role])
         return status.SUSPENDED in self.conditions and (role is None or role.desired == 0)
 
 
 def facts_of(job: TrainingJob, observed: Observed, now: datetime, settings: PlanSettings) -> Facts:
-    """The facts for one call of `plan`, with the same arguments."""
+    """Returns the facts for one call of `plan`, with the same arguments."""
     meta = job.metadata
     services = {s["metadata"]["name"]: s for s in observed.services if is_owned(s, meta.uid) and not is_deleting(s)}
     return Facts(
@@ -160,7 +162,7 @@ def facts_of(job: TrainingJob, observed: Observed, now: datetime, settings: Plan
 
 
 def desired_slots(job: TrainingJob) -> list[Slot]:
-    """The slots of a running job, servers first."""
+    """Returns the slots of a running job, servers first."""
     spec = job.spec
     slots = [Slot(contract.ROLE_SERVER, i) for i in range(spec.parameter_servers.replicas)]
     slots += [Slot(contract.ROLE_WORKER, i) for i in range(spec.workers.replicas)]

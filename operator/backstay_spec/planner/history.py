@@ -53,7 +53,7 @@ class Changes:
 
 
 def judge(facts: Facts) -> Changes:
-    """The reports of the servers that the last status does not have."""
+    """Returns the reports of the servers that the last status does not have."""
     progress = facts.progress
     if progress is None:
         return Changes()
@@ -105,7 +105,8 @@ def _changed(start: TermStart) -> Changes:
 
 
 def _owes_changes(facts: Facts) -> bool:
-    """Whether the run continued a checkpoint, and its changes are not reported: the first update completes them."""
+    """Returns whether the run continued a checkpoint, and its changes are not reported: the first update completes
+    them."""
     ours = ("Continued", "SettingsChanged")
     return next((entry.reason for entry in reversed(facts.old.history) if entry.reason in ours), "") == "Continued"
 
@@ -127,7 +128,8 @@ def _evaluation(facts: Facts, progress: Progress) -> Changes:
 
 
 def _leaves(facts: Facts, progress: Progress, row: str, event: Event) -> Changes:
-    """A warning with the names of leaves, once in a job. The message of `event` has ``{names}`` in their place."""
+    """Returns a warning with the names of leaves, once in a job. The message of `event` has ``{names}`` in their
+    place."""
     names = list(getattr(progress.report, row))
     if not names or getattr(facts.old, row):
         return Changes()

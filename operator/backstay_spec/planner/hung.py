@@ -67,7 +67,7 @@ Liveness: TypeAlias = Alive | Hung
 
 
 def judge_server(facts: Facts, record: Record, pod: PodView, who: str) -> Liveness:
-    """Whether a server's pod, active or standby, is hung.
+    """Returns whether a server's pod, active or standby, is hung.
 
     Three facts are needed. The kubelet reports that the pod is not Ready. The pod does not answer several calls of this
     operator. It does not answer one request with a long deadline. If no server of the job answers, the operator,
@@ -97,12 +97,14 @@ def judge_server(facts: Facts, record: Record, pod: PodView, who: str) -> Livene
 
 
 def is_unanswered(silence: Silence) -> bool:
-    """Whether a pod left enough calls unanswered: several short ones, and a long one that a slow process answers."""
+    """Returns whether a pod left enough calls unanswered: several short ones, and a long one that a slow process
+    answers."""
     return silence.calls >= MISSED_CALLS and (silence.long_calls >= 1 or silence.calls >= NO_WITNESS_CALLS)
 
 
 def judge_worker(facts: Facts, record: Record, pod: PodView) -> Liveness:
-    """Whether a worker that was Ready, and is not Ready now, hangs, or has lost a server and cannot find it again.
+    """Returns whether a worker that was Ready, and is not Ready now, hangs, or has lost a server and cannot find it
+    again.
 
     The coordinator reports a worker whose heartbeats have stopped. A worker that became silent together with the
     previous coordinator has never sent a heartbeat to the new coordinator (T8). It is silent for at least as long as it
@@ -146,7 +148,7 @@ def judge_worker(facts: Facts, record: Record, pod: PodView) -> Liveness:
 
 
 def reported_stalled(facts: Facts, pod: PodView) -> Hung | None:
-    """Whether a server reports that this worker is stalled.
+    """Returns whether a server reports that this worker is stalled.
 
     Heartbeats also stop when the worker, or the server, gets no processor. So the
     worker must also leave a health request of this operator unanswered. A process without enough CPU time answers it
@@ -168,7 +170,7 @@ def reported_stalled(facts: Facts, pod: PodView) -> Hung | None:
 
 
 def never_joined(facts: Facts, since: datetime, text: str) -> Liveness:
-    """Whether a pod that runs since `since` and was never Ready has exceeded its time to join (T8)."""
+    """Returns whether a pod that runs since `since` and was never Ready has exceeded its time to join (T8)."""
     deadline = since + timedelta(seconds=facts.spec.run_policy.pending_deadline_seconds)
     return Alive(deadline) if facts.now < deadline else Hung(Verdict(Cause.STALLED, text))
 

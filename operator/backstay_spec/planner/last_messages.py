@@ -47,8 +47,8 @@ class LastMessages:
         return STOPPED_EARLY if any(found.reason == STOPPED_EARLY for found in self.outcomes) else "Completed"
 
     def over(self, facts: Facts) -> Facts:
-        """The facts with the report in these messages, which is newer than the servers' last answer to a call. A job of
-        a second has ended before the first call."""
+        """Returns the facts with the report in these messages, which is newer than the servers' last answer to a call.
+        A job of a second has ended before the first call."""
         report = JobReport()
         for outcome in (*self.outcomes, *(() if self.failure is None else (self.failure,))):
             report = outcome.report().over(report)
@@ -82,15 +82,15 @@ def last_messages(facts: Facts, record: Record) -> LastMessages:
 
 
 def _failure(facts: Facts, current: int) -> PodOutcome | None:
-    """The message of shard 0's server about the job's failure, or None if there is none."""
+    """Returns the message of shard 0's server about the job's failure, or None if there is none."""
     pod = facts.pod(SHARD_0, current)
     found = outcome_of(pod.raw) if pod is not None and not facts.outlived_suspension(SHARD_0) else None
     return found if found is not None and found.result == FAILED else None
 
 
 def _counts(facts: Facts, record: Record, pod: PodView, outcome: PodOutcome) -> bool:
-    """A pod that was replaced counts where a checkpoint of this run has the result. Otherwise its successor may have
-    begun another history."""
+    """Returns whether the message of a pod counts. That of a replaced pod counts if a checkpoint of this run has the
+    result. Otherwise its successor may have begun another history."""
     if pod.incarnation >= record.current(pod.slot):
         return True
     made, start = created_at(pod), facts.old.start_time

@@ -14,7 +14,7 @@ __all__ = ["last_step"]
 
 
 def last_step(facts: Facts) -> int | None:
-    """The largest step of the newest term that a pod of this run reported as applied, or None if none did."""
+    """Returns the largest step of the newest term that a pod of this run reported as applied, or None if none did."""
     old, progress, start = facts.old, facts.progress, facts.old.start_time
     known: list[tuple[int | None, int]] = []
     if progress is not None and progress.last is not None:

@@ -32,7 +32,7 @@ class Leaving:
 
 
 def judge(facts: Facts, pod: PodView) -> Leaving:
-    """Whether a dead pod needs no replacement, or may need none; the latter only for a short time (T8)."""
+    """Returns whether a dead pod needs no replacement, or may need none; the latter only for a short time (T8)."""
     state = terminated_state(pod.raw)
     clean = state is not None and state.get("exitCode") == 0 and not pod.deleting
     if pod.slot == Slot(contract.ROLE_WORKER, 0):

@@ -67,7 +67,7 @@ class PlannedStatus:
 
 
 def judge(meta: ObjectMeta, old: TrainingJobStatus, new: NewStatus, observed: Observed, now: datetime) -> PlannedStatus:
-    """The status to write after `old`."""
+    """Returns the status to write after `old`."""
     assembled = _assembled(meta, old, new)
     after = _with_progress(meta, old, new, assembled, observed, now)
     counted = _with_spent(after, observed.spent)
@@ -112,7 +112,7 @@ def _written(entry: HistoryEntry) -> dict[str, Any]:
 def recovered(
     history: Sequence[HistoryEntry], progress: Progress | None, updates: Updates | None
 ) -> list[HistoryEntry]:
-    """The history, with the times at which slots took part in training again, as reported in `progress`.
+    """Returns the history, with the times at which slots took part in training again, as reported in `progress`.
 
     Args:
         updates: when the job's step last changed.
@@ -145,7 +145,7 @@ def _milliseconds(value: datetime) -> datetime:
 
 
 def _assembled(meta: ObjectMeta, old: TrainingJobStatus, new: NewStatus) -> TrainingJobStatus:
-    """The status without changes that do not justify a separate write."""
+    """Returns the status without changes that do not justify a separate write."""
     roles = {}
     for role in _ROLES:
         counts = RoleStatus(
@@ -180,7 +180,7 @@ def _with_progress(
     observed: Observed,
     now: datetime,
 ) -> TrainingJobStatus:
-    """The status with the answers of the servers; the decisions of this plan stay."""
+    """Returns the status with the answers of the servers; the decisions of this plan stay."""
     if _has_ended({c.type: c for c in old.conditions}):
         return after
     progress = observed.progress
@@ -200,7 +200,7 @@ def _has_ended(conditions: Mapping[str, Condition]) -> bool:
 
 
 def with_progress(before: TrainingJobStatus, progress: Progress | None, now: datetime) -> TrainingJobStatus:
-    """The status with the last answers of the servers; fields without a new value stay the same."""
+    """Returns the status with the last answers of the servers; fields without a new value stay the same."""
     if progress is None:
         return before
     report = progress.report
@@ -214,7 +214,7 @@ def with_progress(before: TrainingJobStatus, progress: Progress | None, now: dat
 
 
 def _with_spent(before: TrainingJobStatus, spent: Spent | None) -> TrainingJobStatus:
-    """The status with the seconds of the worker pods."""
+    """Returns the status with the seconds of the worker pods."""
     if spent is None:
         return before
     seconds, gone = _rounded(spent.seconds), _rounded(spent.gone)
@@ -230,6 +230,6 @@ def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def checkpoint_status(before: TrainingJobStatus, stored: CheckpointStatus, now: datetime) -> CheckpointStatus:
-    """The newest complete checkpoint. One whose time no server has reported was stored now."""
+    """Returns the newest complete checkpoint. One whose time no server has reported was stored now."""
     found = stored.dated(before.checkpoint)
     return found if found.time is not None else found.model_copy(update={"time": status.whole_seconds(now)})

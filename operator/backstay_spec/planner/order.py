@@ -40,7 +40,7 @@ class CreationOrder:
 
 
 def judge(facts: Facts, record: Record) -> CreationOrder:
-    """The consequences of refused servers for the other pods."""
+    """Returns the consequences of refused servers for the other pods."""
     refused = [refusal for shard in facts.shards if (refusal := _refusal(facts, record, shard)) is not None]
     if not refused:
         return CreationOrder()
@@ -56,7 +56,7 @@ def judge(facts: Facts, record: Record) -> CreationOrder:
 
 
 def stage(facts: Facts, record: Record, creation: Creation) -> int:
-    """The stage in which a pod is created: 0 with the active servers, 1 with the quorum, 2 with the rest."""
+    """Returns the stage in which a pod is created: 0 with the active servers, 1 with the quorum, 2 with the rest."""
     slot = creation.slot
     if slot.role == contract.ROLE_SERVER:
         return 0 if creation.incarnation == record.current(slot) else REST
@@ -64,7 +64,7 @@ def stage(facts: Facts, record: Record, creation: Creation) -> int:
 
 
 def is_quorum(facts: Facts, slot: Slot) -> bool:
-    """Whether the job cannot train without this slot: it is a shard's, or one of the quorum of workers."""
+    """Returns whether the job cannot train without this slot: it is a shard's, or one of the quorum of workers."""
     if slot.role == contract.ROLE_SERVER:
         return True
     quorum = facts.spec.update.quorum(facts.spec.workers.replicas)
@@ -72,7 +72,8 @@ def is_quorum(facts: Facts, slot: Slot) -> bool:
 
 
 def _refusal(facts: Facts, record: Record, shard: int) -> RefusedCreate | None:
-    """The API server's refusal of the shard's active server, or None if it is not refused, or a retry cannot help."""
+    """Returns the API server's refusal of the shard's active server, or None if it is not refused, or a retry cannot
+    help."""
     slot = Slot(contract.ROLE_SERVER, shard)
     current = record.current(slot)
     refusal = facts.refusal(slot, current)

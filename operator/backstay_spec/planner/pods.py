@@ -76,18 +76,19 @@ class PodView:
 
 
 def is_owned(manifest: Manifest, uid: str) -> bool:
-    """Whether the object's controller is the job with this uid."""
+    """Returns whether the object's controller is the job with this uid."""
     references = (manifest.get("metadata") or {}).get("ownerReferences") or ()
     return any(r.get("uid") == uid and r.get("controller") is True for r in references)
 
 
 def is_deleting(manifest: Manifest) -> bool:
-    """Whether the object has a deletionTimestamp."""
+    """Returns whether the object has a deletionTimestamp."""
     return bool((manifest.get("metadata") or {}).get("deletionTimestamp"))
 
 
 def own_pods(pods: Iterable[Manifest], uid: str) -> dict[Slot, list[PodView]]:
-    """The job's pods by slot, oldest incarnation first. Other owners' pods and pods without our labels are left out."""
+    """Returns the job's pods by slot, oldest incarnation first. Other owners' pods and pods without our labels are left
+    out."""
     found: dict[Slot, list[PodView]] = {}
     for raw in pods:
         if is_owned(raw, uid) and (view := _view(raw)) is not None:
@@ -96,7 +97,7 @@ def own_pods(pods: Iterable[Manifest], uid: str) -> dict[Slot, list[PodView]]:
 
 
 def _by_incarnation(views: Sequence[PodView]) -> list[PodView]:
-    """One view for each incarnation of a slot, the oldest first."""
+    """Returns one view for each incarnation of a slot, the oldest first."""
     found: dict[int, list[PodView]] = {}
     for view in views:
         found.setdefault(view.incarnation, []).append(view)
@@ -104,7 +105,7 @@ def _by_incarnation(views: Sequence[PodView]) -> list[PodView]:
 
 
 def together(pods: Sequence[PodView]) -> PodView:
-    """The pods of one incarnation of a rank, as one view.
+    """Returns the pods of one incarnation of a rank, as one view.
 
     The rank is alive while each of its pods is. A pod that ended in order before the first one of its rank has not
     died, because the exit code of the first one counts. The view has the manifest of the pod that explains the state.
@@ -137,13 +138,14 @@ def together(pods: Sequence[PodView]) -> PodView:
 
 
 def _how_late(pod: PodView) -> tuple[bool, bool, bool, int]:
-    """A sort key that has the pod with the cause of its rank's death first. JAX may abort the others with no message,
-    and they leave together with one that is deleted."""
+    """Returns a sort key that has the pod with the cause of its rank's death first. JAX may abort the others with no
+    message, and they leave together with one that is deleted."""
     return is_group_lost(pod.raw), may_have_left(pod.raw), is_aborted(pod.raw), pod.member
 
 
 def _ended_in_order(pod: PodView) -> bool:
-    """Whether the script of a pod has ended after training. Without a message, `train` has not returned in it."""
+    """Returns whether the script of a pod has ended after training. Without a message, `train` has not returned in
+    it."""
     state = terminated_state(pod.raw) or {}
     found = outcome_of(pod.raw)  # None, too, if the script has replaced the message
     has_returned = bool(state.get("message")) if found is None else found.returned_from_train
@@ -180,28 +182,29 @@ def _is_number(text: str) -> bool:
 
 
 def _turned_at(view: PodView) -> datetime | None:
-    """When its condition Ready changed last."""
+    """Returns when its condition Ready changed last."""
     return parse_time(condition_of(view.raw, "Ready").get("lastTransitionTime"))
 
 
 def created_at(view: PodView) -> datetime | None:
-    """When the pod was created."""
+    """Returns when the pod was created."""
     return parse_time((view.raw.get("metadata") or {}).get("creationTimestamp"))
 
 
 def gone_by(view: PodView) -> datetime | None:
-    """When the grace period of a pod that is being deleted ends."""
+    """Returns when the grace period of a pod that is being deleted ends."""
     return parse_time((view.raw.get("metadata") or {}).get("deletionTimestamp"))
 
 
 def ended_at(view: PodView) -> datetime | None:
-    """When its container `trainer` ended."""
+    """Returns when its container `trainer` ended."""
     state = terminated_state(view.raw)
     return parse_time(state.get("finishedAt")) if state is not None else None
 
 
 def cause_due(view: PodView) -> datetime | None:
-    """The time until which the planner waits for the pod that ended a rank, or None if it is known, or there is none.
+    """Returns the time until which the planner waits for the pod that ended a rank, or None if it is known, or there is
+    none.
 
     The pods of a rank end within milliseconds of each other, but each kubelet reports its own. The pod that has the
     cause may still seem to run. On a lost node it does so for long.
@@ -213,7 +216,7 @@ def cause_due(view: PodView) -> datetime | None:
 
 
 def worker_pods(pods: Iterable[Manifest], uid: str, now: datetime) -> list[WorkerPod]:
-    """The job's worker pods that have a node, or had one, for the account of goodput."""
+    """Returns the job's worker pods that have a node, or had one, for the account of goodput."""
     found = []
     for slot, views in own_pods(pods, uid).items():
         for view in views if slot.role == contract.ROLE_WORKER else ():
@@ -236,7 +239,7 @@ def worker_pods(pods: Iterable[Manifest], uid: str, now: datetime) -> list[Worke
 
 
 def _measured(message: Any) -> tuple[float, ...]:
-    """The worker seconds of a termination message, or an empty tuple if it has none."""
+    """Returns the worker seconds of a termination message, or an empty tuple if it has none."""
     try:
         found = tuple(float(value) for value in (parsed(message or "") or {}).get("workerSeconds") or ())
     except (ValueError, TypeError):
@@ -245,7 +248,7 @@ def _measured(message: Any) -> tuple[float, ...]:
 
 
 def has_run(view: PodView) -> bool:
-    """Whether a container of the pod runs or ran, init containers included."""
+    """Returns whether a container of the pod runs or ran, init containers included."""
     status: Mapping[str, Any] = view.raw.get("status") or {}
     states = (
         container.get("state") or {}
@@ -259,7 +262,7 @@ def has_run(view: PodView) -> bool:
 
 
 def has_worked(view: PodView, progress: Progress | None) -> bool:
-    """Whether the pod did any work, before now or before it died. If not, its crash backs off (O4).
+    """Returns whether the pod did any work, before now or before it died. If not, its crash backs off (O4).
 
     A worker has worked once it has contributed, which the servers report (`Progress.contributed`). Without an answer of
     theirs that is newer than the pod's start, and always for servers, the criterion is whether the pod has been Ready.
@@ -281,7 +284,8 @@ def has_worked(view: PodView, progress: Progress | None) -> bool:
 
 
 def is_settled(view: PodView, progress: Progress | None) -> bool:
-    """Whether a pod of a slot that backs off has worked, by an answer of the servers that is newer than its start.
+    """Returns whether a pod of a slot that backs off has worked, by an answer of the servers that is newer than its
+    start.
 
     An older answer cannot say what this pod did, and the next one comes within seconds. A worker may be Ready, and then
     crash in its first step: it has not worked.
@@ -296,13 +300,14 @@ def is_settled(view: PodView, progress: Progress | None) -> bool:
 
 
 def is_restored(view: PodView) -> bool:
-    """Whether the pod was created after training: it gets the result from the last checkpoint."""
+    """Returns whether the pod was created after training: it gets the result from the last checkpoint."""
     containers = (view.raw.get("spec") or {}).get("containers") or ()
     return any(v.get("name") == contract.ENV_TRAINED for c in containers for v in c.get("env") or ())
 
 
 def silent_since(view: PodView) -> datetime | None:
-    """Since when a pod runs without ever having been Ready; None for other pods. A pod is Ready when it has joined."""
+    """Returns since when a pod runs without ever having been Ready; None for other pods. A pod is Ready when it has
+    joined."""
     started = started_at(view)
     if view.ready or view.ended or started is None:
         return None
@@ -311,7 +316,7 @@ def silent_since(view: PodView) -> datetime | None:
 
 
 def unready_since(view: PodView) -> datetime | None:
-    """Since when a running pod that has been Ready is no longer Ready; None for other pods."""
+    """Returns since when a running pod that has been Ready is no longer Ready; None for other pods."""
     started = started_at(view)
     turned = _turned_at(view)
     if view.ready or view.ended or started is None or turned is None or turned <= started:
@@ -320,19 +325,19 @@ def unready_since(view: PodView) -> datetime | None:
 
 
 def ready_since(view: PodView) -> datetime | None:
-    """The time since which a pod is Ready, or None if it is not Ready."""
+    """Returns the time since which a pod is Ready, or None if it is not Ready."""
     return _turned_at(view) if view.ready else None
 
 
 def is_node_silent(view: PodView) -> bool:
-    """Whether the pod's node does not answer. Then the node controller sets Ready to False without a reason. But
-    ContainersReady, which only the kubelet sets, stays True."""
+    """Returns whether the pod's node does not answer. Then the node controller sets Ready to False without a reason.
+    But ContainersReady, which only the kubelet sets, stays True."""
     ready, containers = condition_of(view.raw, "Ready"), condition_of(view.raw, "ContainersReady")
     return ready.get("status") == "False" and not ready.get("reason") and containers.get("status") == "True"
 
 
 def started_at(view: PodView) -> datetime | None:
-    """When its container `trainer` started."""
+    """Returns when its container `trainer` started."""
     for container in (view.raw.get("status") or {}).get("containerStatuses") or ():
         if container.get("name") == contract.CONTAINER:
             state = container.get("state") or {}

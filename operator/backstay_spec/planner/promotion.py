@@ -81,7 +81,7 @@ Promotion: TypeAlias = Keep | StoreFirst | AskFirst | Promote
 
 
 def judge(facts: Facts, record: Record, slot: Slot) -> Promotion:
-    """Whether the shard's standby takes over from an active server that is dead."""
+    """Returns whether the shard's standby takes over from an active server that is dead."""
     if not facts.can_create or slot.key not in record.active or facts.outlived_suspension(slot):
         return Keep()
     server, name = facts.pod(slot, record.current(slot)), facts.pod_name(slot, record.active[slot.key])
@@ -97,7 +97,8 @@ def judge(facts: Facts, record: Record, slot: Slot) -> Promotion:
 
 
 def successor(facts: Facts, record: Record, slot: Slot, pod: str, verdict: Verdict) -> Promote | AskFirst | None:
-    """The promotion of the shard's standby after its active server (pod `pod`) died, or None if none can take over.
+    """Returns the promotion of the shard's standby after its active server (pod `pod`) died, or None if none can take
+    over.
 
     It is `AskFirst` while the standby starts.
     """
@@ -119,7 +120,8 @@ def successor(facts: Facts, record: Record, slot: Slot, pod: str, verdict: Verdi
 
 
 def promoted(facts: Facts, record: Record, slot: Slot, found: Promote) -> Decision:
-    """The record and the effects of a promotion. If the standby has done no work yet, the next one may have to wait."""
+    """Returns the record and the effects of a promotion. If the standby has done no work yet, the next one may have to
+    wait."""
     before, charged = record.active[slot.key], found.verdict.cause.charged
     row = None
     if not found.standby.ready:
@@ -141,14 +143,13 @@ def promoted(facts: Facts, record: Record, slot: Slot, found: Promote) -> Decisi
 
 
 def standby_of(facts: Facts, record: Record, slot: Slot) -> PodView | None:
-    """The newest pod of a shard that is newer than its active server."""
+    """Returns the newest pod of a shard that is newer than its active server."""
     pods = facts.pods.get(slot, ())
     return pods[-1] if pods and pods[-1].incarnation > record.current(slot) else None
 
 
 def _stores_until(facts: Facts, record: Record, slot: Slot, server: PodView) -> datetime | None:
-    """The end of the time that a server that was requested to stop has for a checkpoint, or None if it has no time
-    left."""
+    """Returns when a server that stops must have stored its checkpoint, or None if it has no time left."""
     standby, until = standby_of(facts, record, slot), gone_by(server)
     if server.ended or until is None:
         return None
@@ -172,5 +173,5 @@ def _starts_soon(facts: Facts, standby: PodView) -> bool:
 
 
 def _in_sync(facts: Facts, slot: Slot, standby: PodView) -> bool:
-    """Whether the shard's server last reported that this standby has the server's complete state."""
+    """Returns whether the shard's server last reported that this standby has the server's complete state."""
     return facts.progress is not None and facts.progress.in_sync.get(slot.index) == standby.incarnation

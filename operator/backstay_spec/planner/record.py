@@ -40,7 +40,7 @@ class Record:
 
     @classmethod
     def of(cls, old: TrainingJobStatus) -> Record:
-        """The record in a status."""
+        """Returns the record in a status."""
         return cls(
             incarnations=old.incarnations,
             active=old.active,
@@ -52,7 +52,7 @@ class Record:
     # Queries.
 
     def newest(self, slot: Slot) -> int:
-        """The newest incarnation of a slot; 0 before the first."""
+        """Returns the newest incarnation of a slot; 0 before the first."""
         return self.incarnations.get(slot.key, 0)
 
     def current(self, slot: Slot) -> int:
@@ -61,11 +61,11 @@ class Record:
         return self.active.get(slot.key) or self.newest(slot)
 
     def selected(self, shard: int) -> int:
-        """The incarnation that a shard's Service selects; 1 before the first pod."""
+        """Returns the incarnation that a shard's Service selects; 1 before the first pod."""
         return max(1, self.current(Slot(contract.ROLE_SERVER, shard)))
 
     def waits_until(self, key: str) -> datetime | None:
-        """The end of the back-off of a slot, or of a shard's standby, or None if it does not back off.
+        """Returns the end of the back-off of a slot, or of a shard's standby, or None if it does not back off.
 
         During a back-off, the dead pod is counted, and the next one is not recorded yet.
         """
@@ -73,7 +73,7 @@ class Record:
         return known.not_before if known is not None else None
 
     def restarts_of(self, slot: Slot) -> int:
-        """How many restarts are charged to the slot's role."""
+        """Returns how many restarts are charged to the slot's role."""
         return self.restarts.get(ROLE_OF_LABEL[slot.role], 0)
 
     # Changes.
@@ -90,31 +90,31 @@ class Record:
         return replace(self, active={}) if self.active else self
 
     def with_next(self, slot: Slot) -> Record:
-        """The record with one more incarnation of the slot."""
+        """Returns the record with one more incarnation of the slot."""
         return replace(self, incarnations={**self.incarnations, slot.key: self.newest(slot) + 1})
 
     def with_active(self, slot: Slot, incarnation: int) -> Record:
-        """The record with another active server of the shard."""
+        """Returns the record with another active server of the shard."""
         return replace(self, active={**self.active, slot.key: incarnation})
 
     def with_backoff(self, key: str, backoff: Backoff | None) -> Record:
-        """The record with another back-off of a slot, which is None if the slot has no crashes in a row."""
+        """Returns the record with another back-off of a slot, which is None if the slot has no crashes in a row."""
         others = {k: b for k, b in self.backoff.items() if k != key}
         return replace(self, backoff=others if backoff is None else {**others, key: backoff})
 
     def with_backoff_of(self, keys: Sequence[str]) -> Record:
-        """The record with the back-off of these slots only."""
+        """Returns the record with the back-off of these slots only."""
         kept = {key: backoff for key, backoff in self.backoff.items() if key in set(keys)}
         return replace(self, backoff=kept) if len(kept) < len(self.backoff) else self
 
     def without_wait(self, key: str) -> Record:
-        """The record after the next pod is recorded; the number of crashes in a row stays."""
+        """Returns the record after the next pod is recorded; the number of crashes in a row stays."""
         if self.waits_until(key) is None:
             return self
         return self.with_backoff(key, self.backoff[key].model_copy(update={"not_before": None}))
 
     def with_death(self, slot: Slot, cause: Cause, *, charged: bool) -> Record:
-        """The record with one more death, charged to its role's budget or counted as a disruption."""
+        """Returns the record with one more death, charged to its role's budget or counted as a disruption."""
         role = ROLE_OF_LABEL[slot.role]
         if charged:
             return replace(self, restarts={**self.restarts, role: self.restarts.get(role, 0) + 1})

@@ -64,7 +64,7 @@ NOT_JOINED: Final = "the pod runs, but has not joined the job: the script may ha
 def judge(
     facts: Facts, record: Record, slot: Slot, *, hold: bool = False, given_up: GivenUp = NONE_GIVEN_UP
 ) -> Decision:
-    """The pods of one slot after this plan.
+    """Returns the pods of one slot after this plan.
 
     Args:
         hold: whether only active servers are created now (see `order`).
@@ -179,8 +179,8 @@ def _judge_living(facts: Facts, record: Record, pod: PodView) -> Decision:
 
 
 def _is_bound_in_part(facts: Facts, pod: PodView) -> bool:
-    """Whether some pods of a rank have nodes, so that the others must lie near them, and another place may have room
-    for all."""
+    """Returns whether some pods of a rank have nodes, so that the others must lie near them, and another place may have
+    room for all."""
     required = facts.spec.scheduling.group_topology_key is not None
     required = required and facts.spec.scheduling.group_topology == "Required"
     return required and any((member.raw.get("spec") or {}).get("nodeName") for member in pod.members)
@@ -216,7 +216,7 @@ def _pending_limit(facts: Facts) -> timedelta:
 
 
 def _could_join(facts: Facts, record: Record, slot: Slot) -> datetime:
-    """Since when a pod can join: the servers run, and serve workers. One may be in a queue for hours."""
+    """Returns since when a pod can join: the servers run, and serve workers. One may be in a queue for hours."""
     times = [_LONG_AGO]
     for shard in facts.shards:
         other = Slot(contract.ROLE_SERVER, shard)
@@ -262,7 +262,7 @@ def _judge_unseen(facts: Facts, record: Record, slot: Slot, incarnation: int) ->
 
 
 def _not_created(facts: Facts, slot: Slot, incarnation: int, name: str, refusal: RefusedCreate) -> Effects:
-    """The obstacle of a slot whose pod `name` the API server has refused, and the next attempt to create it."""
+    """Returns the obstacle of a slot whose pod `name` the API server has refused, and the next attempt to create it."""
     obstacle = refusal_obstacle(refusal.reason, refusal.message)
     since, begun = refusal.since or refusal.at, facts.observed.begun
     created = facts.conditions.get(status.PODS_CREATED)
@@ -279,7 +279,7 @@ def _not_created(facts: Facts, slot: Slot, incarnation: int, name: str, refusal:
 
 
 def _row_of_deaths(record: Record, slot: Slot) -> tuple[Obstructed, ...]:
-    """The obstacle of a slot whose pods die before they start; empty for other slots."""
+    """Returns the obstacle of a slot whose pods die before they start; empty for other slots."""
     known = record.backoff.get(slot.key)
     if known is None or known.unstarted_since is None or (known.deaths or 0) <= budgets.UNPACED:
         return ()

@@ -30,7 +30,8 @@ _PODS = {
 
 
 def judge(facts: Facts) -> JobFailure | None:
-    """The job's failure, if most of its pods, or of a role's, raise the same exception before the first update."""
+    """Returns the job's failure, if most of its pods, or of a role's, raise the same exception before the first
+    update."""
     start = facts.old.start_time
     if facts.trained or facts.done or facts.spec.run_policy.suspend or start is None:
         return None
@@ -44,7 +45,7 @@ def judge(facts: Facts) -> JobFailure | None:
 
 
 def last_raised(pods: Sequence[PodView], start: datetime) -> list[Raised]:
-    """The lasting exceptions of a slot's dead pods, newest first; none if its newest pod works.
+    """Returns the lasting exceptions of a slot's dead pods, newest first; none if its newest pod works.
 
     Args:
         start: when the job began to run, or was resumed: earlier pods may have had another spec.
@@ -63,7 +64,8 @@ def last_raised(pods: Sequence[PodView], start: datetime) -> list[Raised]:
 
 
 def _has_served(pod: PodView) -> bool:
-    """Whether it is a server that was Ready: its script has called `train`, and its last message is lost (O10)."""
+    """Returns whether it is a server that was Ready: its script has called `train`, and its last message is lost
+    (O10)."""
     return pod.slot.role == contract.ROLE_SERVER and has_worked(pod, None)
 
 

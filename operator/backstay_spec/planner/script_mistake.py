@@ -36,7 +36,7 @@ _FAILURES: Final = 2
 
 
 def judge(facts: Facts, record: Record) -> JobFailure | None:
-    """The job's failure by a mistake of its script."""
+    """Returns the job's failure by a mistake of its script."""
     start = facts.old.start_time
     if facts.done or facts.spec.run_policy.suspend or start is None:
         return None
@@ -60,13 +60,14 @@ def judge(facts: Facts, record: Record) -> JobFailure | None:
 
 
 def _exceptions(facts: Facts, slot: Slot, start: datetime) -> list[Raised]:
-    """The exceptions of a slot's dead pods, newest first. An end without one may have another cause."""
+    """Returns the exceptions of a slot's dead pods, newest first. An end without one may have another cause."""
     found = same_exception.last_raised(facts.pods.get(slot, ()), start)
     return list(itertools.takewhile(lambda raised: not raised.guessed, found))
 
 
 def _cannot_serve(facts: Facts, record: Record, slot: Slot, start: datetime) -> JobFailure | None:
-    """The failure, if at least three pods of a server in a row have raised the same exception before they served."""
+    """Returns the failure, if at least three pods of a server in a row have raised the same exception before they
+    served."""
     pods, backoff = facts.pods.get(slot, ()), record.backoff.get(slot.key)
     found = _exceptions(facts, slot, start)
     # The newest death is counted too: the same plan that counts it is followed by another one.
@@ -78,7 +79,7 @@ def _cannot_serve(facts: Facts, record: Record, slot: Slot, start: datetime) -> 
 
 
 def _cannot_contribute(facts: Facts, record: Record, slot: Slot, found: Sequence[Raised]) -> bool:
-    """Whether every update waits for this worker, and at least three of its pods in a row have raised this."""
+    """Returns whether every update waits for this worker, and at least three of its pods in a row have raised this."""
     world = facts.spec.workers.replicas
     if facts.spec.update.mode != "Sync" or facts.spec.update.quorum(world) < world:
         return False

@@ -125,7 +125,7 @@ def with_old_address(facts: Facts, deleted: Collection[str]) -> Effects:
 
 
 def _known_address(facts: Facts, shard: int) -> str | None:
-    """The address of a shard's Service with which the job's running pods were started."""
+    """Returns the address of a shard's Service with which the job's running pods were started."""
     for pods in facts.pods.values():
         for pod in pods:
             if pod.alive and (known := _addresses_of(pod)):
@@ -134,7 +134,7 @@ def _known_address(facts: Facts, shard: int) -> str | None:
 
 
 def _addresses_of(pod: PodView) -> list[str]:
-    """The addresses of the shards' Services with which a pod was started; empty if they cannot be read."""
+    """Returns the addresses of the shards' Services with which a pod was started; empty if they cannot be read."""
     for container in (pod.raw.get("spec") or {}).get("containers") or ():
         for variable in container.get("env") or ():
             if variable.get("name") == contract.ENV_SERVERS:

@@ -27,7 +27,7 @@ __all__ = ["judge"]
 def judge(
     facts: Facts, record: Record, slot: Slot, creations: Iterable[Creation], given_up: GivenUp = NONE_GIVEN_UP
 ) -> Decision:
-    """The shard's standby after this plan.
+    """Returns the shard's standby after this plan.
 
     Args:
         creations: the pods that this plan creates for the slot already.

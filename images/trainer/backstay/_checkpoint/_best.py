@@ -12,7 +12,8 @@ __all__ = ["best_of"]
 
 
 def best_of(evaluations: Mapping[ManifestName, Evaluation], rule: Best) -> ManifestName | None:
-    """The name of the best evaluated checkpoint, of equal ones the newest; None if no evaluation has the metric."""
+    """Returns the name of the best evaluated checkpoint, of equal ones the newest; None if no evaluation has the
+    metric."""
     sign = 1.0 if rule.mode == "Max" else -1.0
     values = {
         name: sign * evaluation.metrics[rule.metric]

@@ -36,16 +36,17 @@ class Folder(Protocol):
     uri: str
 
     def names(self) -> list[str]:
-        """The names of its files; empty when the folder does not exist. Raises `StorageError`."""
+        """Returns the names of its files; empty when the folder does not exist. Raises `StorageError`."""
 
     def read(self, name: str) -> bytes:
-        """The whole content. Raises `StorageError` when the read fails for another reason than a missing file."""
+        """Returns the whole content. Raises `StorageError` when the read fails for another reason than a missing
+        file."""
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes from `start`. Raises as `read`, and `CheckpointError` if the file ends early."""
 
     def size(self, name: str) -> int | None:
-        """The size of a file in bytes; None when there is no such file. Raises `StorageError`."""
+        """Returns the size of a file in bytes; None when there is no such file. Raises `StorageError`."""
 
     def write(self, name: str, fill: Callable[[str], None] | bytes) -> None:
         """Create the whole file `name`; `fill` writes to the local path that is its argument.
@@ -188,7 +189,7 @@ class PosixFolder:
             raise CheckpointError(f"cannot write {self.path / name}: {error}") from error
 
     def age(self, name: str) -> float:
-        """Seconds since the last write to the file; 0 when it does not exist."""
+        """Returns the seconds since the last write to the file; 0 when it does not exist."""
         try:
             return time.time() - (self.path / name).stat().st_mtime
         except OSError:
@@ -295,7 +296,7 @@ class RemoteFolder:
 
 
 def open_folder(uri: str) -> Folder:
-    """The folder at `uri`, which is a path, a file: URI, or any URI that fsspec supports.
+    """Returns the folder at `uri`, which is a path, a file: URI, or any URI that fsspec supports.
 
     Raises:
         CheckpointError: `uri` names a file system that is not installed, does not exist, or needs more than a URI.
@@ -315,7 +316,7 @@ def open_folder(uri: str) -> Folder:
 
 
 def filesystem_of(uri: str) -> tuple[Any, str]:
-    """The file system of fsspec for a URI, and the path in it. Raises as `fsspec.core.url_to_fs`."""
+    """Returns the file system of fsspec for a URI, and the path in it. Raises as `fsspec.core.url_to_fs`."""
     import fsspec
 
     options: dict[str, Any] = {}
@@ -332,13 +333,14 @@ def filesystem_of(uri: str) -> tuple[Any, str]:
 
 
 def mark_of(info: Mapping[str, Any]) -> str:
-    """A text that changes when a file is replaced, from the information of fsspec about it. It is empty if there is
-    none."""
+    """Returns a text that changes when a file is replaced, from the information of fsspec about it. It is empty if
+    there is none."""
     return next((f"{key} {info[key]}" for key in _MARKS if info.get(key)), "")
 
 
 def is_missing(error: BaseException) -> bool:
-    """Whether a file does not exist. The file system of HTTP raises `FileNotFoundError` for any failure of `info`."""
+    """Returns whether a file does not exist. The file system of HTTP raises `FileNotFoundError` for any failure of
+    `info`."""
     cause = error.__cause__
     if not isinstance(error, FileNotFoundError) or cause is None:
         return isinstance(error, FileNotFoundError)
@@ -348,12 +350,12 @@ def is_missing(error: BaseException) -> bool:
 
 
 def why(error: BaseException) -> str:
-    """The text of an error, or of its cause, or else its name."""
+    """Returns the text of an error, or of its cause, or else its name."""
     return str(error) or str(error.__cause__ or "") or type(error).__name__
 
 
 def same_place(one: str, other: str) -> bool:
-    """Whether two paths or URIs name the same folder."""
+    """Returns whether two paths or URIs name the same folder."""
     first, second = open_folder(one), open_folder(other)
     if isinstance(first, PosixFolder) and isinstance(second, PosixFolder):
         return first.path.absolute().resolve() == second.path.absolute().resolve()

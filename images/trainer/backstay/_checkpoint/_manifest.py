@@ -63,7 +63,7 @@ class JobIdentity(_StoredModel):
         return f"{self.namespace}/{self.name}"
 
     def same_job(self, other: JobIdentity) -> bool:
-        """Whether both are runs of one job: the namespace and the name are equal."""
+        """Returns whether both are runs of one job: the namespace and the name are equal."""
         return (self.namespace, self.name) == (other.namespace, other.name)
 
 
@@ -169,11 +169,11 @@ class FrozenRecord(_StoredModel):
     state_places: _List[bool] = ()
 
     def parameters(self, rest: Iterable[_Item], frozen: Iterable[_Item]) -> list[_Item]:
-        """One list for all parameters, out of a value for each that trains, and one for each of `leaves`."""
+        """Returns one list for all parameters, out of a value for each that trains, and one for each of `leaves`."""
         return merged(self.places, rest, frozen)
 
     def of_state(self, rest: Iterable[_Item], frozen: Sequence[_Item]) -> list[_Item]:
-        """The same list for the model state."""
+        """Returns the same list for the model state."""
         return merged(self.state_places, rest, frozen[sum(self.places) :]) if self.state_places else list(rest)
 
     def check_rest(self, names: Sequence[str], parameters: int) -> None:
@@ -197,7 +197,8 @@ class FrozenRecord(_StoredModel):
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def difference(self, other: FrozenRecord, here: str, there: str) -> str:
-        """The first leaves in which both differ, in words; empty if names, shapes, dtypes and values are equal."""
+        """Returns the first leaves in which both differ, in words; empty if names, shapes, dtypes and values are
+        equal."""
         if self.digest == other.digest:
             return ""
         mine, theirs = ({leaf.path: leaf for leaf in each.leaves} for each in (self, other))
@@ -320,7 +321,7 @@ class Manifest(_StoredModel):
         return self
 
     def text(self) -> bytes:
-        """The content of its file."""
+        """Returns the content of its file."""
         document = self.model_dump(mode="json")
         # JSON has no infinity and no NaN, which an evaluation may return.
         document["metrics"] = {name: value for name, value in self.metrics.items() if math.isfinite(value)}
@@ -353,7 +354,7 @@ class Claim(_StoredModel):
     start_from: str = ""
 
     def text(self) -> bytes:
-        """The content of its file."""
+        """Returns the content of its file."""
         return seal(self.model_dump(mode="json"))
 
     @classmethod
@@ -385,7 +386,7 @@ class Evaluation(_StoredModel):
     unix_seconds: float = 0.0
 
     def text(self) -> bytes:
-        """The content of its file."""
+        """Returns the content of its file."""
         return seal(self.model_dump(mode="json"))
 
     @classmethod

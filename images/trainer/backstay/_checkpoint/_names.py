@@ -108,7 +108,7 @@ class LeaseName(NamedTuple):
 
 
 def parse_manifest(name: str) -> ManifestName | None:
-    """The parts of a manifest's name; None when `name` is not the name of a manifest."""
+    """Returns the parts of a manifest's name; None when `name` is not the name of a manifest."""
     match = _MANIFEST.fullmatch(name)
     if match is None:
         return None
@@ -116,19 +116,19 @@ def parse_manifest(name: str) -> ManifestName | None:
 
 
 def evaluation_name(manifest: ManifestName) -> str:
-    """The name of the file with the evaluation of a checkpoint."""
+    """Returns the name of the file with the evaluation of a checkpoint."""
     return str(manifest).removesuffix(MANIFEST_SUFFIX) + EVALUATION_SUFFIX
 
 
 def parse_evaluation(name: str) -> ManifestName | None:
-    """The manifest whose evaluation is in the file `name`; None when `name` is not the name of such a file."""
+    """Returns the manifest whose evaluation is in the file `name`; None when `name` is not the name of such a file."""
     if not name.endswith(EVALUATION_SUFFIX):
         return None
     return parse_manifest(name.removesuffix(EVALUATION_SUFFIX) + MANIFEST_SUFFIX)
 
 
 def parse_shard(name: str) -> ShardName | None:
-    """The parts of a shard file's name; None when `name` is not the name of a shard's file."""
+    """Returns the parts of a shard file's name; None when `name` is not the name of a shard's file."""
     match = _SHARD.fullmatch(name)
     if match is None:
         return None
@@ -137,22 +137,22 @@ def parse_shard(name: str) -> ShardName | None:
 
 
 def parse_claim(name: str) -> ClaimName | None:
-    """The parts of a claim's name; None when `name` is not the name of a claim."""
+    """Returns the parts of a claim's name; None when `name` is not the name of a claim."""
     match = _CLAIM.fullmatch(name)
     return None if match is None else ClaimName(int(match[1]), int(match[2]), match[3], match[4])
 
 
 def parse_lease(name: str) -> LeaseName | None:
-    """The parts of a lease's name; None when `name` is not the name of a lease."""
+    """Returns the parts of a lease's name; None when `name` is not the name of a lease."""
     match = _LEASE.fullmatch(name)
     return None if match is None else LeaseName(int(match[1]), match[2])
 
 
 def is_format_1(name: str) -> bool:
-    """Whether `name` is the name of a manifest of format 1, which this version does not read."""
+    """Returns whether `name` is the name of a manifest of format 1, which this version does not read."""
     return _FORMAT_1.fullmatch(name) is not None
 
 
 def is_unknown_manifest(name: str) -> bool:
-    """Whether `name` ends like the name of a manifest and has a format that this version does not support."""
+    """Returns whether `name` ends like the name of a manifest and has a format that this version does not support."""
     return name.endswith(MANIFEST_SUFFIX) and parse_manifest(name) is None and not is_format_1(name)

@@ -53,7 +53,8 @@ def probe(folder: Folder) -> None:
 
 
 def forbidden(error: StorageError) -> CheckpointFolderUnusable | None:
-    """The error to raise instead of `error` if this user may not read a file; None if another attempt may succeed.
+    """Returns the error to raise instead of `error` if this user may not read a file; None if another attempt may
+    succeed.
 
     Only errors of a file system count. An object store may also refuse a request while a key is being renewed.
     """
@@ -77,8 +78,8 @@ def _is_permanent(error: BaseException) -> bool:
 
 
 def _is_file(folder: Folder) -> bool:
-    """Whether a file has the name of the folder. EEXIST does not prove that: a network file system may return it after
-    another process has created the folder."""
+    """Returns whether a file has the name of the folder. EEXIST does not prove that: a network file system may return
+    it after another process has created the folder."""
     try:
         return isinstance(folder, PosixFolder) and folder.path.is_file()
     except OSError:
@@ -86,7 +87,7 @@ def _is_file(folder: Folder) -> bool:
 
 
 def _who(folder: Folder) -> str:
-    """A description of this process, and of the owner of the folder, for the person who repairs it."""
+    """Returns a description of this process, and of the owner of the folder, for the person who repairs it."""
     return _whose(folder.path if isinstance(folder, PosixFolder) else None)
 
 

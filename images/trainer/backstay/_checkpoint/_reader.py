@@ -59,11 +59,11 @@ class Reader:
             parts.sort()
 
     def keys(self) -> tuple[str, ...]:
-        """The keys of all arrays in the checkpoint, sorted."""
+        """Returns the keys of all arrays in the checkpoint, sorted."""
         return tuple(sorted(self._where))
 
     def size(self, key: str) -> int:
-        """The number of elements of the flattened array `key`; 0 when the checkpoint has none of that name."""
+        """Returns the number of elements of the flattened array `key`; 0 when the checkpoint has none of that name."""
         return max((stop for _, stop, _, _ in self._where.get(key, ())), default=0)
 
     def __contains__(self, key: str) -> bool:
@@ -106,7 +106,7 @@ class Reader:
         return self._leaf(self.manifest.state_leaves[index], MODEL_STATE)
 
     def average(self, index: int) -> NDArray[np.generic]:
-        """The moving average of leaf `index` of the parameters, in the leaf's own shape and dtype."""
+        """Returns the moving average of leaf `index` of the parameters, in the leaf's own shape and dtype."""
         leaf = self.manifest.leaves[index]
         return self._leaf(leaf, STATE + AVERAGE).astype(BY_NAME[leaf.dtype])
 

@@ -32,7 +32,7 @@ _WAITING: Final = 16
 
 
 def record_name(kind: str, unix_seconds: float, what: str) -> str:
-    """The name of a record's file, by which records of a kind sort by time.
+    """Returns the name of a record's file, by which records of a kind sort by time.
 
     Args:
         kind: a key of `KEPT`.

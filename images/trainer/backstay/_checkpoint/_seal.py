@@ -35,7 +35,7 @@ def seal(document: Mapping[str, Any]) -> bytes:
 
 
 def unseal(text: bytes, where: str) -> dict[str, Any]:
-    """The document in `text`, without its checksum.
+    """Returns the document in `text`, without its checksum.
 
     Args:
         where: names the file in messages.

@@ -116,7 +116,7 @@ class Contents:
         return _next("term", max(above, self.newest_term), uri)
 
     def next_lease(self, uri: str) -> int:
-        """The number of the next lease. Raises `CheckpointError` when there is none."""
+        """Returns the number of the next lease. Raises `CheckpointError` when there is none."""
         return _next("lease", self.newest_lease, uri)
 
 
@@ -130,7 +130,7 @@ class CheckpointStore:
         self._evaluations: dict[ManifestName, Evaluation | None] = {}  # likewise
 
     def uri_of(self, manifest: Manifest) -> str:
-        """The path or URI of `manifest`."""
+        """Returns the path or URI of `manifest`."""
         return f"{self.uri.rstrip('/')}/{manifest.name}"
 
     # ---- writing
@@ -315,13 +315,13 @@ class CheckpointStore:
     # ---- reading
 
     def contents(self) -> Contents:
-        """The names in the folder, by kind. Raises `StorageError`."""
+        """Returns the names in the folder, by kind. Raises `StorageError`."""
         return Contents.of(self.folder.names())
 
     def newest(
         self, *, verify: bool = True, contents: Contents | None = None, up_to: tuple[int, int] | None = None
     ) -> Newest:
-        """The newest complete checkpoint.
+        """Returns the newest complete checkpoint.
 
         Args:
             verify: read every file and compare its SHA-256; otherwise only sizes are compared.
@@ -358,7 +358,7 @@ class CheckpointStore:
         return Newest(None, tuple(skipped + other), tuple(unusable + other))
 
     def in_history(self, contents: Contents, names: Iterable[ManifestName] | None = None) -> list[ManifestName]:
-        """The manifests that no claim excludes from the history, newest first. They may be damaged.
+        """Returns the manifests that no claim excludes from the history, newest first. They may be damaged.
 
         Args:
             names: the manifests to look at; by default those in the folder.
@@ -371,18 +371,18 @@ class CheckpointStore:
         return [name for name in looked_at if excluded(name, claims) is None]
 
     def evaluations(self, contents: Contents, names: Iterable[ManifestName]) -> dict[ManifestName, Evaluation]:
-        """The evaluations of these checkpoints, as far as they exist and can be read. Raises `StorageError`."""
+        """Returns the evaluations of these checkpoints, as far as they exist and can be read. Raises `StorageError`."""
         stored = set(contents.evaluations)
         return {name: found for name in names if name in stored and (found := self.evaluation(name)) is not None}
 
     def evaluation(self, name: ManifestName) -> Evaluation | None:
-        """The evaluation of a checkpoint; None if it has none, or a damaged one. Raises `StorageError`."""
+        """Returns the evaluation of a checkpoint; None if it has none, or a damaged one. Raises `StorageError`."""
         if name not in self._evaluations and self.folder.size(evaluation_name(name)) is not None:
             self._evaluations[name] = self._read_evaluation(name)
         return self._evaluations.get(name)
 
     def best(self) -> Manifest:
-        """The best complete checkpoint of the newest history, by the rule of its newest evaluation.
+        """Returns the best complete checkpoint of the newest history, by the rule of its newest evaluation.
 
         Raises:
             CheckpointError: the folder has no complete checkpoint, or none has an evaluation that counts.
@@ -407,7 +407,7 @@ class CheckpointStore:
         raise CheckpointError(f"there is no best checkpoint in {self.uri}: {why}")
 
     def rule_of_best(self) -> Best | None:
-        """The rule by which the newest history keeps its best checkpoint; None without one.
+        """Returns the rule by which the newest history keeps its best checkpoint; None without one.
 
         Raises:
             StorageError: the folder cannot be listed, or a file in it cannot be read.
@@ -423,12 +423,12 @@ class CheckpointStore:
         return evaluations, next((rule for rule in rules if rule is not None), None)
 
     def newest_claim(self, contents: Contents) -> Claim | None:
-        """The newest claim that is not damaged. Raises `StorageError`."""
+        """Returns the newest claim that is not damaged. Raises `StorageError`."""
         claims = self._readable_claims(contents)
         return claims[0][1] if claims else None
 
     def open(self, name: str, *, verify: bool = True) -> Manifest:
-        """The manifest called `name`, if all its files are complete.
+        """Returns the manifest called `name`, if all its files are complete.
 
         Raises:
             CheckpointError: the manifest or one of its files is missing, truncated or damaged; the message says which.
@@ -445,7 +445,7 @@ class CheckpointStore:
         return manifest
 
     def read_manifest(self, name: str) -> Manifest:
-        """The manifest called `name`; its files are not checked.
+        """Returns the manifest called `name`; its files are not checked.
 
         Raises:
             CheckpointError: the manifest is missing or damaged, or `name` is not the name of a manifest.
@@ -503,7 +503,7 @@ class CheckpointStore:
 
 
 def excluded(manifest: ManifestName, claims: Iterable[tuple[ClaimName, Claim]]) -> ClaimName | None:
-    """The claim that excludes `manifest` from the history; None when `manifest` is in the history.
+    """Returns the claim that excludes `manifest` from the history; None when `manifest` is in the history.
 
     A claim excludes the manifests of older leases and terms that are newer than the manifest it continues from.
     """

@@ -67,7 +67,7 @@ class StoreTo:
             raise ConfigurationError(f"checkpoint: job is {self.job!r}: must be a name, or namespace/name")
 
     def owner(self, uid: str) -> JobIdentity:
-        """The job that owns the checkpoints; `uid` identifies this process."""
+        """Returns the job that owns the checkpoints; `uid` identifies this process."""
         if not self.job:
             return _ALONE.model_copy(update={"uid": uid})
         namespace, slash, name = self.job.rpartition("/")

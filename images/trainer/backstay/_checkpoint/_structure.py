@@ -40,7 +40,7 @@ def describe_structure(tree: Any) -> dict[str, Any]:
 
 
 def rebuild(structure: dict[str, Any], leaves: Sequence[Any]) -> Any:
-    """The tree that `structure` describes, with `leaves`.
+    """Returns the tree that `structure` describes, with `leaves`.
 
     Raises:
         CheckpointError: a node is not a dict, list or tuple, or `structure` is damaged.

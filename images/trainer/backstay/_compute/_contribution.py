@@ -119,7 +119,8 @@ class Computation(Protocol):
         ...
 
     def first_batch(self, start: Start) -> BatchKey | None:
-        """The key of the first batch that `start` will draw for this contribution, or None if it has all of them."""
+        """Returns the key of the first batch that `start` will draw for this contribution, or None if it has all of
+        them."""
         ...
 
     def early(self) -> Callable[[], object] | None:

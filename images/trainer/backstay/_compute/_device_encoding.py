@@ -75,7 +75,8 @@ class _Found:
     tail: int
 
     def views(self, made: _Coded) -> list[np.ndarray[Any, Any]]:
-        """The sections and the tail of the part on the host, out of those of its kind; waits until they are there."""
+        """Returns the sections and the tail of the part on the host, out of those of its kind; waits until they are
+        there."""
         codec, dtype = self.kind.first.codec, self.kind.first.dtype
         assert codec is not None
         before, upto = (codec.sections(size, dtype) for size in (self.start, self.start + self.body))
@@ -102,7 +103,7 @@ class EncodedThere:
         self._made.append((found, made))
 
     def block(self, place: Place, wire: BlockWire) -> Encoded:
-        """One block on the host, as views if it has one part; waits until it is encoded and copied."""
+        """Returns one block on the host, as views if it has one part; waits until it is encoded and copied."""
         assert wire.codec is not None
         parts = [(each, made) for found, made in self._made for each in found.get(place, ())]
         views = [each.views(made[id(each.kind)]) for each, made in sorted(parts, key=lambda one: one[0].part)]
@@ -166,7 +167,7 @@ class DeviceEncoder:
             self._function = jax.jit(self._encode, out_shardings=(example.pinned, self._place))
 
     def no_residuals(self) -> list[Any]:
-        """The residuals before the first contribution, which are zeros on the device."""
+        """Returns the residuals before the first contribution, which are zeros on the device."""
         return [jnp.zeros(kind.size, residual_dtype(kind.first.dtype), device=self._place) for kind in self._kinds]
 
     def encode(

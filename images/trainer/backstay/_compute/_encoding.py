@@ -145,7 +145,7 @@ class Sending:
 
 
 def _accelerators(contribution: ComputedContribution) -> list[Any]:
-    """The accelerators that a contribution lies on; none if it is on the host."""
+    """Returns the accelerators that a contribution lies on; none if it is on the host."""
     # Blocks that are made when they are read are on the host, and reading one waits until it is computed.
     made = (blocks for blocks in contribution.blocks if not isinstance(blocks, LazyBlocks))
     found = (block for blocks in made for block in blocks if isinstance(block, DeviceBlock))

@@ -14,7 +14,7 @@ __all__ = ["gather"]
 
 
 def gather(tree: Any) -> Any:
-    """The arrays of a pytree as NumPy arrays, whole.
+    """Returns the arrays of a pytree as NumPy arrays, whole.
 
     Where a rank has several pods, `Result.params` are arrays of all its devices, and no pod can read them by itself.
     All pods of the rank must call this function, with the same tree. Elsewhere it copies the arrays to the host.

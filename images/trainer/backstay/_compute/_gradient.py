@@ -25,7 +25,7 @@ class Pack(Protocol):
     compile, and so does each piece of code that reads one leaf."""
 
     def packed_shardings(self, model: Sequence[Any], everywhere: Any) -> list[Any]:
-        """The sharding of each array that `pack` returns.
+        """Returns the sharding of each array that `pack` returns.
 
         Args:
             model: the sharding of each leaf of the tree.
@@ -34,12 +34,12 @@ class Pack(Protocol):
         ...
 
     def pack(self, leaves: Sequence[Any]) -> list[Any]:
-        """The arrays that travel, out of all leaves of the tree; to be traced."""
+        """Returns the arrays that travel, out of all leaves of the tree; to be traced."""
         ...
 
 
 def packed_places(placement: Placement, tree: TreeSpec, pack: Pack | None) -> list[Any]:
-    """The sharding of each array that `pack` returns, or of each leaf without it."""
+    """Returns the sharding of each array that `pack` returns, or of each leaf without it."""
     model = placement.model(tree)
     return model if pack is None else pack.packed_shardings(model, placement.everywhere)
 
@@ -94,7 +94,7 @@ class Gradient:
         return bool(self._finite)
 
     def host(self) -> list[Array]:
-        """The leaves in host memory, read-only; on the CPU without a copy."""
+        """Returns the leaves in host memory, read-only; on the CPU without a copy."""
         for leaf in self.leaves:
             leaf.copy_to_host_async()
         return [np.asarray(leaf) for leaf in self.leaves]
@@ -173,7 +173,7 @@ class GradientFn:
 
 
 def examples_of(batch: Any) -> int:
-    """The length of the leading axis of a batch's first array that has rows; 1 if none has."""
+    """Returns the length of the leading axis of a batch's first array that has rows; 1 if none has."""
     for leaf in jax.tree_util.tree_leaves(batch):
         shape = np.shape(leaf)
         if shape and shape[0]:

@@ -30,7 +30,7 @@ def initial(
     compiled: bool = True,
     needed: Collection[int] | None = None,
 ) -> Any:
-    """The result of ``init(jax.random.key(seed))``, or the part of it that `keep` returns.
+    """Returns the result of ``init(jax.random.key(seed))``, or the part of it that `keep` returns.
 
     On a CPU a small `init` runs as one program. Its floats may differ from those of `init` run operation by operation
     in the last bits; every pod, and a single process too, gets the same ones.

@@ -127,8 +127,8 @@ class LocalProgram:
         return after, jax.tree_util.tree_map(lambda value: value.astype(real), (made.loss, made.metrics))
 
     def _finish(self, base: Any, carry: Any, inner: Any, sums: Any) -> Any:
-        """The first result of `LocalTraining.steps`; then the worker's own leaves and the state of the inner optimizer
-        for the next contribution, None where that begins without them.
+        """Returns the first result of `LocalTraining.steps`; then the worker's own leaves and the state of the inner
+        optimizer for the next contribution, None where that begins without them.
 
         A contribution that is not finite leaves that state as it was, and the leaves are those of the servers.
         """
@@ -147,7 +147,7 @@ class LocalProgram:
         return (packed, loss, metrics, finite), own, kept
 
     def _receive(self, own: Any, base: Any, leaves: Any, received: Selection, mixes: bool) -> Any:
-        """The worker's own leaves and the leaves of the servers, after `received` arrived in `leaves`."""
+        """Returns the worker's own leaves and the leaves of the servers, after `received` arrived in `leaves`."""
         mixing = self.local.mixing if mixes else 0.0
 
         def mixed(mine: Any, new: Any) -> Any:
@@ -197,7 +197,7 @@ class LocalTraining:
         self._continued: _ContinuedSteps | None = None
 
     def made(self, key: BatchKey, received: Selection | None) -> int:
-        """How many steps of the contribution of `key` exist already, which `steps` will not make again.
+        """Returns how many steps of the contribution of `key` exist already, which `steps` will not make again.
 
         Args:
             key, received: see `Start`.
@@ -298,7 +298,7 @@ class LocalTraining:
         received: Selection | None = None,
         dispatched: Callable[[Gradient], None] = lambda gradient: None,
     ) -> Gradient:
-        """The result of `steps`, as a `Gradient`. `dispatched` is called with it as in `steps`."""
+        """Returns the result of `steps`, as a `Gradient`. `dispatched` is called with it as in `steps`."""
         made: list[Gradient] = []
 
         def take(result: Any, examples: int) -> None:
@@ -358,5 +358,5 @@ class LocalComputation:
 
 
 def _batch_key(key: BatchKey, batches: int, number: int) -> BatchKey:
-    """The key of batch `number` of a contribution of `batches`, whose key is `key`."""
+    """Returns the key of batch `number` of a contribution of `batches`, whose key is `key`."""
     return replace(key, step=key.step * batches + number, batches=batches)

@@ -71,7 +71,7 @@ class Placement:
         return nullcontext() if self._shardings is None or use is None else use(self._mesh)
 
     def model(self, tree: TreeSpec) -> list[NamedSharding]:
-        """The sharding of each leaf of the tree."""
+        """Returns the sharding of each leaf of the tree."""
         return [self.everywhere] * len(tree.leaves) if self._shardings is None else list(self._shardings.leaves)
 
     def state_of(self, optimizer: Any, tree: TreeSpec) -> Any:
@@ -123,12 +123,13 @@ class Placement:
         return self._put(leaves, () if self._shardings is None else self._shardings.leaves)
 
     def frozen(self, number: int, value: Any) -> Any:
-        """The value of a frozen leaf, which every call of a compiled function takes, in memory of the devices."""
+        """Returns the value of a frozen leaf, which every call of a compiled function takes, in memory of the
+        devices."""
         place = self.everywhere if self._shardings is None else self._shardings.frozen[number]
         return self._placed([value], [place])[0]
 
     def for_script(self, model: Any) -> Any:
-        """The model, or the parameters that train, as arrays of JAX for functions of the script.
+        """Returns the model, or the parameters that train, as arrays of JAX for functions of the script.
 
         Args:
             model: a pytree with the leaves of the model in their order, or only with those of the parameters.
@@ -143,7 +144,8 @@ class Placement:
         return jax.device_put(free, may_alias=True)
 
     def divide(self, model: Any) -> Any:
-        """The same tree, divided over the devices; unchanged if the model is not divided. `model`: see `for_script`."""
+        """Returns the same tree, divided over the devices; unchanged if the model is not divided. `model`: see
+        `for_script`."""
         leaves, structure = jax.tree_util.tree_flatten(model)
         return jax.tree_util.tree_unflatten(structure, self.leaves(leaves)) if self.divided else model
 
@@ -156,20 +158,21 @@ class Placement:
         return self._placed(leaves, places)
 
     def _placed(self, values: Sequence[Any], places: Sequence[NamedSharding]) -> list[Any]:
-        """Arrays on the devices. Each process has all of each value, or the array is placed already."""
+        """Returns arrays on the devices. Each process has all of each value, or the array is placed already."""
         if not self.spans:
             placed: list[Any] = jax.device_put(list(values), list(places), may_alias=True)
             return placed
         return [_of_all_processes(value, place) for value, place in zip(values, places, strict=True)]
 
     def shapes(self, tree: TreeSpec) -> list[Any]:
-        """The shapes, dtypes and places of the results of `leaves`, for the leaves of a tree."""
+        """Returns the shapes, dtypes and places of the results of `leaves`, for the leaves of a tree."""
         places = [None] * len(tree.leaves) if self.on_host else self.model(tree)
         shape: Any = jax.ShapeDtypeStruct  # which JAX leaves untyped
         return [shape(leaf.shape, leaf.dtype, sharding=place) for leaf, place in zip(tree.leaves, places, strict=True)]
 
     def first(self, values: Any) -> Any:
-        """A pytree of arrays as they are on the first device, if every device has them whole. Others stay divided."""
+        """Returns a pytree of arrays as they are on the first device, if every device has them whole. Others stay
+        divided."""
         if len(self.devices) == 1:
             return values
         return jax.tree_util.tree_map(
@@ -196,7 +199,7 @@ class Placement:
         return placed
 
     def _own_rows(self, size: int) -> slice | None:
-        """The rows of a batch that the devices of this process get, or None if it needs all of them."""
+        """Returns the rows of a batch that the devices of this process get, or None if it needs all of them."""
         if not self.spans or size % self._parts:
             return None
         places: Any = self._split.addressable_devices_indices_map((size,))
@@ -205,7 +208,7 @@ class Placement:
         return None if own == slice(0, size) else own
 
     def _of_rows(self, leaf: np.ndarray[Any, Any], own: slice, size: int) -> Any:
-        """An array of `size` rows on the devices of all processes, of which this one has its own rows."""
+        """Returns an array of `size` rows on the devices of all processes, of which this one has its own rows."""
 
         def of_device(index: Any) -> np.ndarray[Any, Any]:
             start, stop, _ = index[0].indices(size)
@@ -214,7 +217,7 @@ class Placement:
         return jax.make_array_from_callback((size, *leaf.shape[1:]), self._split, of_device)
 
     def on(self, *platforms: str) -> bool:
-        """Whether all devices are of these platforms."""
+        """Returns whether all devices are of these platforms."""
         return all(device.platform in platforms for device in self.devices)
 
     @property
@@ -257,7 +260,7 @@ class Placement:
 
 
 def _of_all_processes(value: Any, place: NamedSharding) -> Any:
-    """An array of the devices of several processes, of which each one places its own part."""
+    """Returns an array of the devices of several processes, of which each one places its own part."""
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return value
     whole = np.asarray(value)
@@ -277,7 +280,7 @@ def placement_of(
     *,
     deterministic: bool = False,
 ) -> Placement:
-    """The placement of a model as a script requests it.
+    """Returns the placement of a model as a script requests it.
 
     Args:
         tree: the model.

@@ -69,7 +69,7 @@ class Shardings:
 
 
 def mesh_of(axes: MeshAxes | None, devices: Sequence[Any]) -> Mesh:
-    """The mesh of all `devices`.
+    """Returns the mesh of all `devices`.
 
     Args:
         axes: see `train`. None: one axis, ``batch``.
@@ -103,12 +103,12 @@ def mesh_of(axes: MeshAxes | None, devices: Sequence[Any]) -> Mesh:
 
 
 def owner_of_devices(devices: Sequence[Any]) -> str:
-    """The words for the process, or the rank of several pods, that has these devices."""
+    """Returns the words for the process, or the rank of several pods, that has these devices."""
     return "this rank" if len({device.process_index for device in devices}) > 1 else "this process"
 
 
 def _returned_by(argument: str, given: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a function of the script. `given` describes its argument."""
+    """Returns the result of a function of the script. `given` describes its argument."""
     try:
         return function(*arguments)
     except Exception as error:
@@ -145,7 +145,7 @@ def _mesh_of_sizes(axes: Any, devices: Sequence[Any]) -> Mesh:
 
 
 def shardings_of(sharding: ModelSharding | None, mesh: Mesh, tree: TreeSpec) -> Shardings:
-    """The sharding of each array of a model.
+    """Returns the sharding of each array of a model.
 
     Args:
         sharding: see `train`. None: ``"replicate"``.
@@ -186,7 +186,7 @@ def shardings_of(sharding: ModelSharding | None, mesh: Mesh, tree: TreeSpec) -> 
 
 
 def _divided(leaf: LeafSpec, mesh: Mesh) -> Any:
-    """The largest dimension that all devices divide, over all axes of the mesh."""
+    """Returns the largest dimension that all devices divide, over all axes of the mesh."""
     fitting = [(size, -axis) for axis, size in enumerate(leaf.shape) if size and size % mesh.size == 0]
     if leaf.size < _SMALL or not fitting:
         return partition_spec()
@@ -195,7 +195,7 @@ def _divided(leaf: LeafSpec, mesh: Mesh) -> Any:
 
 
 def _returned(sharding: Callable[[Mesh, Any], Any], mesh: Mesh, whole: Any) -> list[Any]:
-    """The specs that the script's function returns, one for each parameter.
+    """Returns the specs that the script's function returns, one for each parameter.
 
     Args:
         whole: all parameters, with a `LeafSpec` at each.
@@ -232,7 +232,8 @@ def _returned(sharding: Callable[[Mesh, Any], Any], mesh: Mesh, whole: Any) -> l
 
 
 def _checked(leaf: LeafSpec, spec: Any, mesh: Mesh, uneven: list[LeafSpec]) -> Any:
-    """The spec, without the axes of the mesh that do not divide a dimension. Their leaves are added to `uneven`."""
+    """Returns the spec, without the axes of the mesh that do not divide a dimension. Their leaves are added to
+    `uneven`."""
     if len(spec) > len(leaf.shape):
         raise ConfigurationError(
             f"sharding returned {spec} for {leaf}: must have at most {len(leaf.shape)} entries, one for each dimension"

@@ -108,7 +108,7 @@ class Conclusion:
             self._ending = None
 
     def written(self, now: float, shard: int, written: Written) -> list[Decision]:
-        """A shard stored its files, or failed to."""
+        """Record that a shard has stored its files, or has failed to."""
         if written.error:
             if written.term != self._history.state.term or not self.schedule.in_flight(written.version):
                 return []
@@ -217,7 +217,7 @@ class Conclusion:
         return [*out, Send(None, self._done()), self.finished]
 
     def fail(self, reason: str, why: str) -> list[Decision]:
-        """The job fails, once."""
+        """Let the job fail, once."""
         if self.finished is not None:
             return []
         self.finished = Finished(self._history.state.version, reason, why)
@@ -229,7 +229,7 @@ class Conclusion:
         return self.finished is not None and not (self.finished.reason or self.finished.why)
 
     def final_messages(self, shard: int) -> list[Decision]:
-        """The last messages for a shard that connects after the job has ended."""
+        """Returns the last messages for a shard that connects after the job has ended."""
         return [] if self.finished is None else [Send(shard, self._done())]
 
     def _end_of(self, now: float, patience: float) -> _JobEnding:

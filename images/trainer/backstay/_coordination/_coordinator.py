@@ -176,7 +176,7 @@ class Coordinator:
         return self._succession.start() or self._conclusion.end_if_over(now)
 
     def hello(self, now: float, position: ServerPosition) -> list[Decision]:
-        """A shard's server connected. After this, it reports again the gradients that it holds."""
+        """Record that a shard's server has connected. After this, it reports again the gradients that it holds."""
         replaces = self._succession.connected(position.shard, position.incarnation, max(position.term, position.begun))
         self._intake.connected(position.shard)
         out: list[Decision] = []
@@ -205,7 +205,8 @@ class Coordinator:
         return takeover(position, self._history, self._succession, ended=self.finished is not None)
 
     def _continues(self, position: ServerPosition) -> bool:
-        """Whether a server at this position can continue the history, and not only begin it again (decision 0069)."""
+        """Returns whether a server at this position can continue the history, and not only begin it again (decision
+        0069)."""
         current = position.term == self.state.term
         return self.rules.replicates and current and not self._history.lost and self.finished is None
 
@@ -228,7 +229,7 @@ class Coordinator:
         return [*out, *(Send(shard, message) for message in missed), *conclusion.final_messages(shard)]
 
     def report(self, now: float, shard: int, report: Report) -> list[Decision]:
-        """A shard's server sent a report."""
+        """Take the report of a shard's server."""
         match report:
             case Staged():
                 return self._staged(now, shard, report)
@@ -270,7 +271,7 @@ class Coordinator:
         return out
 
     def _lost(self, now: float, shard: int, gradient: GradientId) -> list[Decision]:
-        """A gradient's stream to a shard ended before its end mark, or the complete gradient arrived too late."""
+        """Take back a gradient whose stream to a shard has ended early, or which was complete too late."""
         if not self._came_late(shard, gradient):
             return self._intake.abandon(shard, gradient) if gradient.term == self.state.term else []
         self._intake.ledger.lose(shard, gradient)
@@ -295,19 +296,19 @@ class Coordinator:
     # ---- Workers, the evaluator, the operator, the clock ----
 
     def worker_at(self, now: float, term: int, version: int) -> list[Decision]:
-        """A worker that joins has parameters of (term, version). See `Succession.worker_at`."""
+        """Record that a worker that joins has parameters of (term, version). See `Succession.worker_at`."""
         del now
         return [] if self.finished is not None else self._succession.worker_at(term, version)
 
     def joined(self, now: float, rank: int, incarnation: int) -> list[Decision]:
-        """A worker joined."""
+        """Record that a worker has joined."""
         if rank == 0:
             self._conclusion.evaluator_joined()
         self._grace.joined(rank, incarnation)
         return [*self._intake.joined(rank, incarnation), *self._end_wait(now)]
 
     def left(self, now: float, rank: int, incarnation: int) -> list[Decision]:
-        """A worker left on purpose."""
+        """Record that a worker has left on purpose."""
         self._intake.left(rank, incarnation)
         return self.disconnected(now, rank, incarnation)
 
@@ -321,7 +322,7 @@ class Coordinator:
         return self._end_wait(now) if self._grace.absent(ranks) else []
 
     def evaluates(self, now: float) -> list[Decision]:
-        """An evaluator joined."""
+        """Record that an evaluator has joined."""
         del now
         self._conclusion.evaluator_joined()
         return []
@@ -331,12 +332,12 @@ class Coordinator:
         return self._conclusion.evaluated(now, step)
 
     def set_grace(self, now: float, grace: float | None) -> list[Decision]:
-        """The operator set the grace; `grace` is as in `Rules`."""
+        """Returns the operator set the grace; `grace` is as in `Rules`."""
         self._grace.change(grace)
         return self._end_wait(now)
 
     def configure(self, now: float, world: int, intervals: Intervals | None = None) -> list[Decision]:
-        """The operator sent its configuration; a world of 0 and intervals of None change nothing."""
+        """Take the configuration of the operator. A world of 0 and intervals of None change nothing."""
         if intervals is not None:
             self.schedule.intervals = intervals
         smaller = 0 < world < self._desired_world
@@ -360,7 +361,7 @@ class Coordinator:
         return self._conclusion.save(now)
 
     def fail(self, now: float, reason: str, why: str) -> list[Decision]:
-        """The job fails, once."""
+        """Let the job fail, once."""
         del now
         return self._conclusion.fail(reason, why)
 

@@ -23,7 +23,7 @@ __all__ = ["Pending", "UpdateHistory", "start_of"]
 
 
 def start_of(state: CoordinatorState, checkpoint: str) -> Rollback:
-    """The message that begins a term at `state`."""
+    """Returns the message that begins a term at `state`."""
     return Rollback(
         term=state.term,
         version=state.version,
@@ -115,7 +115,7 @@ class UpdateHistory:
         return self.ends_at(self.state)
 
     def ends_at(self, state: CoordinatorState) -> bool:
-        """Whether `state` is at the version that ends training."""
+        """Returns whether `state` is at the version that ends training."""
         return state.version >= self._end_of(state)
 
     @property
@@ -158,22 +158,23 @@ class UpdateHistory:
         self._round += 1
 
     def used_by(self, gradient: GradientId) -> int | None:
-        """The version of the decision that uses this gradient, as far back as some shard may not have applied it."""
+        """Returns the version of the decision that uses this gradient, as far back as some shard may not have applied
+        it."""
         return self._used.get(identity(gradient))
 
     def has_applied(self, shard: int, version: int) -> bool:
-        """Whether a shard has applied the commit of `version`."""
+        """Returns whether a shard has applied the commit of `version`."""
         return self._applied[shard] > version
 
     def state_at(self, term: int, version: int) -> CoordinatorState | None:
-        """A copy of the state at `version` of some shard, or None if the history is past it, or is another."""
+        """Returns a copy of the state at `version` of some shard, or None if the history is past it, or is another."""
         if term != self.state.term:
             return None
         state = self.state if version == self.state.version else self._before.get(version)
         return None if state is None else state.copy()
 
     def norm_request(self, pending: Pending) -> NormRequest:
-        """The request that shards answer before a decision becomes a commit."""
+        """Returns the request that shards answer before a decision becomes a commit."""
         commit = pending.commit
         return NormRequest(
             term=commit.term,
@@ -236,7 +237,7 @@ class UpdateHistory:
                 pending.norms[shard] = norm.sum_of_squares
 
     def release(self) -> list[Pending]:
-        """The decisions that have become commits now, in order of version."""
+        """Returns the decisions that have become commits now, in order of version."""
         out: list[Pending] = []
         while self._pending:
             pending = self._pending[0]
@@ -298,17 +299,18 @@ class UpdateHistory:
             del self._before[old]
 
     def replays_from(self, version: int) -> bool:
-        """Whether a shard at `version` can reach the newest one with the commits that are kept."""
+        """Returns whether a shard at `version` can reach the newest one with the commits that are kept."""
         first = self._commits[0].version if self._commits else self.state.version - len(self._pending)
         return first <= version <= self.state.version
 
     def replay(self, shard: int, version: int) -> list[Commit | NormRequest]:
-        """The messages that a shard at `version`, from which `replays_from` is true, has missed."""
+        """Returns the messages that a shard at `version`, from which `replays_from` is true, has missed."""
         self._applied[shard] = max(self._applied[shard], version)
         commits = [commit for commit in self._commits if commit.version >= version]
         return [*commits, *(self.norm_request(pending) for pending in self._pending if pending.needs_norms)]
 
     def holds_next(self, version: int, prepared: Sequence[Contribution]) -> bool:
-        """Whether a shard at `version` that holds the mean of `prepared` can apply the next commit, if there is one."""
+        """Returns whether a shard at `version` that holds the mean of `prepared` can apply the next commit, if there is
+        one."""
         due = next((commit for commit in self._commits if commit.version == version), None)
         return due is None or tuple(due.contributions) == tuple(prepared)

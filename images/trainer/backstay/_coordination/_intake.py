@@ -119,7 +119,7 @@ class Intake:
         return out, self.ledger.hold(shard, staged)
 
     def abandon(self, shard: int, gradient: GradientId) -> list[Decision]:
-        """A shard lost a gradient of the current term, of which no update can have all parts any more.
+        """Drop a gradient of the current term of which a shard has lost its part, so that no update can use it.
 
         Shards that hold other parts free their memory, and its worker sends it again. Otherwise a worker that stops in
         the middle would keep the memory of shard 0 until its heartbeats are missed (decision 0029).
@@ -179,7 +179,8 @@ class Intake:
         return out
 
     def uncertain(self) -> list[tuple[int, Staged]]:
-        """The reports that `staged` could not decide about, with their shards; call `staged` again with each."""
+        """Returns the reports that `staged` could not decide about, with their shards; call `staged` again with
+        each."""
         found, self._uncertain = self._uncertain, []
         return found
 
@@ -200,7 +201,7 @@ class Intake:
         return counted
 
     def late(self, gradient: GradientId) -> list[Decision]:
-        """A gradient that shard 0 did not keep: count it, if an update without it is certain."""
+        """Count a gradient that shard 0 did not keep, if an update without it is certain."""
         late = self._judge(self._history.certain, gradient) == RejectReason.LATE
         return [self._count(gradient, Outcome.LATE, GradientInfo())] if late and not self._is_counted(gradient) else []
 
@@ -226,7 +227,7 @@ class Intake:
     # ---- Inside ----
 
     def _judge(self, state: CoordinatorState, gradient: GradientId) -> RejectReason:
-        """Whether an update after `state` can use a gradient, and the reason if none can."""
+        """Returns whether an update after `state` can use a gradient, and the reason if none can."""
         if gradient.term != state.term:
             return RejectReason.OLD_TERM
         if self._history.ends_at(state) or self._conclusion.finished is not None:
@@ -246,7 +247,7 @@ class Intake:
         return _ACCEPTED
 
     def _replaces(self, complete: GradientId, gradient: GradientId) -> bool:
-        """Whether `gradient` replaces the complete gradient of the same rank.
+        """Returns whether `gradient` replaces the complete gradient of the same rank.
 
         In a job with standbys, a worker may detect a server's death before the coordinator does. Then it sends again a
         gradient that is no longer complete."""

@@ -11,7 +11,7 @@ __all__ = ["HeldContribution", "Ledger", "identity", "sent", "used_in"]
 
 
 def identity(gradient: GradientId) -> tuple[int, ...]:
-    """All fields of a gradient's id as a key, because messages have no hash."""
+    """Returns all fields of a gradient's id as a key, because messages have no hash."""
     return (
         gradient.term,
         gradient.version,
@@ -30,7 +30,8 @@ def sent(gradient: GradientId) -> tuple[int, int]:
 def used_in(
     commit: Commit | None, worker: tuple[int, int] | None, key_step: int | None
 ) -> tuple[RejectReason, int] | None:
-    """The outcome of a worker's contribution in an update, and its next key step, or None if the update has none.
+    """Returns the outcome of a worker's contribution in an update, and its next key step, or None if the update has
+    none.
 
     Args:
         worker: its rank and incarnation.
@@ -66,11 +67,11 @@ class Ledger:
         self._refused: dict[int, tuple[GradientId, RejectReason]] = {}
 
     def newest(self, rank: int) -> tuple[int, int]:
-        """The newest (incarnation, attempt) of `rank` that any shard held."""
+        """Returns the newest (incarnation, attempt) of `rank` that any shard held."""
         return self._newest.get(rank, (-1, -1))
 
     def complete_of(self, rank: int) -> Staged | None:
-        """The complete gradient of `rank`, if there is one."""
+        """Returns the complete gradient of `rank`, if there is one."""
         return self._gathered.get(rank) or self._complete.get(rank)
 
     @property
@@ -92,11 +93,11 @@ class Ledger:
             self._gathered[rank] = self._complete.pop(rank)
 
     def open(self) -> list[Staged]:
-        """All undecided gradients."""
+        """Returns all undecided gradients."""
         return [held.staged for of_rank in self._by_rank.values() for held in of_rank.values()]
 
     def of_rank(self, rank: int) -> list[Staged]:
-        """The undecided gradients of `rank`."""
+        """Returns the undecided gradients of `rank`."""
         return [held.staged for held in self._by_rank.get(rank, {}).values()]
 
     def hold(self, shard: int, staged: Staged) -> bool:
@@ -113,7 +114,7 @@ class Ledger:
         return True
 
     def lacking(self, gradient: GradientId) -> list[int]:
-        """The shards that do not hold all of a gradient that some shard holds; none of a complete one."""
+        """Returns the shards that do not hold all of a gradient that some shard holds; none of a complete one."""
         held = self._by_rank.get(gradient.rank, {}).get(identity(gradient))
         complete = self.complete_of(gradient.rank)
         if held is None or (complete is not None and complete.id == gradient):
@@ -155,7 +156,7 @@ class Ledger:
             self._refused[gradient.rank] = gradient, reason
 
     def refusal_of(self, gradient: GradientId) -> RejectReason:
-        """Why a gradient that a shard reports was refused before; unspecified: it was not.
+        """Returns why a gradient that a shard reports was refused before; unspecified: it was not.
 
         A gradient that its worker sent before the newest refused one counts as abandoned, unless it is undecided.
         """

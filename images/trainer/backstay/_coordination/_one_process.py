@@ -70,7 +70,7 @@ class Course:
         self._shows = self._stores = self._asks = False
 
     def next(self, *, leaving: bool, ahead: int) -> Next:
-        """The next action, or None if there is none, because training has ended or this process leaves.
+        """Returns the next action, or None if there is none, because training has ended or this process leaves.
 
         Args:
             leaving: whether a signal ends this process.

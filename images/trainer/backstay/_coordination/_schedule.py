@@ -45,11 +45,11 @@ class Schedule:
         return frozenset(self._in_flight)
 
     def in_flight(self, version: int) -> bool:
-        """Whether shards are writing this version."""
+        """Returns whether shards are writing this version."""
         return version in self._in_flight
 
     def due(self, now: float, version: int) -> bool:
-        """Whether the update that makes `version` is to be stored."""
+        """Returns whether the update that makes `version` is to be stored."""
         if self._in_flight:
             return False
         if self._owed:
@@ -74,11 +74,11 @@ class Schedule:
         return flight if len(flight.files) == self._shards else None
 
     def waited_for(self, shard: int) -> list[int]:
-        """The versions in flight of which `shard` has not stored its files."""
+        """Returns the versions in flight of which `shard` has not stored its files."""
         return [version for version, flight in self._in_flight.items() if shard not in flight.files]
 
     def overdue(self, now: float, seconds: float) -> list[int]:
-        """The versions that have been in flight for at least this time."""
+        """Returns the versions that have been in flight for at least this time."""
         return [version for version, flight in self._in_flight.items() if now - flight.began >= seconds]
 
     def end(self, version: int) -> None:
@@ -91,7 +91,7 @@ class Schedule:
         self._owed = True
 
     def since(self, now: float) -> float:
-        """Seconds since a checkpoint was begun."""
+        """Returns the seconds since a checkpoint was begun."""
         return now - self._began
 
     def resume(self, now: float, since: float, *, version: int, newest: int) -> None:

@@ -59,7 +59,7 @@ class Succession:
         return len(self._servers) == self._rules.shards
 
     def connected(self, shard: int, incarnation: int, term: int) -> bool:
-        """A server connected, which had received `term`. Returns whether it replaces one that was connected before."""
+        """Record a connected server, which had received `term`. Returns whether it replaces another one."""
         before, self._servers[shard] = self._servers.get(shard, incarnation), incarnation
         self._above = max(self._above, term)
         return incarnation > before
@@ -83,12 +83,12 @@ class Succession:
         return True
 
     def lose(self, shard: int) -> list[Decision]:
-        """A shard lost its part of the history."""
+        """Begin again, because a shard has lost its part of the history."""
         self._history.lost = True
         return [Restart(shard)]
 
     def adopts(self, last: Commit | None) -> tuple[GradientInfo, ...] | None:
-        """The infos of the contributions of `last`, as far as they are known.
+        """Returns the infos of the contributions of `last`, as far as they are known.
 
         `last` is the newest commit that a shard received. Returns None if it does not become the next of this history.
         """
@@ -103,7 +103,7 @@ class Succession:
         return self._infos
 
     def has_continued(self, term: int, version: int) -> bool:
-        """Whether a shard at (term, version) is past where this term began, or has received a newer term.
+        """Returns whether a shard at (term, version) is past where this term began, or has received a newer term.
 
         The shard continued under a coordinator that stored nothing, or whose successor does not have the term that
         this coordinator began. Only a higher term can follow (T6).
@@ -112,7 +112,7 @@ class Succession:
         return self._above > self._history.state.term or (term, version) > (start.term, start.version)
 
     def worker_at(self, term: int, version: int) -> list[Decision]:
-        """A worker that joins has parameters of (term, version), from before it lost its servers.
+        """Record that a worker that joins has parameters of (term, version), from before it lost its servers.
 
         Updates that the worker has and this history lacks were lost with an earlier coordinator, and are made again.
         With standbys, a worker that is ahead in the same term shows that the coordinator lacks a part of the history.

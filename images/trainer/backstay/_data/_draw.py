@@ -14,7 +14,7 @@ __all__ = ["draw"]
 
 
 def draw(batches: Callable[[BatchKey], Any], key: BatchKey) -> Any:
-    """The batch of a key.
+    """Returns the batch of a key.
 
     Raises:
         BatchesEnded: `batches` raised StopIteration. The traceback is that of the StopIteration.
@@ -42,7 +42,8 @@ def draw(batches: Callable[[BatchKey], Any], key: BatchKey) -> Any:
 
 
 def _without_rows(batch: Any) -> str:
-    """The shapes of a batch's arrays if none of them has a row; empty for a valid batch, and for one without arrays."""
+    """Returns the shapes of a batch's arrays if none of them has a row; empty for a valid batch, and for one without
+    arrays."""
     import jax
 
     shapes = [(path, np.shape(leaf)) for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]]

@@ -40,7 +40,7 @@ class SampleOrder:
 
 
 def _walk(places: _Numbers, size: int, keys: NDArray[np.uint64]) -> _Numbers:
-    """A permutation of ``range(size)`` at `places`, in constant memory.
+    """Returns a permutation of ``range(size)`` at `places`, in constant memory.
 
     A Feistel network permutes the next power of four; where it leaves the range it is applied again (cycle walking):
     https://en.wikipedia.org/wiki/Format-preserving_encryption

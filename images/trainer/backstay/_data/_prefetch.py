@@ -45,7 +45,8 @@ class Prefetcher:
             threading.Thread(target=self._run, name=f"backstay-batches-{number}", daemon=True).start()
 
     def get(self, key: BatchKey, last: int | None = None) -> Any:
-        """The batch of `key`, even after step `last`. Threads then prepare those of the steps after it, up to `last`.
+        """Returns the batch of `key`, even after step `last`. Threads then prepare those of the steps after it, up to
+        `last`.
 
         Raises:
             Exception: any that `batches` raises for this key.
@@ -77,7 +78,7 @@ class Prefetcher:
         return due is not None and replace(key, step=due.step) == due and 0 <= key.step - due.step < self._ahead
 
     def _next(self) -> BatchKey | None:
-        """The first batch that is not prepared yet, if there is room for it."""
+        """Returns the first batch that is not prepared yet, if there is room for it."""
         if self._due is None:
             return None
         for step in range(self._due.step, self._due.step + self._ahead):
@@ -114,7 +115,7 @@ class Prefetcher:
 
 
 def _nbytes(batch: Any) -> int:
-    """The bytes of the arrays in a batch, as far as they are in the usual containers."""
+    """Returns the bytes of the arrays in a batch, as far as they are in the usual containers."""
     if isinstance(batch, Mapping):
         return sum(_nbytes(value) for value in batch.values())
     if isinstance(batch, Sequence) and not isinstance(batch, str | bytes):

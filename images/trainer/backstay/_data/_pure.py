@@ -44,7 +44,7 @@ class CheckedBatches:
             self.rows, self.batch_size = _RowReader(batches), batches.batch_size
 
     def __call__(self, key: BatchKey) -> Any:
-        """The batch of a key.
+        """Returns the batch of a key.
 
         Raises:
             BatchesEnded: `batches` raised StopIteration.
@@ -72,7 +72,7 @@ class _RowReader:
         self._form: _BatchForm | None = None
 
     def __call__(self, key: BatchKey, rows: slice) -> Any:
-        """The rows of the batch of a key. The first call also reads the whole batch.
+        """Returns the rows of the batch of a key. The first call also reads the whole batch.
 
         Raises:
             ConfigurationError: these rows have another structure, dtype or shape than the first batch.
@@ -111,7 +111,7 @@ class _BatchForm:
         return cls(structure, {name: (str(one.dtype), one.shape[1:]) for name, one in arrays.items()})
 
     def difference(self, rows: _BatchForm) -> str:
-        """The way in which some rows differ from the first batch, or an empty text if they have its form."""
+        """Returns the way in which some rows differ from the first batch, or an empty text if they have its form."""
         if rows.structure != self.structure:
             return f"the rows of this pod are {rows.structure}, and the first batch is {self.structure}"
         for name, own in rows.leaves.items():

@@ -39,7 +39,7 @@ class Source(Protocol):
         """
 
     def samples(self, numbers: _Numbers, epochs: _Numbers, seed: int) -> Sequence[Any]:
-        """The samples of these numbers, one by one."""
+        """Returns the samples of these numbers, one by one."""
 
 
 class _Columns:
@@ -69,7 +69,7 @@ class _Columns:
 
 
 def _column(path: Any, column: Any) -> Any:
-    """The column as a NumPy array. An array of h5py or zarr may exceed the memory, so it is read row by row."""
+    """Returns the column as a NumPy array. An array of h5py or zarr may exceed the memory, so it is read row by row."""
     if hasattr(column, "shape") and hasattr(column, "chunks"):
         return column
     try:
@@ -202,7 +202,7 @@ class TokenFile:
         return np.stack(self.samples(numbers, epochs, seed))
 
     def samples(self, numbers: _Numbers, epochs: _Numbers, seed: int) -> list[NDArray[np.int32]]:
-        """The windows of these numbers, one by one."""
+        """Returns the windows of these numbers, one by one."""
         shifts: dict[tuple[int, int], int] = {}
         found = []
         for number, epoch in zip(numbers.tolist(), epochs.tolist(), strict=True):
@@ -245,7 +245,7 @@ def _mapped(path: Path, dtype: np.dtype[Any], window: int) -> NDArray[Any]:
 
 
 def source_of(data: Any) -> Source:
-    """The argument of `from_dataset`, as a `Source`.
+    """Returns the argument of `from_dataset`, as a `Source`.
 
     Raises:
         ConfigurationError: its samples have no numbers.
@@ -273,7 +273,7 @@ def source_of(data: Any) -> Source:
 
 
 def stacked(samples: Sequence[Any]) -> Any:
-    """A batch of samples that are pytrees of one structure.
+    """Returns a batch of samples that are pytrees of one structure.
 
     Raises:
         ConfigurationError: the samples have different structures or shapes.

@@ -75,7 +75,7 @@ class Fault:
     member: int | None = None
 
     def matches(self, role: str, index: int, incarnation: int, member: int = 0) -> bool:
-        """Whether it is for that pod."""
+        """Returns whether it is for that pod."""
         return (
             self.role == role
             and self.index in (None, index)
@@ -100,7 +100,7 @@ class Fault:
 
 
 def parse(text: str) -> tuple[Fault, ...]:
-    """The faults of a script, in its order.
+    """Returns the faults of a script, in its order.
 
     Raises:
         ValueError: a fault cannot be parsed; the message quotes it, and states what would be valid.
@@ -109,7 +109,8 @@ def parse(text: str) -> tuple[Fault, ...]:
 
 
 def faults_of(text: str, config: RuntimeConfig) -> tuple[Fault, ...]:
-    """The faults of a script for a job of this configuration. A worker may have any rank: the job may be scaled.
+    """Returns the faults of a script for a job of this configuration. A worker may have any rank: the job may be
+    scaled.
 
     Raises:
         ValueError: a fault cannot be parsed, or names a pod that the job never has.

@@ -41,7 +41,7 @@ _LEAVE = 10.0  # seconds for the end of JAX, when the scripts of all have ended
 
 
 def form_rank(environment: Environment, stop: Stop) -> Members:
-    """The pods of this worker's rank, once all of them are connected; of any other pod, itself.
+    """Returns the pods of this worker's rank, once all of them are connected; of any other pod, itself.
 
     The second call returns the same.
 

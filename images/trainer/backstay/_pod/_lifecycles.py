@@ -36,7 +36,7 @@ class PodRunner:
     members: Members = ALONE
 
     def worker(self) -> Worker:
-        """The lifecycle of a worker, which `work` runs."""
+        """Returns the lifecycle of a worker, which `work` runs."""
         from .._report import WorkerMeasurements
         from .._roles import Worker
 
@@ -55,7 +55,7 @@ class PodRunner:
                 http.close()
 
     def restore(self, trained: Trained) -> Result:
-        """The result of a job that has ended, in a worker that was created afterwards. Raises as `restored`."""
+        """Returns the result of a job that has ended, in a worker that was created afterwards. Raises as `restored`."""
         from .._roles import restored
 
         restores = True

@@ -17,12 +17,13 @@ _COLUMNS: Final = 80
 
 
 def on_terminal(stream: TextIO | None) -> bool:
-    """Whether `stream` is a terminal that can erase a line. It is None if the process began without it (``2>&-``)."""
+    """Returns whether `stream` is a terminal that can erase a line. It is None if the process began without it
+    (``2>&-``)."""
     return stream is not None and not stream.closed and stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def line(text: str, step: int, steps: int, seconds: float | None, *, columns: int, ascii_only: bool = False) -> str:
-    """A bar, the share of updates, the time that is left, and `text`.
+    """Returns a bar, the share of updates, the time that is left, and `text`.
 
     Args:
         seconds: seconds until the last update; None: not known yet.
@@ -132,7 +133,7 @@ def _columns(stream: TextIO) -> int:
 
 
 def _clock(seconds: float) -> str:
-    """A duration as a clock shows it: ``0:07``, ``12:30``, ``1:02:03``."""
+    """Returns a duration as a clock shows it: ``0:07``, ``12:30``, ``1:02:03``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

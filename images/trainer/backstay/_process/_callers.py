@@ -149,11 +149,11 @@ class Callers:
         self._thread.start()
 
     def __len__(self) -> int:
-        """How many callers there are."""
+        """Returns how many callers there are."""
         return len(self._callers)
 
     def holds(self, caller: Caller) -> bool:
-        """Whether the connection of this caller is open, and is not passed on."""
+        """Returns whether the connection of this caller is open, and is not passed on."""
         return caller in self._callers
 
     def answer(self, caller: Caller, data: bytes) -> None:

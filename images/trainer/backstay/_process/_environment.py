@@ -94,7 +94,7 @@ class Environment:
 
     @classmethod
     def read(cls, variables: Mapping[str, str]) -> Environment | None:
-        """The environment of this pod; None outside of a job.
+        """Returns the environment of this pod; None outside of a job.
 
         Raises:
             ConfigurationError: a variable is missing or malformed; the message names it.

@@ -194,7 +194,8 @@ def end_after_script(code: int, stop: Stop) -> NoReturn:
 
 
 def exit_status(end: SystemExit) -> int:
-    """The exit status of a process that ends with this exception: the lowest byte of a number, and 1 for a text.
+    """Returns the exit status of a process that ends with this exception: the lowest byte of a number, and 1 for a
+    text.
 
     Python uses -1 for a number outside the range of a C long.
     """

@@ -52,7 +52,7 @@ class Failure:
     transient: bool
 
     def fields(self) -> dict[str, Any]:
-        """The fields of a termination message."""
+        """Returns the fields of a termination message."""
         fields: dict[str, Any] = {"reason": self.reason, "message": self.message, "traceback": self.traceback}
         if self.at:
             fields["at"] = self.at
@@ -62,7 +62,7 @@ class Failure:
 
 
 def describe(error: BaseException) -> Failure:
-    """The failure for an exception, with Python's traceback and the paths of the script."""
+    """Returns the failure for an exception, with Python's traceback and the paths of the script."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [(frame.filename, frame.lineno) for frame in frames if is_script(frame.filename)]
     reason, message = type(error).__name__, _text(error) + _folder_of(error)
@@ -100,7 +100,7 @@ def _text(error: BaseException) -> str:
 
 
 def _folder_of(error: BaseException) -> str:
-    """The current folder, if the error is that a relative path does not exist."""
+    """Returns the current folder, if the error is that a relative path does not exist."""
     if not isinstance(error, FileNotFoundError) or not isinstance(error.filename, str | os.PathLike):
         return ""
     if os.path.isabs(error.filename):  # noqa: PTH117  # it may be bytes in a path-like object
@@ -111,7 +111,7 @@ def _folder_of(error: BaseException) -> str:
 
 
 def printed(error: BaseException) -> str:
-    """The traceback as Python prints it, without the frames of Backstay and JAX between those of the script.
+    """Returns the traceback as Python prints it, without the frames of Backstay and JAX between those of the script.
 
     An exception that was raised while no line of the script ran keeps all its frames: it may be a defect of Backstay.
     """
@@ -134,7 +134,8 @@ def printed(error: BaseException) -> str:
 
 
 def _lines(error: BaseException) -> Iterator[str]:
-    """A traceback as from `traceback.format_exception`, without frames of libraries, notes, and earlier exceptions."""
+    """Yields a traceback as from `traceback.format_exception`, without frames of libraries, notes, and earlier
+    exceptions."""
     shown = [
         traceback.FrameSummary(_short(frame.filename), frame.lineno, frame.name, line=frame.line)
         for frame in traceback.extract_tb(error.__traceback__)
@@ -155,7 +156,7 @@ def _bounded(text: str) -> str:
 
 
 def is_script(filename: str) -> bool:
-    """Whether a file of Python belongs to the script, and not to Backstay or a library."""
+    """Returns whether a file of Python belongs to the script, and not to Backstay or a library."""
     if filename.startswith("<"):
         return filename == "<string>"
     path = str(Path(filename).absolute())
@@ -163,7 +164,7 @@ def is_script(filename: str) -> bool:
 
 
 def is_ours(filename: str) -> bool:
-    """Whether a file of Python belongs to Backstay."""
+    """Returns whether a file of Python belongs to Backstay."""
     return str(Path(filename).absolute()).startswith(str(_PACKAGE) + os.sep)
 
 

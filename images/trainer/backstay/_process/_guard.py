@@ -252,7 +252,7 @@ class ConnectionGuard:
                 self.warnings.add(address[0], f"a connection was closed: {why}")
 
     def _why(self, found: _Unproven, number: int, per_host: Counter[str], late: bool) -> str:
-        """The reason why this connection has to be closed, or an empty text if it may stay open."""
+        """Returns the reason why this connection has to be closed, or an empty text if it may stay open."""
         if found.scans >= self._grace_scans:
             return f"no call with this job's token arrived within {self._grace_scans * SCAN_SECONDS:.0f} s"
         if found.scans >= self._crowded_scans and per_host[found.connection[1][0]] > CONTROL_STRANGERS.of_host:

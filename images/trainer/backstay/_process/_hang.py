@@ -49,14 +49,14 @@ def _keep(stream: TextIO) -> None:
 
 
 def output_end() -> str:
-    """The end of what was written, at most 16,384 characters."""
+    """Returns the end of what was written, at most 16,384 characters."""
     with contextlib.suppress(RuntimeError):  # another thread writes meanwhile
         return "".join(_written)[-_OUTPUT_CHARS:]
     return ""
 
 
 def stacks() -> str:
-    """The stack of each thread, the main thread's first; the innermost call last."""
+    """Returns the stack of each thread, the main thread's first; the innermost call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     frames = sorted(sys._current_frames().items(), key=lambda item: (item[0] != main, names.get(item[0], "")))
@@ -69,7 +69,8 @@ def stacks() -> str:
 
 
 def script_stacks() -> str:
-    """The calls of each thread that runs code of the script; if none does, the main thread's. At most 8,192 characters.
+    """Returns the calls of each thread that runs code of the script; if none does, the main thread's. At most 8,192
+    characters.
 
     A thread in a library that the script called runs code of the script. A thread in Backstay, or in a library that
     Backstay called, does not. Calls outside of the script's are left out.
@@ -84,7 +85,8 @@ def script_stacks() -> str:
 
 
 def _of_script(frame: FrameType) -> traceback.StackSummary:
-    """The calls from the one by which Backstay, or Python, entered the script, or none if the thread has left it."""
+    """Returns the calls from the one by which Backstay, or Python, entered the script, or none if the thread has left
+    it."""
     stack = traceback.extract_stack(frame)
     ours = [at for at, call in enumerate(stack) if is_ours(call.filename)]
     inner = stack[ours[-1] + 1 :] if ours else stack[:]
@@ -93,7 +95,7 @@ def _of_script(frame: FrameType) -> traceback.StackSummary:
 
 
 def hang_report(doing: Doing | None, now: float, others: str = "") -> HangReport | None:
-    """The state of this pod, which gets SIGTERM, or None if it does not hang.
+    """Returns the state of this pod, which gets SIGTERM, or None if it does not hang.
 
     Args:
         doing: what the main thread does, or that of another pod of the rank, for which it waits.

@@ -78,7 +78,7 @@ class Reporter:
         self._last: float | None = None
 
     def due(self, now: float) -> bool:
-        """Whether `report` writes a line or draws the bar at `now`."""
+        """Returns whether `report` writes a line or draws the bar at `now`."""
         return self._last is None or now - self._last >= self._seconds
 
     def report(

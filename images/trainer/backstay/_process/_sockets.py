@@ -96,7 +96,7 @@ def reset_peers(port: int | None, wanted: Callable[[Address], bool]) -> int:
 
 
 def socket_descriptors() -> Iterator[tuple[int, int]]:
-    """The number and the inode of every open socket of this process."""
+    """Yields the number and the inode of every open socket of this process."""
     names: Iterable[str] | range
     try:
         names = os.listdir("/dev/fd")  # noqa: PTH208  # Linux and macOS; a Path for each would cost more
@@ -114,7 +114,7 @@ def socket_descriptors() -> Iterator[tuple[int, int]]:
 
 
 def connection_of(number: int) -> Connection | None:
-    """The TCP connection of a descriptor, or None if it is not a connected TCP socket."""
+    """Returns the TCP connection of a descriptor, or None if it is not a connected TCP socket."""
     with contextlib.suppress(OSError), _duplicate(number) as sock:  # a listening socket has no peer
         if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
             return socket_address(sock.getsockname()), socket_address(sock.getpeername())
@@ -132,7 +132,7 @@ def reset_one(number: int, connection: Connection) -> bool:
 
 
 def received_bytes(number: int) -> int:
-    """The bytes received on a connection since it was opened; 0 where the system does not report them."""
+    """Returns the bytes received on a connection since it was opened; 0 where the system does not report them."""
     if not sys.platform.startswith("linux"):
         return 0
     with contextlib.suppress(OSError), _duplicate(number) as sock:
@@ -144,7 +144,7 @@ def received_bytes(number: int) -> int:
 
 
 def peer_address(peer: str) -> Address:
-    """The address of ``ipv4:127.0.0.1:4242`` or ``ipv6:%5Bfe80::1%252%5D:4242``, as gRPC writes a peer."""
+    """Returns the address of ``ipv4:127.0.0.1:4242`` or ``ipv6:%5Bfe80::1%252%5D:4242``, as gRPC writes a peer."""
     host, _, port = peer.partition(":")[2].rpartition(":")
     host = unquote(host).strip("[]").removeprefix("::ffff:")
     return (host, int(port)) if port.isdigit() else (peer, 0)
@@ -171,7 +171,7 @@ def _duplicate(number: int) -> Iterator[socket.socket]:
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens for TCP connections, and waits without limit.
+    """Returns a socket that listens for TCP connections, and waits without limit.
 
     Args:
         host: address to bind. ``0.0.0.0`` and ``::`` mean all addresses, of IPv4 and of IPv6, as they do in gRPC.
@@ -188,7 +188,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 def socket_address(name: tuple[Any, ...]) -> Address:
-    """The address of a socket, with the number of its interface if it is link-local, as gRPC writes it.
+    """Returns the address of a socket, with the number of its interface if it is link-local, as gRPC writes it.
 
     Args:
         name: what `getsockname` or `getpeername` returned.

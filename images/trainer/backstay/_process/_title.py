@@ -20,7 +20,7 @@ _LONGEST: Final = 15
 
 
 def process_name(role: str, index: int, *, standby: bool = False) -> str:
-    """The name that the process shows, such as ``worker-3``, ``server-0``, ``standby-0`` or ``evaluator-0``.
+    """Returns the name that the process shows, such as ``worker-3``, ``server-0``, ``standby-0`` or ``evaluator-0``.
 
     Args:
         role: a value of the role label.

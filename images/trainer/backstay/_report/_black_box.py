@@ -154,7 +154,7 @@ class BlackBox:
             reply.death_reports.extend(self._stored)
 
     def _make(self, slot: str, incarnation: int, entry: Mapping[str, Any]) -> bool:
-        """Whether the report will be written."""
+        """Returns whether the report will be written."""
         with self._lock:
             hung = self._hung.get((slot, incarnation))
 
@@ -189,7 +189,7 @@ class BlackBox:
 
 
 def updated(before: bytes | None, about: Mapping[str, Any], status: Mapping[str, Any]) -> bytes:
-    """The content of a history's file.
+    """Returns the content of a history's file.
 
     Args:
         before: the content until now, which may have entries that the status has dropped; None: there is no file.
@@ -207,7 +207,7 @@ def updated(before: bytes | None, about: Mapping[str, Any], status: Mapping[str,
 
 
 def _last_spans(messages: Sequence[bytes], incarnation: int) -> Sequence[dict[str, Any]]:
-    """The newest spans of a pod, oldest first; their times are those of its wall clock."""
+    """Returns the newest spans of a pod, oldest first; their times are those of its wall clock."""
     found: list[dict[str, Any]] = []
     try:
         for data in messages:
@@ -232,7 +232,7 @@ def _last_spans(messages: Sequence[bytes], incarnation: int) -> Sequence[dict[st
 
 
 def _unix(text: Any) -> float:
-    """A time of the API as Unix time, or 0 if there is none."""
+    """Returns a time of the API as Unix time, or 0 if there is none."""
     try:
         return datetime.fromisoformat(text).timestamp()
     except (ValueError, TypeError):

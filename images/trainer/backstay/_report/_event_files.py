@@ -93,7 +93,7 @@ class EventFiles:
         self._records.write(event_pb2.Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
 
     def open(self, path: str) -> io.BytesIO:
-        """The file that `RecordWriter` writes to: the method of a writer factory of tensorboardX."""
+        """Returns the file that `RecordWriter` writes to: the method of a writer factory of tensorboardX."""
         del path
         self._buffer = io.BytesIO()
         return self._buffer

@@ -68,7 +68,7 @@ def _missing(caller: Caller) -> int:
 
 
 def _path(head: bytes) -> str | None:
-    """The path of a request with GET, without its query, or None if it is another request."""
+    """Returns the path of a request with GET, without its query, or None if it is another request."""
     words = head.partition(b"\n")[0].decode("latin-1").split()
     if len(words) != 3 or words[0] != "GET" or not words[2].startswith("HTTP/1."):
         return None
@@ -142,7 +142,7 @@ class Pages:
             self._rested = time.monotonic() + (time.thread_time() - began) * (1 / SHARE - 1)
 
     def choose(self, now: float) -> tuple[Caller, str] | None:
-        """The large page to make now, and its caller, or None if there is none yet."""
+        """Returns the large page to make now, and its caller, or None if there is none yet."""
         if self._reader is not None and not self._holds(self._reader):
             self._reader, self._read = None, now
         if now < self._rested:

@@ -78,13 +78,13 @@ class _MetricRow(Generic[_M]):
         return series
 
     def made(self, registry: CollectorRegistry | None) -> _M:
-        """The metric, in the registry of a pod that exports it."""
+        """Returns the metric, in the registry of a pod that exports it."""
         labels = (*_WHO, *self.labels)
         more: dict[str, Any] = self._more
         return self.kind(self.name, self.text, labels, namespace="backstay", registry=registry, **more)
 
     def series(self, metrics: PodMetrics, *values: object) -> _M:
-        """The series with these values of the row's labels."""
+        """Returns the series with these values of the row's labels."""
         found: _M = metrics.family(self).labels(*metrics.who, *map(str, values))
         return found
 
@@ -340,7 +340,7 @@ class PodMetrics:
         return list(self._made.values())
 
     def family(self, row: _MetricRow[_M]) -> _M:
-        """The metric of a row."""
+        """Returns the metric of a row."""
         return cast(_M, self._made[row.attribute])
 
     def stragglers(self, delays: Mapping[int, float]) -> None:
@@ -359,12 +359,12 @@ class PodMetrics:
         self.tensor_bytes("received").inc(received)
 
     def exports(self, family: MetricWrapperBase) -> bool:
-        """Whether this pod exports a metric."""
+        """Returns whether this pod exports a metric."""
         of = self.exporters[family._name]
         return of == _EVERY or of in self._kinds
 
     def page(self) -> bytes:
-        """The text that a scrape gets."""
+        """Returns the text that a scrape gets."""
         return generate_latest(_WithoutCreated(self.registry))
 
 
@@ -386,7 +386,7 @@ class _WithoutCreated:
 
 
 def metric_names(role: Role | None = None, index: int = 0) -> frozenset[str]:
-    """The names of all time series that the pods of a role export, as a query writes them; not `process_*`.
+    """Returns the names of all time series that the pods of a role export, as a query writes them; not `process_*`.
 
     Args:
         role: a role; None: all roles.

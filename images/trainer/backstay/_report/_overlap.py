@@ -33,7 +33,7 @@ class OverlapTimer:
         self._ended = self._thread.submit(self._end_of, wait)
 
     def seconds(self, since: float, until: float) -> float:
-        """How long the computation ran between these two times; 0 if none has begun since the last call."""
+        """Returns how long the computation ran between these two times; 0 if none has begun since the last call."""
         ended, self._ended = self._ended, None
         if ended is None:
             return 0.0

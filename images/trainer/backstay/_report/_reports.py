@@ -37,7 +37,7 @@ class Throttle:
         self._last: float | None = None
 
     def due(self, now: float, *, force: bool = False) -> bool:
-        """Whether enough time has passed since the last call that was let through."""
+        """Returns whether enough time has passed since the last call that was let through."""
         if not force and self._last is not None and now - self._last < self._seconds:
             return False
         self._last = now

@@ -84,12 +84,12 @@ class SpanCollector:
                 self._dropped += len(oldest)
 
     def spans(self, slot: str) -> list[bytes]:
-        """The messages of the pods of a slot, such as ``worker-3``."""
+        """Returns the messages of the pods of a slot, such as ``worker-3``."""
         with self._lock:
             return [spans for name, spans in self._kept if name == slot]
 
     def timeline(self) -> bytes:
-        """A serialized `Timeline`."""
+        """Returns a serialized `Timeline`."""
         with self._lock:
             kept, dropped = [spans for _, spans in self._kept], self._dropped
         return Timeline(
@@ -158,7 +158,7 @@ class Tracing:
             port.trace = self.timeline
 
     def timeline(self) -> bytes:
-        """A serialized `Timeline`, up to now."""
+        """Returns a serialized `Timeline`, up to now."""
         self._own()
         return self._collector.timeline()
 
@@ -167,8 +167,8 @@ class Tracing:
         self._collector.add(peer, spans)
 
     def copies(self, rank: int) -> list[bytes]:
-        """The messages about this server since the last call, for the heartbeat of the worker `rank`. One worker keeps
-        them for the next server; another one takes its place when it is silent.
+        """Returns the messages about this server since the last call, for the heartbeat of the worker `rank`. One
+        worker keeps them for the next server; another one takes its place when it is silent.
         """
         with self._lock:
             now = self._clock()

@@ -36,7 +36,7 @@ class Carried:
             self._received += received
 
     def totals(self) -> tuple[int, int]:
-        """All bytes, and about how many there would be without codecs."""
+        """Returns all bytes, and about how many there would be without codecs."""
         with self._lock:
             sent, received = self._sent, self._received
         return sent + received, round(sent * self._gradients + received * self._parameters)
@@ -79,8 +79,8 @@ class Traffic:
             self._of_rank[identity.rank] = _Known(identity.incarnation, now, now)
 
     def mean(self) -> Mapping[str, float]:
-        """The bytes of an update and worker by `CARRIED`, and by `EXACT` without codecs, which is empty before the
-        second update."""
+        """Returns the bytes of an update and worker by `CARRIED`, and by `EXACT` without codecs, which is empty before
+        the second update."""
         updates, carried, exact = self._ended
         for known in self._of_rank.values():
             more = _passed(known)

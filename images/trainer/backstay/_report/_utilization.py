@@ -56,7 +56,7 @@ class Utilization:
 
 
 def _memory_of(device: Any) -> dict[str, int]:
-    """The memory statistics of a device. They are empty if it reports none, as processors do."""
+    """Returns the memory statistics of a device. They are empty if it reports none, as processors do."""
     try:
         return device.memory_stats() or {}
     except (AttributeError, RuntimeError):  # of backends that do not implement the call

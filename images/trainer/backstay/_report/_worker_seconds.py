@@ -115,7 +115,7 @@ class WorkerSeconds:
                 self._versions, self._applied = [version], [self._seconds["applied"]]
 
     def report(self, saved: int = 0) -> control_pb2.WorkerSeconds:
-        """The seconds until now; what is being done counts as what it most likely is.
+        """Returns the seconds until now; what is being done counts as what it most likely is.
 
         Args:
             saved: the version of the newest complete checkpoint.
@@ -157,7 +157,7 @@ class WorkerSeconds:
 
 
 def process_age(proc: Path = Path("/proc")) -> float:
-    """Seconds since this process started; 0 where the system does not say."""
+    """Returns the seconds since this process started; 0 where the system does not say."""
     try:
         fields = (proc / "self" / "stat").read_text().rpartition(")")[2].split()
         started = int(fields[19]) / os.sysconf(

@@ -103,7 +103,7 @@ class Contributions:
     def compute(
         self, pulled: Pulled, params: Sequence[Any], received: Selection | None
     ) -> tuple[ComputedContribution, Pulled]:
-        """The next contribution, and what it was computed from.
+        """Returns the next contribution, and what it was computed from.
 
         Args:
             pulled: the newest answer, with these parameters.
@@ -190,7 +190,7 @@ class Contributions:
         self._observer.seconds.ended("compiling")
 
     def info(self, contribution: ComputedContribution, measured: GradientInfo) -> GradientInfo:
-        """The summary for the end mark of a contribution; waits until it is computed.
+        """Returns the summary for the end mark of a contribution; waits until it is computed.
 
         Args:
             measured: see `WorkerObserver`.

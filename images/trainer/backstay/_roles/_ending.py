@@ -138,11 +138,11 @@ class ServerEnd:
             return True
 
     def expects_newcomers(self, now: float) -> bool:
-        """Whether workers that the previous server of the shard has cut off may connect again."""
+        """Returns whether workers that the previous server of the shard has cut off may connect again."""
         return self._took_over is not None and now < self._took_over + self._times.newcomer
 
     def expects_rank_0(self, waited: float, *, already_complete: bool) -> bool:
-        """Whether rank 0 may still evaluate the result of training that a previous server has completed.
+        """Returns whether rank 0 may still evaluate the result of training that a previous server has completed.
 
         Other workers with the result join such a server again soon, and are not waited for any longer.
 
@@ -154,7 +154,7 @@ class ServerEnd:
         return replaces and waited < (self._times.newcomer if self._returned else self._times.latecomer)
 
     def stays(self, waited: float, *, stored: bool, awaited: bool) -> bool:
-        """Whether the server stays longer.
+        """Returns whether the server stays longer.
 
         Args:
             waited: seconds since the end.
@@ -388,7 +388,7 @@ _SEEN_END: Final[Form[_SeenEnd]] = Form(lambda outcome: json.dumps(asdict(outcom
 
 
 def _first_error(results: Sequence[tuple[dict[str, float], str]]) -> tuple[dict[str, float], str]:
-    """The evaluation of a rank, from those of its pods."""
+    """Returns the evaluation of a rank, from those of its pods."""
     return next((({}, error) for _, error in results if error), results[0])
 
 
@@ -432,7 +432,7 @@ class WorkerEnd:
         return metrics
 
     def _evaluated(self, step: int, params: Any, state: Any) -> tuple[dict[str, float], str]:
-        """The metrics of the first member of the rank, or the error of one for which `evaluate` raised."""
+        """Returns the metrics of the first member of the rank, or the error of one for which `evaluate` raised."""
         metrics: dict[str, float] = {}
         error = ""
         try:
@@ -452,7 +452,7 @@ class WorkerEnd:
         end_now(self._env.termination_log, {"reason": "EvaluateRaised", "message": text}, 1)
 
     def wait(self, step: int, *, went_back: Callable[[], bool], moved: Callable[[], bool]) -> JobState | None:
-        """The result of `_wait` in the first member of the rank. Raises as it does."""
+        """Returns the result of `_wait` in the first member of the rank. Raises as it does."""
 
         def outcome() -> _SeenEnd:
             try:

@@ -17,10 +17,11 @@ class KeySteps(Protocol):
     """One rank's count of its contributions. It selects their batches, and decides what is sent again."""
 
     def next(self, version: int) -> int:
-        """The key step of a contribution that is computed from the parameters of `version`."""
+        """Returns the key step of a contribution that is computed from the parameters of `version`."""
 
     def last(self, steps: int) -> int | None:
-        """The key step of the last contribution of a training with this many updates, or None if it is not known."""
+        """Returns the key step of the last contribution of a training with this many updates, or None if it is not
+        known."""
 
     def joined(self, key_step: int) -> None:
         """The coordinator's count, when this worker joins."""
@@ -29,7 +30,7 @@ class KeySteps(Protocol):
         """The coordinator answered the contribution of this key step."""
 
     def undecided(self, key_step: int, at: Pulled, pulled: Pulled) -> bool:
-        """Whether a contribution may still be applied after its answer was lost, so that it is sent again.
+        """Returns whether a contribution may still be applied after its answer was lost, so that it is sent again.
 
         Args:
             key_step: the contribution's `key_step`.

@@ -30,7 +30,8 @@ class NextContribution:
         self._next = term, contribution, at
 
     def take(self, term: int, key: BatchKey) -> tuple[ComputedContribution, Pulled] | None:
-        """The contribution of `key`, which is due, and what it was computed from, or None if it was not started."""
+        """Returns the contribution of `key`, which is due, and what it was computed from, or None if it was not
+        started."""
         found, self._next = self._next, None
         if found is None or (found[0], found[1].key) != (term, key):
             return None

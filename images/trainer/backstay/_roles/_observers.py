@@ -47,7 +47,7 @@ class SecondsObserver(Protocol):
         """The updates from `version` on were discarded."""
 
     def report(self, saved: int = 0) -> WorkerSeconds:
-        """The seconds until now, for a heartbeat; `saved` is the version of the newest complete checkpoint."""
+        """Returns the seconds until now, for a heartbeat; `saved` is the version of the newest complete checkpoint."""
 
     @property
     def rounded(self) -> list[float]:
@@ -62,7 +62,7 @@ class WorkerObserver(Protocol):
         """The parts of the time of this process."""
 
     def measured(self) -> GradientInfo:
-        """The fields of a contribution's summary that are measured here, before it is sent."""
+        """Returns the fields of a contribution's summary that are measured here, before it is sent."""
 
     def carried(self, sent: int, received: int) -> None:
         """These bytes of tensors were sent and received."""
@@ -137,7 +137,7 @@ class ServerObserver(Protocol):
         """A worker or evaluator left."""
 
     def copies(self, rank: int) -> Sequence[bytes]:
-        """The spans of this server that the worker `rank` keeps for the next server."""
+        """Returns the spans of this server that the worker `rank` keeps for the next server."""
 
     def add_spans(self, peer: Peer, spans: bytes) -> None:
         """Another server, or a peer that leaves, sent its spans, a serialized `Spans`."""
@@ -201,19 +201,19 @@ class JobHistoryObserver(Observer, Protocol):
     # ---- Facts ----
 
     def evaluation(self) -> tuple[int | None, dict[str, float]]:
-        """The step and the metrics of the newest evaluation; before the first, None and no metrics."""
+        """Returns the step and the metrics of the newest evaluation; before the first, None and no metrics."""
 
     def evaluation_of(self, step: int) -> dict[str, float]:
-        """The result of the evaluation of this step; empty if it failed or is not the newest one."""
+        """Returns the result of the evaluation of this step; empty if it failed or is not the newest one."""
 
     def examples(self) -> int | None:
-        """The examples of each contribution of the newest update, or None if they differ or there are none."""
+        """Returns the examples of each contribution of the newest update, or None if they differ or there are none."""
 
     def newest_checkpoint(self) -> CheckpointStatus:
-        """The newest complete checkpoint; of step 0 and without a URI before the first."""
+        """Returns the newest complete checkpoint; of step 0 and without a URI before the first."""
 
     def last_report(self, state: CoordinatorState, start: Rollback | None = None) -> dict[str, Any]:
-        """The last report, as rows of the termination message; the arguments are those of `fill`."""
+        """Returns the last report, as rows of the termination message; the arguments are those of `fill`."""
 
     # ---- Calls ----
 

@@ -38,7 +38,8 @@ def check_same_script(members: Members, script: Script, plan: ScriptPlan, peer: 
     request = JoinRequest(peer=peer, leaves=own.leaves, settings={**own.settings, **_of_rank(script, plan)})
 
     def different(every: Sequence[Sequence[JoinRequest]]) -> Sequence[JoinRequest]:
-        """The first member whose script is not the leader's, and the leader, or no members if all have one script."""
+        """Returns the first member whose script is not the leader's, and the leader, or no members if all have one
+        script."""
         (first,), *others = every
         return next(([other, first] for (other,) in others if _difference(other, first)), [])
 
@@ -53,14 +54,15 @@ def check_same_script(members: Members, script: Script, plan: ScriptPlan, peer: 
 
 
 def _difference(other: JoinRequest, first: JoinRequest) -> str:
-    """The reason why a member cannot compute together with the first one, or an empty text if both have one script."""
+    """Returns the reason why a member cannot compute together with the first one, or an empty text if both have one
+    script."""
     here, there = (f"pod {one.peer.member} of {one.peer.role} {one.peer.index}" for one in (first, other))
     own = Agreement(tuple(first.leaves), first.settings)
     return own.difference(other.leaves, other.settings, there, here, (here, f"in {here}", there))
 
 
 def _of_rank(script: Script, plan: ScriptPlan) -> dict[str, str]:
-    """The arguments that only the members of a rank must have in common."""
+    """Returns the arguments that only the members of a rank must have in common."""
     tree = plan.partition.tree
     shardings = script.placement.model(tree)
     divided = [
@@ -78,7 +80,7 @@ def _of_rank(script: Script, plan: ScriptPlan) -> dict[str, str]:
 
 
 def _short(text: str) -> str:
-    """A text of some words; of a long one the beginning, and a digest of all of it."""
+    """Returns a text of some words; of a long one the beginning, and a digest of all of it."""
     if len(text) <= _SHOWN:
         return text or "nothing"
     return f"{text[:_SHOWN]}... ({hashlib.sha256(text.encode()).hexdigest()[:8]})"

@@ -27,7 +27,7 @@ _LOG = logging.getLogger(__name__)
 def restored(
     environment: Environment, trained: Trained, script: Script, plan: ScriptPlan, loaded: Callable[[int], None]
 ) -> Result:
-    """The result of the training, for a worker whose predecessor was lost before `train` returned there.
+    """Returns the result of the training, for a worker whose predecessor was lost before `train` returned there.
 
     If the servers have reported no evaluation, because the checkpoint was complete already, this worker evaluates.
 
@@ -74,7 +74,7 @@ def restored(
 
 
 def _frozen(script: Script, plan: ScriptPlan, checkpoint: Checkpoint) -> FrozenPart:
-    """The frozen arrays, which must be those of the training.
+    """Returns the frozen arrays, which must be those of the training.
 
     Raises:
         CheckpointError: the arrays cannot be read, or are not those of the training.

@@ -427,7 +427,7 @@ class Worker:
         )
 
     def _is_done(self) -> bool:
-        """Whether the servers have reported the end of the job."""
+        """Returns whether the servers have reported the end of the job."""
         return self._members.share("done", FLAG, lambda: self._heart.job.done)
 
     @contextlib.contextmanager

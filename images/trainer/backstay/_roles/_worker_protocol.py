@@ -68,11 +68,12 @@ class WorkerProtocol:
         return back
 
     def next(self, version: int) -> int:
-        """The key step of a contribution that is computed from the parameters of `version`."""
+        """Returns the key step of a contribution that is computed from the parameters of `version`."""
         return self._steps.next(version)
 
     def last(self, steps: int) -> int | None:
-        """The key step of the last contribution of a training with this many updates, or None if it is not known."""
+        """Returns the key step of the last contribution of a training with this many updates, or None if it is not
+        known."""
         return self._steps.last(steps)
 
     def exchange(self, at: Pulled, key_step: int) -> Exchange:
@@ -110,11 +111,11 @@ class Exchange:
         self._again = False
 
     def attempt(self) -> GradientId:
-        """The name of the next attempt to send the contribution."""
+        """Returns the name of the next attempt to send the contribution."""
         return self._protocol._identity(self._at.version, self._key_step)
 
     def answered(self, pulled: Pulled, *, finite: bool) -> Fate:
-        """The servers answered the newest attempt.
+        """Take the answer of the servers to the newest attempt.
 
         Args:
             finite: whether the contribution is finite.
@@ -150,8 +151,8 @@ class Exchange:
         return Fate(outcome, pulled.version if outcome is Outcome.APPLIED else None, _residuals(pulled))
 
     def exchanged(self, pulled: Pulled) -> Iterable[int] | None:
-        """The key steps of the contributions whose fragments the lost answer would have brought, or None in another
-        term.
+        """Returns the key steps of the contributions whose fragments the lost answer would have brought, or None in
+        another term.
 
         Args:
             pulled: as in `repeats`.
@@ -164,7 +165,7 @@ class Exchange:
 
 
 def may_be_result(received: Selection | None, *, done: bool) -> bool:
-    """Whether the newest parameters may become the result, after the servers have not sent the exact model.
+    """Returns whether the newest parameters may become the result, after the servers have not sent the exact model.
 
     Args:
         received: the parameters that the newest answer brought; None: all of them. Memory that received a part of the
@@ -175,7 +176,7 @@ def may_be_result(received: Selection | None, *, done: bool) -> bool:
 
 
 def _outcome_of(pulled: Pulled, *, finite: bool) -> Outcome:
-    """The outcome of a contribution, where `Pulled.outcome` is about it."""
+    """Returns the outcome of a contribution, where `Pulled.outcome` is about it."""
     return OUTCOME_OF.get(pulled.outcome, Outcome.APPLIED) if finite else Outcome.NON_FINITE
 
 

@@ -134,7 +134,8 @@ def _check_numbers(script: Any) -> None:
 
 
 def _is_plain(function: object) -> bool:
-    """Whether the signature of a callable is its own. Another one's may be that of the function that it wraps."""
+    """Returns whether the signature of a callable is its own. Another one's may be that of the function that it
+    wraps."""
     if type(function) is partial:
         return not hasattr(function, "__signature__") and _is_plain(function.func)
     if inspect.ismethod(function):

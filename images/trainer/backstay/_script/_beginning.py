@@ -92,7 +92,7 @@ class Beginning:
         return jax.eval_shape(init)
 
     def trained(self, start_from: str = "", needed: Collection[int] | None = None) -> Any:
-        """The model of version 0 without its frozen leaves: parameters, or ``(params, state)``.
+        """Returns the model of version 0 without its frozen leaves: parameters, or ``(params, state)``.
 
         Args:
             start_from: the result of `fixed_start` in the process that decided how the job begins.
@@ -120,7 +120,7 @@ class Beginning:
             self._values(tree.frozen_leaves, tree.frozen_values, tree.leaves, start_from, place=place)
 
     def record(self, digests: Sequence[str], reference: str) -> FrozenRecord:
-        """The description of the frozen leaves for checkpoints and other pods.
+        """Returns the description of the frozen leaves for checkpoints and other pods.
 
         Args:
             digests: the digests of their values, in their order.
@@ -146,7 +146,7 @@ class Beginning:
         )
 
     def reference(self, start_from: str, record: FrozenRecord | None) -> str:
-        """The place where the frozen leaves are read, or an empty text if `init` returns them.
+        """Returns the place where the frozen leaves are read, or an empty text if `init` returns them.
 
         Args:
             start_from: as in `trained`, of a history that begins; empty for one that is continued.
@@ -167,7 +167,7 @@ class Beginning:
         return self.fixed_start()  # of files that have changed, the digests then name the arrays
 
     def fixed_start(self, skip: Callable[[Origin], bool] | None = None) -> str:
-        """The present content of `start_from`, so that all servers read the same; empty without `start_from`.
+        """Returns the present content of `start_from`, so that all servers read the same; empty without `start_from`.
 
         Args:
             skip: see `_checkpoint.fix`.
@@ -191,7 +191,7 @@ class Beginning:
         needed: Collection[int] | None = None,
         place: Callable[[int, Any], Any] = lambda number, value: value,
     ) -> list[Any]:
-        """The values of `leaves`, which `keep` takes out of what `init` returns.
+        """Returns the values of `leaves`, which `keep` takes out of what `init` returns.
 
         Args:
             others, needed, place: as in `read_start`.
@@ -230,7 +230,7 @@ class Beginning:
     def _made_again(
         self, leaves: tuple[LeafSpec, ...], keep: Callable[[Any], list[Any]], of_init: Mapping[int, MadeByInit]
     ) -> dict[int, Any]:
-        """The values of leaves that `init` made for the job of a checkpoint, in which they were frozen.
+        """Returns the values of leaves that `init` made for the job of a checkpoint, in which they were frozen.
 
         Args:
             of_init: these leaves, by number.
@@ -270,7 +270,7 @@ class Beginning:
 
 
 def on_processor() -> Any:
-    """A context in which arrays are computed on a processor, if JAX may use it beside an accelerator."""
+    """Returns a context in which arrays are computed on a processor, if JAX may use it beside an accelerator."""
     import jax
 
     try:
@@ -315,7 +315,7 @@ class FrozenPart:
         self.agreement = replace(self.agreement, frozen=base.digests, frozen_from=reference)
 
     def whole(self, params: Any) -> Any:
-        """All parameters, out of those that train."""
+        """Returns all parameters, out of those that train."""
         return self._beginning.tree.whole(params, self.arrays)
 
     def whole_model(self, params: Any, state: Any) -> tuple[Any, Any]:

@@ -24,7 +24,7 @@ _SHOWN: Final = 80
 def evaluation_of(
     evaluate: Callable[..., Mapping[str, float]], params: Any, state: Any = None, *, has_state: bool = False
 ) -> dict[str, float]:
-    """The result of `evaluate`, as numbers.
+    """Returns the result of `evaluate`, as numbers.
 
     Args:
         evaluate: a function of `params`, or with `has_state` of `params` and `state`.
@@ -60,6 +60,6 @@ def evaluation_of(
 
 
 def shown(value: object) -> str:
-    """A value for a message, which is cut after 80 characters."""
+    """Returns a value for a message, which is cut after 80 characters."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

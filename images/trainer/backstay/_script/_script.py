@@ -122,7 +122,7 @@ class Script:
         return ScriptPlan(parts, rule, arguments, wire)
 
     def objective(self, frozen: Sequence[Any] = ()) -> Objective:
-        """The loss of this script. `frozen`: the values of the frozen leaves, on the devices."""
+        """Returns the loss of this script. `frozen`: the values of the frozen leaves, on the devices."""
         from .._update import Objective
 
         return Objective(self.loss, self.beginning.tree, has_rng=self.has_rng, seed=self.seed, frozen=frozen)
@@ -134,7 +134,7 @@ class Script:
         batch_of: Callable[[BatchKey], Any],
         dispatched: Callable[[ComputedContribution], None] = lambda contribution: None,
     ) -> Computation:
-        """The computation of a worker between a pull and a push.
+        """Returns the computation of a worker between a pull and a push.
 
         Args:
             objective: the loss of this script.
@@ -166,7 +166,7 @@ class Script:
         return placement_of(self.beginning.tree, self.mesh, self.sharding, devices, deterministic=self.deterministic)
 
     def evaluation(self, params: Any, state: Any, placement: Placement | None = None) -> dict[str, float]:
-        """The result of `evaluate`. Raises as `evaluation_of`.
+        """Returns the result of `evaluate`. Raises as `evaluation_of`.
 
         Args:
             params, state: the model.
@@ -182,7 +182,7 @@ class Script:
         return 1 if self.local is None else self.local.batches
 
     def settings(self, plan: ScriptPlan, config: RuntimeConfig | None = None) -> dict[str, str]:
-        """The settings that a user may change between two runs, as text; a change is reported.
+        """Returns the settings that a user may change between two runs, as text; a change is reported.
 
         Args:
             config: the settings of the job; None: one process.
@@ -203,11 +203,11 @@ class Script:
         }
 
     def damping(self, config: RuntimeConfig) -> bool:
-        """Whether Async updates weigh contributions by their staleness."""
+        """Returns whether Async updates weigh contributions by their staleness."""
         return config.staleness_damping or self.damps
 
     def overlaps(self, config: RuntimeConfig) -> bool:
-        """Whether a worker computes its next gradient while the last one is in flight.
+        """Returns whether a worker computes its next gradient while the last one is in flight.
 
         Raises:
             ConfigurationError: `train` was called with local steps, which have their own overlap.
@@ -233,7 +233,7 @@ class Script:
         return Beginning(self.init, self.seed, self.start_from, described, unchanged)
 
     def _unchanged(self) -> Sequence[bool]:
-        """Whether the optimizer never changes each parameter."""
+        """Returns whether the optimizer never changes each parameter."""
         from .._update import unchanged_parameters
 
         return () if self._traced is None else unchanged_parameters(self._traced)
@@ -260,7 +260,7 @@ class Script:
 
 
 def _names(part: FrozenSpec | None) -> str:
-    """The frozen leaves in words, which differ for other leaves."""
+    """Returns the frozen leaves in words, which differ for other leaves."""
     from .._update import some_of
 
     names = [] if part is None else [leaf.path for leaf in part.leaves]
@@ -269,14 +269,15 @@ def _names(part: FrozenSpec | None) -> str:
 
 
 def epochs_of(script: Script) -> Samples | None:
-    """The account of the first epoch; None where `batches` is a function that does not say how large an epoch is."""
+    """Returns the account of the first epoch; None where `batches` is a function that does not say how large an epoch
+    is."""
     batches = script.batches
     return Samples(batches.size, batches.batch_size) if isinstance(batches, Batches) else None
 
 
 def evaluated(script: Script, params: Any, state: Any) -> dict[str, float]:
-    """The result of the script's `evaluate` after training; empty without one. A failure of it costs only the metrics:
-    the log has the exception."""
+    """Returns the result of the script's `evaluate` after training; empty without one. A failure of it costs only the
+    metrics: the log has the exception."""
     if script.evaluate is None:
         return {}
     try:

@@ -37,7 +37,8 @@ class LoadedCheckpoint:
         return treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
     def difference(self, shapes: Any) -> str | None:
-        """The first difference between `shapes` of another checkpoint and of this one; None without a difference."""
+        """Returns the first difference between `shapes` of another checkpoint and of this one; None without a
+        difference."""
         own, leaves = self.shapes
         treedef, others = shapes
         if own != treedef:
@@ -140,7 +141,7 @@ class CheckpointChoice:
         return LoadedCheckpoint(name, manifest.origin.job, params, found.state)
 
     def nothing(self) -> str:
-        """Why there is nothing to serve, for people."""
+        """Returns why there is nothing to serve, for people."""
         if self._only is not None:
             return f"{self.uri} has no checkpoint {self._only}"
         step = "" if self._step is None else f" of step {self._step}"

@@ -122,5 +122,5 @@ def _idle(connection: Any) -> bool:
 
 
 def bounded_protocol(settings: ServingSettings) -> type[HttpToolsProtocol]:
-    """The protocol of connections with these bounds, for uvicorn."""
+    """Returns the protocol of connections with these bounds, for uvicorn."""
     return type("BoundedConnection", (_BoundedConnection,), {"settings": settings})

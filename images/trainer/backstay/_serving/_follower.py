@@ -131,7 +131,8 @@ class CheckpointFollower:
         return False
 
     def _replaces(self, name: ManifestName, left: bool) -> bool:
-        """Whether a checkpoint is newer than the served one. A file that was deleted does not make others newer."""
+        """Returns whether a checkpoint is newer than the served one. A file that was deleted does not make others
+        newer."""
         served = self._served
         return served is None or (name != served and (name > served or left or name.history != served.history))
 

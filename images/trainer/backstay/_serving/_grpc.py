@@ -97,7 +97,7 @@ def _authorization(context: Any) -> str | None:
 
 
 def grpc_server(inference: Inference, bind: str, port: int, largest: int) -> tuple[aio.Server, int]:
-    """The server of gRPC, which is not started, and its port. To be called in the event loop.
+    """Returns the server of gRPC, which is not started, and its port. To be called in the event loop.
 
     Args:
         largest: the largest request in bytes.

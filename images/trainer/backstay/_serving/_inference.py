@@ -56,7 +56,7 @@ class Inference:
         return self.batcher.current is not None and not self.draining
 
     def ready_for(self, name: str, version: str | None) -> bool:
-        """Whether requests for this model and version are accepted; None and an empty text: any version."""
+        """Returns whether requests for this model and version are accepted; None and an empty text: any version."""
         current = self.batcher.current
         return self.ready and name == self.name and current is not None and version in (None, "", current[1].version)
 
@@ -72,7 +72,7 @@ class Inference:
             raise RequestRefused(401, "the request must have the header Authorization: Bearer TOKEN, with the token")
 
     def program_for(self, name: str, version: str | None) -> ServingProgram:
-        """The program that answers requests for a model.
+        """Returns the program that answers requests for a model.
 
         Raises:
             RequestRefused: with 404 for another model or version, with 503 if no version is loaded.
@@ -88,7 +88,7 @@ class Inference:
         return current[0]
 
     async def answer(self, call: InferenceCall, version: str | None) -> BatchAnswer:
-        """The answer to a call.
+        """Returns the answer to a call.
 
         Raises:
             RequestRefused: the queue is full, the call waited too long, or `predict` raised.
@@ -108,7 +108,7 @@ class Inference:
             self._loop.call_soon_threadsafe(_deliver, answered)
 
     def metadata(self) -> dict[str, Any]:
-        """The names, data types and shapes of the model's tensors.
+        """Returns the names, data types and shapes of the model's tensors.
 
         Raises:
             RequestRefused: with 503 if no version is loaded.

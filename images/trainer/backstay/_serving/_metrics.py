@@ -74,15 +74,15 @@ class ServingMetrics:
         return tuple(self._made.values())
 
     def counter(self, name: str) -> Counter:
-        """The counter of that name."""
+        """Returns the counter of that name."""
         return cast(Counter, self._made[name])
 
     def gauge(self, name: str) -> Gauge:
-        """The gauge of that name."""
+        """Returns the gauge of that name."""
         return cast(Gauge, self._made[name])
 
     def histogram(self, name: str) -> Histogram:
-        """The histogram of that name."""
+        """Returns the histogram of that name."""
         return cast(Histogram, self._made[name])
 
     def request(self, protocol: str, status: int, seconds: float) -> None:
@@ -108,5 +108,5 @@ class ServingMetrics:
         self.counter("examples").labels(version)
 
     def page(self) -> bytes:
-        """The page for Prometheus."""
+        """Returns the page for Prometheus."""
         return generate_latest(self.registry)

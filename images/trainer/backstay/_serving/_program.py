@@ -19,7 +19,7 @@ __all__ = ["ServedVersion", "ServingProgram", "padded_sizes"]
 
 
 def padded_sizes(batch: int | Sequence[int]) -> tuple[int, ...]:
-    """The numbers of examples for which `predict` is compiled, ascending.
+    """Returns the numbers of examples for which `predict` is compiled, ascending.
 
     Args:
         batch: the largest one, to which the powers of 2 below it are added; or all of them.
@@ -105,11 +105,11 @@ class ServingProgram:
         return most_request_bytes(self.signature.tensors, self.largest)
 
     def size_for(self, rows: int) -> int:
-        """The number of examples to which a batch of `rows` is padded."""
+        """Returns the number of examples to which a batch of `rows` is padded."""
         return next(size for size in self.sizes if size >= rows)
 
     def run(self, version: ServedVersion, batch: Any, rows: int) -> list[NDArray[Any]]:
-        """The outputs for the first `rows` examples of a batch, which has one of `sizes`."""
+        """Returns the outputs for the first `rows` examples of a batch, which has one of `sizes`."""
         size = len(jax.tree.leaves(batch)[0])
         leaves = jax.tree.leaves(jax.device_get(self._compiled[size](version.params, version.state, batch)))
         return [
@@ -156,7 +156,7 @@ class ServingProgram:
 
 
 def _outputs(tree: Any, size: int) -> tuple[TensorSpec, ...]:
-    """The tensors of a result for `size` examples, whose shapes `tree` has."""
+    """Returns the tensors of a result for `size` examples, whose shapes `tree` has."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator=".") or "output"
         if not leaf.shape or leaf.shape[0] != size:

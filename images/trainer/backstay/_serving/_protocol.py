@@ -175,7 +175,7 @@ def _output(name: Any, program: ServingProgram) -> str:
 def _declared(
     name: Any, datatype: Any, shape: Any, program: ServingProgram, found: Mapping[str, Any]
 ) -> tuple[TensorSpec, tuple[int, ...]]:
-    """The tensor of an input, and its shape with the dimension of the batch, checked without its data."""
+    """Returns the tensor of an input, and its shape with the dimension of the batch, checked without its data."""
     tensors = program.signature.tensors
     tensor = next((tensor for tensor in tensors if tensor.name == name), None)
     if tensor is None:
@@ -260,7 +260,7 @@ def _chosen(
 def answer_rest(
     call: InferenceCall, answer: BatchAnswer, program: ServingProgram, name: str
 ) -> tuple[bytes, int | None]:
-    """The body of the answer, and the size of its JSON if bytes of tensors follow."""
+    """Returns the body of the answer, and the size of its JSON if bytes of tensors follow."""
     outputs = []
     raw = []
     for tensor, array in _chosen(call, answer, program):
@@ -285,7 +285,7 @@ def answer_rest(
 
 
 def answer_grpc(call: InferenceCall, answer: BatchAnswer, program: ServingProgram, name: str) -> Any:
-    """The ``ModelInferResponse``, with its tensors as bytes."""
+    """Returns the ``ModelInferResponse``, with its tensors as bytes."""
     messages, _ = kserve_messages()
     chosen = list(_chosen(call, answer, program))
     return messages.ModelInferResponse(

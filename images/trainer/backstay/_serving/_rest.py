@@ -43,7 +43,7 @@ class _RestAnswer:
 
     @classmethod
     def refusal(cls, refused: RequestRefused) -> _RestAnswer:
-        """The answer to a request that is refused."""
+        """Returns the answer to a request that is refused."""
         headers = {}
         if refused.status in (429, 503):
             headers["retry-after"] = "1"

@@ -50,7 +50,7 @@ _ADDRESSES: Final = ("tcp://", "udp://", "sctp://")
 
 
 def _is_of_service(key: str, value: str) -> bool:
-    """Whether Kubernetes sets this variable because of a Service.
+    """Returns whether Kubernetes sets this variable because of a Service.
 
     https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables
     """

@@ -60,7 +60,7 @@ class TensorSpec:
 
 
 def tensors_of(tree: Any, single: str, what: str) -> tuple[TensorSpec, ...]:
-    """The tensors of a tree, in JAX's order of flattening.
+    """Returns the tensors of a tree, in JAX's order of flattening.
 
     Args:
         tree: a tree of arrays, numbers or ``jax.ShapeDtypeStruct``, without the dimension of the batch.
@@ -97,7 +97,7 @@ def tensors_of(tree: Any, single: str, what: str) -> tuple[TensorSpec, ...]:
 
 
 def most_request_bytes(tensors: Sequence[TensorSpec], rows: int) -> int:
-    """The size of the largest valid request with `rows` examples, in bytes."""
+    """Returns the size of the largest valid request with `rows` examples, in bytes."""
     elements = sum(max(tensor.row_bytes // tensor.dtype.itemsize, 1) for tensor in tensors) * rows
     return max(elements * _JSON_BYTES + _HEAD_BYTES * len(tensors), 1 << 20)
 
@@ -118,7 +118,7 @@ class Signature:
 
     @classmethod
     def of(cls, example: Any) -> Signature:
-        """The signature of an example. Raises `ConfigurationError` as `tensors_of` does."""
+        """Returns the signature of an example. Raises `ConfigurationError` as `tensors_of` does."""
         tensors = tensors_of(example, "input", "`example`")
         leaves, treedef = jax.tree.flatten(example)
         given = [np.dtype(getattr(leaf, "dtype", np.asarray(leaf).dtype)) for leaf in leaves]
@@ -128,7 +128,7 @@ class Signature:
         return cls(tensors, tuple(own), treedef)
 
     def shapes(self, rows: int) -> Any:
-        """The tree that `predict` receives for `rows` examples, with ``jax.ShapeDtypeStruct`` as leaves."""
+        """Returns the tree that `predict` receives for `rows` examples, with ``jax.ShapeDtypeStruct`` as leaves."""
         leaves = [
             jax.ShapeDtypeStruct((rows, *tensor.shape), dtype)  # type: ignore[no-untyped-call]
             for tensor, dtype in zip(self.tensors, self.leaves, strict=True)
@@ -136,7 +136,7 @@ class Signature:
         return jax.tree.unflatten(self.treedef, leaves)
 
     def batch(self, parts: Iterable[Sequence[NDArray[Any]]], rows: int) -> Any:
-        """The tree that `predict` receives.
+        """Returns the tree that `predict` receives.
 
         Args:
             parts: the arrays of each request, in the order of `tensors`.

@@ -171,7 +171,7 @@ class Applier:
             self._coordination.report(norm)
 
     def _prepared(self, term: Term, version: int, contributions: Sequence[Contribution]) -> Operand | None:
-        """The operand of the update of `version`, or None if a gradient or the prepared mean is missing."""
+        """Returns the operand of the update of `version`, or None if a gradient or the prepared mean is missing."""
         prepared = term.prepared
         if prepared is None or not prepared.is_of(version, contributions):
             with self._lock:
@@ -283,7 +283,7 @@ class Applier:
             raise TermOver
 
     def _held(self, contributions: Sequence[Contribution]) -> list[StagedGradient]:
-        """The contributions that this shard holds completely. The caller has the lock."""
+        """Returns the contributions that this shard holds completely. The caller has the lock."""
         found = [self._gradients.find(contribution.id) for contribution in contributions]
         return [gradient for gradient in found if gradient is not None and gradient.complete]
 

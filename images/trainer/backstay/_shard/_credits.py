@@ -57,12 +57,13 @@ class Credits:
         return self._taken
 
     def most(self) -> int:
-        """The most contributions that were in memory at the same time since the last call."""
+        """Returns the most contributions that were in memory at the same time since the last call."""
         most, self._most = self._most, self._taken
         return most
 
     def limit(self, world: int) -> int:
-        """The contributions that may be in memory at the same time, or 0 for any number if there are few ranks."""
+        """Returns the contributions that may be in memory at the same time, or 0 for any number if there are few
+        ranks."""
         limit = held_by_shard(self._counting, self._rules, world)
         return limit if world > limit else 0
 

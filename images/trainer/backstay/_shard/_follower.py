@@ -209,7 +209,7 @@ class Follower:
         return change
 
     def _memory(self, mean: ReplicaMean) -> Staging:
-        """Memory for the blocks of a mean gradient that travel."""
+        """Returns memory for the blocks of a mean gradient that travel."""
         steps = [contribution.id.key_step for contribution in mean.contributions]
         some = self._wire.select(self._wire.selection(steps))
         if some not in self._pools:
@@ -297,7 +297,7 @@ class Follower:
 
 
 def _whole(staging: Staging, nbytes: int) -> list[Bytes]:
-    """The memory of a mean gradient that arrives in one frame. Raises `PeerLost` if it has another size."""
+    """Returns the memory of a mean gradient that arrives in one frame. Raises `PeerLost` if it has another size."""
     try:
         return Cover([block.nbytes for block in staging.blocks]).whole(nbytes, staging.blocks)
     except Refusal as refusal:

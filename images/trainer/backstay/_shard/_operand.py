@@ -24,13 +24,13 @@ class Operand(Protocol):
     """The values that the engine applies for one decision."""
 
     def is_of(self, version: int, contributions: Sequence[Contribution]) -> bool:
-        """Whether it belongs to the decision about `version` that names `contributions`."""
+        """Returns whether it belongs to the decision about `version` that names `contributions`."""
 
     def apply(self, engine: Engine, clip_factor: float) -> None:
         """Start the update."""
 
     def sum_of_squares(self, engine: Engine) -> float:
-        """The sum of squares of the mean gradient's elements in this shard."""
+        """Returns the sum of squares of the mean gradient's elements in this shard."""
 
 
 class Gathered:
@@ -114,7 +114,7 @@ class PreparedMean:
         return cls(version, contributions, mean, infos)
 
     def kept(self) -> PreparedMean:
-        """A copy of the mean in its own memory, which may be sent after the mean is applied."""
+        """Returns a copy of the mean in its own memory, which may be sent after the mean is applied."""
         if not self._borrowed:
             return self
         blocks = [None if block is None else block.copy() for block in self._blocks]

@@ -44,7 +44,7 @@ class Orders:
         self._commits.setdefault(order.version, (order, time.monotonic()))
 
     def take(self, term: Term) -> Callable[[], None] | None:
-        """The next work of a shard at `term.version`."""
+        """Returns the next work of a shard at `term.version`."""
         version = term.version
         if version in self._saves:
             self._saves.remove(version)

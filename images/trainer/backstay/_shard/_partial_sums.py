@@ -35,7 +35,7 @@ class PartialSums:
         return len(self._names)
 
     def has(self, gradient: GradientId) -> bool:
-        """Whether a contribution is one of those."""
+        """Returns whether a contribution is one of those."""
         return identity(gradient) in self._names
 
     def names(self, contributions: Iterable[Contribution]) -> None:
@@ -55,7 +55,7 @@ class PartialSums:
         self._tree.put(gather.index, self._engine.add(nodes), level=1)
 
     def mean(self, rest: Sequence[Contribution], gradients: Sequence[Sequence[Any]], divisor: float) -> list[Any]:
-        """The mean of the contributions of a commit. The sums are void afterwards.
+        """Returns the mean of the contributions of a commit. The sums are void afterwards.
 
         Args:
             rest: the contributions that are not part of the sums, in order of rank.

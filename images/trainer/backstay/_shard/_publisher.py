@@ -19,7 +19,7 @@ __all__ = ["Published", "Publisher", "Waiter", "has_ended"]
 
 
 def has_ended(done: Done | None, last: Commit | None, version: int) -> bool:
-    """Whether training has ended for a worker that receives this version. It may end before the last version.
+    """Returns whether training has ended for a worker that receives this version. It may end before the last version.
 
     Args:
         done: the end of the job, if the coordinator has reported it.
@@ -128,7 +128,7 @@ class Publisher:
             self._waiting.discard(waiter)
 
     def answer_to(self, waiter: Waiter) -> Published | None:
-        """The version that answers a waiting stream; None while there is none."""
+        """Returns the version that answers a waiting stream; None while there is none."""
         for published in (waiter.published, self._published):
             if published is not None and self._answers(published, waiter):
                 return published

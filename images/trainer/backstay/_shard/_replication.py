@@ -103,7 +103,7 @@ class Replica:
             self.end()
 
     def patience(self) -> float:
-        """How long a standby may need for one message.
+        """Returns how long a standby may need for one message.
 
         A standby that is in sync is given up as soon as a longer wait costs more than to fill it again (0069).
         """
@@ -113,7 +113,7 @@ class Replica:
         return min(self._times.held, max(self._times.held_least, self._filled, 10 * slowest))
 
     def _moves(self, patience: float) -> bool:
-        """Whether the standby holds another item, was sent another frame, or is lost, within this time."""
+        """Returns whether the standby holds another item, was sent another frame, or is lost, within this time."""
         before = self._held, self._sent
         while patience > 0:
             began = time.monotonic()
@@ -275,7 +275,7 @@ class Replication:
         return joining is not None and joining.ended_at is None
 
     def joining(self) -> Replica | None:
-        """A standby to be filled now, returned once."""
+        """Returns a standby to be filled now, returned once."""
         with self._lock:
             replica, self._joining = self._joining, None
             return replica if replica is not None and replica.ended_at is None else None

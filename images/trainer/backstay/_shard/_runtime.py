@@ -268,7 +268,7 @@ class ShardRuntime:
             self._coordination.report(Occupied(ids=ids))
 
     def _wants(self, part: Part) -> bool:
-        """Whether a contribution can still be used, or refused when it begins."""
+        """Returns whether a contribution can still be used, or refused when it begins."""
         push = part.contribution
         over = self._stopped is not None or self._publisher.done is not None
         return not over and push.term == self.term and not self._answering.used_up(push.version, self.version)
@@ -307,7 +307,7 @@ class ShardRuntime:
         return gradient.lost or self._is_useless(gradient)
 
     def _is_useless(self, gradient: StagedGradient) -> bool:
-        """Whether no update can use a gradient, even if all of it arrives."""
+        """Returns whether no update can use a gradient, even if all of it arrives."""
         return (
             gradient.outcome != _NONE
             or self._answering.used_up(gradient.id.version, self.version)

@@ -171,8 +171,8 @@ class StagedGradient:
         return len(self.parts) == self.members and all(part.complete for part in self.parts.values())
 
     def disagreement(self) -> str | None:
-        """The reason why the end marks cannot be of one gradient, or None if they can. Call it when all parts are
-        complete."""
+        """Returns the reason why the end marks cannot be of one gradient, or None if they can. Call it when all parts
+        are complete."""
         first = self.parts[0].info
         for member, part in sorted(self.parts.items()):
             if (part.info.finite, part.info.examples) != (first.finite, first.examples):
@@ -214,7 +214,7 @@ class Gradients:
         return self.wire.members
 
     def expects(self, part: Part) -> bool:
-        """Whether the gradient of a part has memory, since parts of other members have begun to arrive."""
+        """Returns whether the gradient of a part has memory, since parts of other members have begun to arrive."""
         held = self._held.get(key_of(part.contribution))
         return held is not None and part.member not in held.parts
 
@@ -249,12 +249,12 @@ class Gradients:
         return made
 
     def find(self, gradient: GradientId) -> StagedGradient | None:
-        """The gradient, if it is here and computed at the same version."""
+        """Returns the gradient, if it is here and computed at the same version."""
         entry = self._held.get(key_of(gradient))
         return entry if entry is not None and entry.id.version == gradient.version else None
 
     def undecided(self, rank: int) -> bool:
-        """Whether a complete gradient of this rank waits for a decision."""
+        """Returns whether a complete gradient of this rank waits for a decision."""
         return any(
             held.id.rank == rank and held.complete and held.applied is None and not held.outcome
             for held in self._held.values()

@@ -30,7 +30,7 @@ class Standbys(Protocol):
         infos: Sequence[GradientInfo],
         divisor: float,
     ) -> Operand:
-        """The operand of the update of `version`.
+        """Returns the operand of the update of `version`.
 
         Args:
             gradients, infos: the gradients and the infos of the contributions, in the same order.
@@ -44,7 +44,7 @@ class Standbys(Protocol):
         """Send a commit."""
 
     def joining(self) -> Replica | None:
-        """A standby to be filled now. Returned once."""
+        """Returns a standby to be filled now. Returned once."""
 
     def fill(self, replica: Replica, state: ReplicaState, snapshot: Any, prepared: Operand | None) -> None:
         """Send `replica` the present state, and all later items."""

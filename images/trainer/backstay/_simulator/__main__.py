@@ -27,7 +27,7 @@ def _assumptions(raw: Any) -> Assumptions:
 
 
 def _trace(path: Path) -> Any:
-    """The content of a trace. Raises `ValueError`."""
+    """Returns the content of a trace. Raises `ValueError`."""
     try:
         data = path.read_bytes()
         return json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)

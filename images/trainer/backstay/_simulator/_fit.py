@@ -42,7 +42,7 @@ class FittedSteps:
     unknown: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The fit for `--output json`."""
+        """Returns the fit for `--output json`."""
         return {
             "steps": self.steps,
             "ranks": self.ranks,

@@ -45,7 +45,7 @@ class SimulatedRun:
     timeline: bytes = field(default=b"", repr=False)
 
     def to_json(self) -> dict[str, Any]:
-        """The result for `--output json`."""
+        """Returns the result for `--output json`."""
         return {
             "seed": self.seed,
             "phase": self.phase,

@@ -99,7 +99,7 @@ class StepReport:
         return {name: float(value) for name, value in self._outcome["metrics"].items()}
 
     def nonzero(self, leaves: list[int]) -> dict[int, list[Any]]:
-        """Whether the gradient of each leaf has an element that is not zero, as an array."""
+        """Returns whether the gradient of each leaf has an element that is not zero, as an array."""
         flags = np.asarray(self._outcome["nonzero"])
         return {leaf: [flags[leaf : leaf + 1]] for leaf in leaves}
 
@@ -206,7 +206,7 @@ def train_alone(
 
 
 def _beginning(script: Script, storage: AloneStorage | None) -> tuple[CoordinatorState, Any]:
-    """The history, and the parameters or ``(params, state)``, to begin with."""
+    """Returns the history, and the parameters or ``(params, state)``, to begin with."""
     # No device may have room for a model that is divided over all.
     with on_processor() if script.placement.divided else nullcontext():
         if storage is not None:
@@ -215,7 +215,7 @@ def _beginning(script: Script, storage: AloneStorage | None) -> tuple[Coordinato
 
 
 def _frozen(script: Script, start_from: str, storage: AloneStorage | None) -> Sequence[Any]:
-    """The values of the frozen leaves, on the devices.
+    """Returns the values of the frozen leaves, on the devices.
 
     Raises:
         CheckpointError: the arrays cannot be read, or are not those of the checkpoint that training continues from.
@@ -260,7 +260,7 @@ def _fetching(script: Script) -> Iterator[Callable[[BatchKey], Any]]:
 
 
 def _model(carry: Mapping[str, Any], tree: TreeSpec, frozen: Sequence[Any]) -> tuple[Any, Any]:
-    """All parameters, and the state."""
+    """Returns all parameters, and the state."""
     model = tree.unflatten([*carry["params"], *carry["state"]])
     params, state = model if tree.has_state else (model, None)
     return tree.whole_model(params, state, frozen)
@@ -281,7 +281,7 @@ def _first(
     rounding: Rounding | None,
     storage: AloneStorage | None,
 ) -> dict[str, Any]:
-    """The values that each step passes to the next, which own their memory, because it is donated.
+    """Returns the values that each step passes to the next, which own their memory, because it is donated.
 
     Args:
         leaves: the model's leaves. They are copied and removed one after the other, so that no second model exists.
@@ -313,7 +313,7 @@ def _first(
 
 
 def _places(script: Script, tree: TreeSpec) -> dict[str, Any]:
-    """The shardings of what `_first` returns."""
+    """Returns the shardings of what `_first` returns."""
     placement, count = script.placement, len(tree.parameters.leaves)
     model, everywhere = placement.model(tree), placement.everywhere
     held = placement.state_of(script.updates, tree)
@@ -375,7 +375,7 @@ def _local_steps(script: Script, objective: Objective, places: dict[str, Any], r
 
 
 def _received(carry: Any, rounding: Rounding | None) -> list[Any]:
-    """The leaves of the model, as a worker receives them."""
+    """Returns the leaves of the model, as a worker receives them."""
     model = [*carry["params"], *carry["state"]]
     return model if rounding is None else rounding.parameters(model)
 
@@ -422,7 +422,7 @@ def _update_of(script: Script, tree: TreeSpec, rounding: Rounding | None, turns:
 
 
 def _where(finite: Any, after: Callable[[], Any], before: Any, *, branch: bool) -> Any:
-    """The values that `after` returns, or `before` if `finite` is false, in the dtypes of `after`.
+    """Returns the values that `after` returns, or `before` if `finite` is false, in the dtypes of `after`.
 
     Args:
         branch: compute one of both. On a CPU, choosing element by element costs a tenth of the step of a large model.
@@ -439,7 +439,7 @@ def _where(finite: Any, after: Callable[[], Any], before: Any, *, branch: bool) 
 
 
 def _any_nonzero(leaves: list[Any]) -> Any:
-    """Whether each leaf has an element that is not zero.
+    """Returns whether each leaf has an element that is not zero.
 
     By the largest: `any` of a comparison would keep a byte for each element.
     """
@@ -452,7 +452,8 @@ def _any_nonzero(leaves: list[Any]) -> Any:
 
 
 def _clipped(gradients: list[Any], clip_norm: float) -> list[Any]:
-    """The gradients, multiplied so that their norm is at most `clip_norm`. In the widest floats that are enabled."""
+    """Returns the gradients, multiplied so that their norm is at most `clip_norm`. In the widest floats that are
+    enabled."""
     wide = jnp.promote_types(jnp.float32, jax.dtypes.canonicalize_dtype(np.float64))
     sizes = [jnp.abs(leaf).astype(wide) for leaf in gradients if leaf.size]
     if not sizes:

@@ -227,7 +227,7 @@ def train_local(
 def _contributors(
     objective: Objective, local: LocalSteps | None, placement: Placement, turns: Turns, steps: int, world: int
 ) -> list[Callable[[Any, BatchKey, Callable[[BatchKey], Any]], Gradient]]:
-    """A function ``(model, key, batches) -> contribution`` for each rank."""
+    """Returns a function ``(model, key, batches) -> contribution`` for each rank."""
     if local is not None:
         program = LocalProgram(objective, local, placement)
 
@@ -282,12 +282,13 @@ def _arrays(gradient: Gradient, leaves: list[int]) -> dict[int, list[Any]]:
 
 
 def _copied(leaf: Any, spec: Any) -> Any:
-    """A copy on the device with the dtype that `describe` found. Python numbers in a state would be weakly typed."""
+    """Returns a copy on the device with the dtype that `describe` found. Python numbers in a state would be weakly
+    typed."""
     return jnp.array(leaf, spec.dtype, copy=True)
 
 
 def _average(contributions: Any, count: int, form: Any, scalars: Any, state_scalars: Any) -> list[Any]:
-    """The mean of the gradients in the first `count` leaves, and of the model states in the others."""
+    """Returns the mean of the gradients in the first `count` leaves, and of the model states in the others."""
     leaves = list(zip(*contributions, strict=True))
     means = [mean(values, form, scalars) for values in leaves[:count]]
     return means + [state_mean(values, form, state_scalars) for values in leaves[count:]]

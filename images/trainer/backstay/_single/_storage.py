@@ -169,13 +169,13 @@ class AloneStorage:
             raise CheckpointError(why)
 
     def model(self, script: Script) -> Any:
-        """The parameters, or ``(params, state)``, to begin with."""
+        """Returns the parameters, or ``(params, state)``, to begin with."""
         if not self.continues:
             return script.beginning.trained(self.state.start_from)
         return model_from(self._plan.rule, self._reader().read)
 
     def optimizer_state(self, initial: Any) -> Any:
-        """The state of the optimizer to begin with; `initial`: the result of ``optimizer.init``."""
+        """Returns the state of the optimizer to begin with; `initial`: the result of ``optimizer.init``."""
         if not self.continues:
             return initial
         found = optimizer_state_from(self._plan.rule, initial, self._reader().read)
@@ -183,14 +183,14 @@ class AloneStorage:
         return found
 
     def _reader(self) -> Reader:
-        """One for the model and the optimizer's state, whose files it reads and compares once."""
+        """Returns one for the model and the optimizer's state, whose files it reads and compares once."""
         assert self.newest is not None
         if self._read is None:
             self._read = Reader(self._store, self._store.open(self.newest.rpartition("/")[2], verify=False))
         return self._read
 
     def due(self, version: int) -> bool:
-        """Whether the update that makes `version` is to be stored. One checkpoint is written at a time.
+        """Returns whether the update that makes `version` is to be stored. One checkpoint is written at a time.
 
         Raises:
             CheckpointInUse: another process has taken the folder.

@@ -48,7 +48,8 @@ class CheckpointStorage(Protocol):
         """Store it, and delete checkpoints that are not kept; returns the URI. Raises `CheckpointError`."""
 
     def newest(self, above_term: int) -> tuple[CoordinatorState, str]:
-        """The point to start from, which is a state, and the URI of its checkpoint ('' for the initial parameters).
+        """Returns the point to start from, which is a state, and the URI of its checkpoint ('' for the initial
+        parameters).
 
         The term of the state is above `above_term` and above all that are stored. Raises `CheckpointError`.
         """
@@ -159,7 +160,7 @@ class ThreadedCoordinator:
         self._do(lambda sequencer, now: sequencer.add(now, event(sequencer.coordinator, now, *arguments, **more)))
 
     def state(self) -> CoordinatorState:
-        """A copy of the decided state."""
+        """Returns a copy of the decided state."""
         with self._lock:
             return self._sequencer.coordinator.state.copy()
 
@@ -176,12 +177,12 @@ class ThreadedCoordinator:
             return self._sequencer.coordinator.newest_term
 
     def unstored(self) -> frozenset[int]:
-        """The versions that are being written as checkpoints."""
+        """Returns the versions that are being written as checkpoints."""
         with self._lock:
             return self._sequencer.coordinator.schedule.versions
 
     def unstored_without_server(self) -> list[int]:
-        """The shards that have not written one of them, and have no linked server that could write it."""
+        """Returns the shards that have not written one of them, and have no linked server that could write it."""
         with self._lock:
             coordinator, linked = self._sequencer.coordinator, self._sequencer.linked
             missing = [shard for shard in range(coordinator.rules.shards) if coordinator.schedule.waited_for(shard)]

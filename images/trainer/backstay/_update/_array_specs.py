@@ -36,8 +36,8 @@ class ArraySpec:
 
 
 def array_specs(rule: Rule) -> tuple[ArraySpec, ...]:
-    """Every array that a job stores, for any number of shards: parameters, model state, optimizer state, each in the
-    order of its tree."""
+    """Returns every array that a job stores, for any number of shards: parameters, model state, optimizer state, each
+    in the order of its tree."""
     model = [ArraySpec(leaf.key, leaf.shape, leaf.dtype) for leaf in rule.tree.leaves]
     states = []
     for state in rule.states:

@@ -42,7 +42,7 @@ class ParameterAverage(NamedTuple):
 
 
 def averaged(optimizer: optax.GradientTransformation, decay: float) -> optax.GradientTransformation:
-    """The same optimizer, with an average of the parameters in its state.
+    """Returns the same optimizer, with an average of the parameters in its state.
 
     Update number n (1, 2, ...) computes ``average += (1 - d) * (parameters - average)`` with the new parameters and
     ``d = min(decay, n / (n + 9))``. The second term forgets the initial parameters in the first updates.
@@ -74,7 +74,8 @@ def averaged(optimizer: optax.GradientTransformation, decay: float) -> optax.Gra
 
 
 def average_of(state: Any, tree: TreeSpec) -> Any:
-    """The average in an optimizer's state, in the structure and the dtypes of the parameters, or None if it has none.
+    """Returns the average in an optimizer's state, in the structure and the dtypes of the parameters, or None if it has
+    none.
 
     Args:
         tree: the model's tree.
@@ -87,14 +88,14 @@ def average_of(state: Any, tree: TreeSpec) -> Any:
 
 
 def averages(rule: Rule) -> dict[int, int]:
-    """The state that holds the average of each parameter leaf, both by number; empty without an average."""
+    """Returns the state that holds the average of each parameter leaf, both by number; empty without an average."""
     numbers = {state.path: number for number, state in enumerate(rule.states)}
     wanted = ((index, AVERAGE + leaf.path) for index, leaf in enumerate(rule.tree.leaves) if leaf.trained)
     return {index: numbers[path] for index, path in wanted if path in numbers}
 
 
 def _contained(params: Any) -> Any:
-    """The parameters in a container, so that each leaf has a name."""
+    """Returns the parameters in a container, so that each leaf has a name."""
     return {"value": params} if jax.tree_util.all_leaves([params]) else params
 
 

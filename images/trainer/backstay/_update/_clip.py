@@ -8,7 +8,7 @@ __all__ = ["clip_factor"]
 
 
 def clip_factor(clip_norm: float, sum_of_squares: float) -> float:
-    """The factor that makes a gradient's norm at most `clip_norm`; exactly 1 if it is small enough.
+    """Returns the factor that makes a gradient's norm at most `clip_norm`; exactly 1 if it is small enough.
 
     Args:
         clip_norm: upper bound of the norm.

@@ -32,7 +32,7 @@ def layer_of(path: str) -> str:
 
 
 def fragments_of(tree: TreeSpec, count: int) -> tuple[int | None, ...]:
-    """The fragment of each leaf; None for model state, which belongs to every exchange.
+    """Returns the fragment of each leaf; None for model state, which belongs to every exchange.
 
     Layers stay whole. The largest layer first, each goes to the fragment that has the fewest bytes.
 
@@ -92,7 +92,7 @@ class Turns:
             self._states = [owners.get(state) for state in range(len(rule.states))]
 
     def leaves(self, step: int, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
-        """The new ones of the leaves that update number `step` changes, and the old ones of the others.
+        """Returns the new ones of the leaves that update number `step` changes, and the old ones of the others.
 
         Args:
             new, old: one array for each leaf of the tree's parameters, or no arrays at all.
@@ -102,7 +102,7 @@ class Turns:
         return [a if fragment == own else b for fragment, a, b in zip(of_each, new, old, strict=True)]
 
     def gradients(self, step: int, leaves: Sequence[Any]) -> list[Any]:
-        """The gradients of the leaves that update number `step` changes, and zeros for the others.
+        """Returns the gradients of the leaves that update number `step` changes, and zeros for the others.
 
         Args:
             leaves: one array for each leaf of the tree's parameters.
@@ -114,7 +114,7 @@ class Turns:
         ]
 
     def state(self, step: int, new: Any, old: Any) -> Any:
-        """The state of the optimizer after update number `step`."""
+        """Returns the state of the optimizer after update number `step`."""
         if self.count == 1:
             return new
         own = step % self.count
@@ -124,5 +124,6 @@ class Turns:
         return jax.tree_util.tree_unflatten(treedef, kept)
 
     def received(self, step: int) -> Selection | None:
-        """The parameters that a worker received before contribution `step`, or None if it requested the model."""
+        """Returns the parameters that a worker received before contribution `step`, or None if it requested the
+        model."""
         return Selection.of([step - 1], self.count) if step else None

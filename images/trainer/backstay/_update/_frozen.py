@@ -36,7 +36,7 @@ _PARTS: Final[dict[Selecting, tuple[str, str, str]]] = {
 
 
 def selected(frozen: Any, tree: Any, names: Sequence[str], argument: Selecting = "frozen") -> tuple[bool, ...]:
-    """Whether each leaf of `tree` is frozen.
+    """Returns whether each leaf of `tree` is frozen.
 
     Args:
         frozen: a function of a leaf's name; or a pytree of booleans, with the structure of `tree` or of its upper part.
@@ -102,13 +102,13 @@ def _names(tree: Any) -> str:
 
 
 def some_of(names: Sequence[str], most: int = _SHOWN) -> str:
-    """The first names in words, and how many follow."""
+    """Returns the first names in words, and how many follow."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def merged(places: Iterable[bool], rest: Iterable[_T], frozen: Iterable[_T]) -> list[_T]:
-    """One list, in the order of the whole tree, out of two.
+    """Returns one list, in the order of the whole tree, out of two.
 
     Args:
         places: whether each leaf is frozen.

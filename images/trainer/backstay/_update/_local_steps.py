@@ -96,7 +96,7 @@ class LocalSteps:
         return self.overlap > 0 or self.fragments > 1
 
     def fragment_of(self, params: Any) -> Any:
-        """The fragment of each parameter. Update number `t` exchanges fragment ``t % fragments``.
+        """Returns the fragment of each parameter. Update number `t` exchanges fragment ``t % fragments``.
 
         Args:
             params: the parameters, a pytree of arrays or of `jax.ShapeDtypeStruct`.
@@ -115,7 +115,7 @@ class LocalSteps:
 
 
 def outer_optimizer(*, warmup: int = WARM_UP, fragments: int = 1) -> optax.GradientTransformation:
-    """The outer optimizer of local steps where `train` gets none, in Sync mode and in one process.
+    """Returns the outer optimizer of local steps where `train` gets none, in Sync mode and in one process.
 
     It is that of DiLoCo (https://arxiv.org/abs/2311.08105): SGD with Nesterov momentum 0.9 and learning rate 0.7. The
     momentum grows linearly from 0 in the first updates. Without this, the steps are too large while successive
@@ -154,7 +154,7 @@ def outer_optimizer(*, warmup: int = WARM_UP, fragments: int = 1) -> optax.Gradi
 
 
 def default_outer(local: LocalSteps, *, late: bool) -> tuple[optax.GradientTransformation, str]:
-    """The outer optimizer where the script names none, and its name for the log.
+    """Returns the outer optimizer where the script names none, and its name for the log.
 
     Where contributions may be late by several versions, it is SGD without momentum, which would add them up
     (https://arxiv.org/abs/2401.09135). There the weight of each contribution is ``1 / (1 + staleness)`` too.
@@ -174,7 +174,7 @@ def default_outer(local: LocalSteps, *, late: bool) -> tuple[optax.GradientTrans
 
 
 def local_settings(local: LocalSteps | None, tree: TreeSpec) -> Mapping[str, str]:
-    """The settings of local steps that must be equal in every pod of a run, as text.
+    """Returns the settings of local steps that must be equal in every pod of a run, as text.
 
     Args:
         local: the local steps; None: workers send gradients.

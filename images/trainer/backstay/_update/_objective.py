@@ -148,7 +148,8 @@ class Objective:
         return self._loss(params, *of_state, batch, *of_key)
 
     def _own_gradients(self, gradients: Any) -> list[Any]:
-        """The gradients of the parameters that train. The function may return any others, or None, for frozen ones."""
+        """Returns the gradients of the parameters that train. The function may return any others, or None, for frozen
+        ones."""
         apart = self.tree.frozen
         if apart is not None and jax.tree_util.tree_structure(gradients) == apart.treedef:
             gradients = apart.rest(gradients)
@@ -176,7 +177,7 @@ class Objective:
         return scalar, ({name: jnp.asarray(value) for name, value in metrics.items()}, self._new_state(state))
 
     def _new_state(self, state: Any) -> list[Any]:
-        """The new values of the leaves of the model state that are not frozen."""
+        """Returns the new values of the leaves of the model state that are not frozen."""
         whole, part = self.tree.everything.state, self.tree.frozen_state
         if whole is None:
             return []
@@ -210,7 +211,7 @@ def key_at(seed: int, step: Any, rank: Any) -> Any:
 
 
 def _matching(spec: TreeSpec, state: Any, what: str = NEW_STATE) -> list[Any]:
-    """The leaves of the new model state, or of the gradients.
+    """Returns the leaves of the new model state, or of the gradients.
 
     Raises:
         ConfigurationError: `state` has another structure than `init` returned, or other shapes or dtypes.
@@ -243,7 +244,7 @@ def _as_leaf(leaf: LeafSpec, value: Any, what: str) -> Any:
 
 
 def _ascent(gradient: Any) -> Any:
-    """The direction in which the loss grows fastest, as optimizers of optax want it.
+    """Returns the direction in which the loss grows fastest, as optimizers of optax want it.
 
     For a complex parameter, JAX returns its conjugate.
     https://docs.jax.dev/en/latest/notebooks/autodiff_cookbook.html#complex-numbers-and-differentiation
@@ -252,7 +253,7 @@ def _ascent(gradient: Any) -> Any:
 
 
 def _stays_finite(new: Sequence[Any], old: Sequence[Any]) -> Any:
-    """Whether each element is finite, or was not before (a running minimum may begin at infinity)."""
+    """Returns whether each element is finite, or was not before (a running minimum may begin at infinity)."""
     flags = [
         jnp.all(jnp.isfinite(after) | ~jnp.isfinite(before))
         for after, before in zip(new, old, strict=True)
@@ -262,7 +263,7 @@ def _stays_finite(new: Sequence[Any], old: Sequence[Any]) -> Any:
 
 
 def all_finite(arrays: Sequence[Any]) -> Any:
-    """Whether all elements are finite. x - x is 0 for finite x, and otherwise NaN.
+    """Returns whether all elements are finite. x - x is 0 for finite x, and otherwise NaN.
 
     On a CPU this takes a fifth of the time of `isfinite`. 0 * x would share its zeros with a gradient that begins with
     zeros, as that of an embedding, and XLA would then copy the gradient.

@@ -233,7 +233,7 @@ def partition(
 
 
 def member_range(size: int, members: int, member: int) -> tuple[int, int]:
-    """The elements of a divided leaf that one member has: the first, and the one after the last.
+    """Returns the elements of a divided leaf that one member has: the first, and the one after the last.
 
     The ranges of all members are equally long, up to the end of the leaf: the last ones may be shorter, or empty.
 
@@ -247,12 +247,13 @@ def member_range(size: int, members: int, member: int) -> tuple[int, int]:
 
 
 def range_length(size: int, members: int) -> int:
-    """The number of elements of a member's range of a leaf of `size` elements, with the padding behind the leaf."""
+    """Returns the number of elements of a member's range of a leaf of `size` elements, with the padding behind the
+    leaf."""
     return -(-size // (RANGE * members)) * RANGE
 
 
 def gather(block: Block, leaves: Sequence[Array]) -> Array:
-    """The block's elements out of whole leaves: a view where it is one contiguous piece, else a packed copy.
+    """Returns the block's elements out of whole leaves: a view where it is one contiguous piece, else a packed copy.
 
     Args:
         block: a block of a partition of the tree.
@@ -280,7 +281,7 @@ def scatter(block: Block, data: Array, leaves: Sequence[Array]) -> None:
 def parts_of_leaves(
     partition: Partition, blocks: Sequence[Sequence[Array | DeviceBlock]], leaves: Sequence[int]
 ) -> dict[int, list[Array]]:
-    """The parts of some leaves in the blocks of all shards: 1-D views, by leaf.
+    """Returns the parts of some leaves in the blocks of all shards: 1-D views, by leaf.
 
     Args:
         blocks: ``[s][b]``; blocks on an accelerator are copied to the host if they have a part of the leaves.
@@ -298,12 +299,13 @@ def parts_of_leaves(
 
 
 def _is_divided(spec: LeafSpec, members: int) -> bool:
-    """Whether a leaf is divided among members: each has at least a few units of `RANGE`, so the ranges are similar."""
+    """Returns whether a leaf is divided among members: each has at least a few units of `RANGE`, so the ranges are
+    similar."""
     return members > 1 and spec.nbytes >= DIVIDED_BYTES and spec.size >= 4 * RANGE * members
 
 
 def _by_member(part: _Range, tree: TreeSpec, members: int, divided: frozenset[int]) -> list[_Range]:
-    """The parts of a range that different members have."""
+    """Returns the parts of a range that different members have."""
     if part.leaf not in divided:
         return [part]
     size = tree.leaves[part.leaf].size
@@ -316,7 +318,8 @@ def _by_member(part: _Range, tree: TreeSpec, members: int, divided: frozenset[in
 
 
 def _deal(blocks: Sequence[Block], divided: frozenset[int], dealt: list[int]) -> tuple[Block, ...]:
-    """The blocks of a shard. Each that has no divided leaf goes to the member that has the fewest bytes of such blocks.
+    """Returns the blocks of a shard. Each that has no divided leaf goes to the member that has the fewest bytes of such
+    blocks.
 
     Args:
         dealt: for each member, the bytes of such blocks of earlier shards. Those of this one are added.
@@ -357,7 +360,8 @@ def _check_fragments(tree: TreeSpec, groups: Sequence[GroupLike], fragments: Seq
 
 
 def _room(loads: Sequence[int], tree: TreeSpec, line: Sequence[GroupLike]) -> list[int]:
-    """How many bytes of the line each shard takes, so that all fill up to the same level. Sums to the line's bytes."""
+    """Returns how many bytes of the line each shard takes, so that all fill up to the same level. Sums to the line's
+    bytes."""
     total = sum(_nbytes(tree, group) for group in line)
     low, high = min(loads), max(loads) + total
     while low < high:  # the lowest level that takes it all
@@ -395,7 +399,7 @@ def _cut(line: Sequence[tuple[int, LeafSpec]], rooms: Sequence[int], coded: froz
 
 
 def _step(spec: LeafSpec, coded: bool) -> int:
-    """The number of elements at whose multiples a leaf is cut: of a cache line, or of a group."""
+    """Returns the number of elements at whose multiples a leaf is cut: of a cache line, or of a group."""
     return GROUP if coded else max(1, LINE_BYTES // spec.dtype.itemsize)
 
 

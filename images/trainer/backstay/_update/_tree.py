@@ -89,7 +89,7 @@ class FrozenSpec:
         return sum(leaf.nbytes for leaf in self.leaves)
 
     def combine(self, rest: Any, frozen: Sequence[Any]) -> Any:
-        """The whole tree.
+        """Returns the whole tree.
 
         Args:
             rest: the tree without frozen leaves, which has None in their places.
@@ -98,13 +98,13 @@ class FrozenSpec:
         return jax.tree_util.tree_unflatten(self.treedef, merged(self.places, jax.tree_util.tree_leaves(rest), frozen))
 
     def rest(self, whole: Any) -> Any:
-        """The tree without frozen leaves. Raises `ValueError` if `whole` has another structure."""
+        """Returns the tree without frozen leaves. Raises `ValueError` if `whole` has another structure."""
         leaves = self.treedef.flatten_up_to(whole)
         kept = [None if place else leaf for place, leaf in zip(self.places, leaves, strict=True)]
         return jax.tree_util.tree_unflatten(self.treedef, kept)
 
     def values(self, whole: Any) -> list[Any]:
-        """The frozen leaves of the whole tree. Raises `ValueError` as `rest` does."""
+        """Returns the frozen leaves of the whole tree. Raises `ValueError` as `rest` does."""
         leaves = self.treedef.flatten_up_to(whole)
         return [leaf for place, leaf in zip(self.places, leaves, strict=True) if place]
 
@@ -169,18 +169,18 @@ class TreeSpec:
         return jax.tree_util.tree_unflatten(self.treedef, list(leaves))
 
     def whole(self, params: Any, frozen: Sequence[Any]) -> Any:
-        """All parameters, out of those that train and the values of `frozen_leaves`."""
+        """Returns all parameters, out of those that train and the values of `frozen_leaves`."""
         return params if self.frozen is None else self.frozen.combine(params, frozen)
 
     def whole_model(self, params: Any, state: Any, frozen: Sequence[Any]) -> tuple[Any, Any]:
-        """All parameters and the whole model state, which is None for a model without state."""
+        """Returns all parameters and the whole model state, which is None for a model without state."""
         part = self.frozen_state
         if part is not None:
             state = part.combine(state, frozen[len(self.frozen_leaves) - len(part.leaves) :])
         return self.whole(params, frozen), state
 
     def rest(self, model: Any) -> Any:
-        """The result of `init` without its frozen leaves."""
+        """Returns the result of `init` without its frozen leaves."""
         params, *state = model if self.has_state else (model,)
         params = params if self.frozen is None else self.frozen.rest(params)
         if not state:
@@ -188,19 +188,19 @@ class TreeSpec:
         return params, state[0] if self.frozen_state is None else self.frozen_state.rest(state[0])
 
     def frozen_values(self, model: Any) -> list[Any]:
-        """The values of `frozen_leaves`, out of the result of `init`."""
+        """Returns the values of `frozen_leaves`, out of the result of `init`."""
         parts = zip((self.frozen, self.frozen_state), model if self.has_state else (model,), strict=False)
         return [value for part, whole in parts if part is not None for value in part.values(whole)]
 
     def shapes(self) -> Any:
-        """The tree with a `jax.ShapeDtypeStruct` at every leaf."""
+        """Returns the tree with a `jax.ShapeDtypeStruct` at every leaf."""
         return self.unflatten(
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # type: ignore[no-untyped-call]
             for leaf in self.leaves
         )
 
     def difference(self, other: TreeSpec) -> str | None:
-        """The first leaf in which `other` differs, in words; None if paths, shapes and dtypes are equal."""
+        """Returns the first leaf in which `other` differs, in words; None if paths, shapes and dtypes are equal."""
         mine = {leaf.name: leaf for leaf in self.leaves}
         theirs = {leaf.name: leaf for leaf in other.leaves}
         for name, leaf in mine.items():
@@ -254,7 +254,7 @@ def _is_false(value: Any) -> bool:
 
 
 def _parameters(params: Any, frozen: Any) -> tuple[tuple[LeafSpec, ...], FrozenSpec | None]:
-    """The leaves that train, and those that are frozen."""
+    """Returns the leaves that train, and those that are frozen."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(params)
     names = leaf_names(path for path, _ in flat)
     places = (False,) * len(names) if frozen is None else selected(frozen, params, names)
@@ -269,7 +269,7 @@ def _parameters(params: Any, frozen: Any) -> tuple[tuple[LeafSpec, ...], FrozenS
 def _separated(
     leaves: Sequence[LeafSpec], treedef: Any, places: tuple[bool, ...] | None
 ) -> tuple[tuple[LeafSpec, ...], FrozenSpec | None]:
-    """The leaves that are not frozen, and those that are. `places` is whether each is, or None if none is."""
+    """Returns the leaves that are not frozen, and those that are. `places` is whether each is, or None if none is."""
     if places is None:
         return tuple(leaves), None
     rest = tuple(leaf for leaf, apart in zip(leaves, places, strict=True) if not apart)
@@ -301,7 +301,7 @@ def refuse_shared(names: Sequence[str], values: Sequence[Any], frozen: Sequence[
 
 
 def _states(state: Any, frozen: Any) -> tuple[tuple[LeafSpec, ...], FrozenSpec | None]:
-    """The leaves that travel, and those that are frozen."""
+    """Returns the leaves that travel, and those that are frozen."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(state)
     names = leaf_names(path for path, _ in flat)
     leaves = [_leaf(name, value, "state") for name, (_, value) in zip(names, flat, strict=True)]
@@ -324,7 +324,8 @@ def leaf_names(paths: Iterable[tuple[Any, ...]]) -> list[str]:
 
 
 def arrays(tree: Any, spec: TreeSpec) -> list[np.ndarray[Any, Any] | jax.ShapeDtypeStruct]:
-    """The leaves of `tree` as C-contiguous host arrays of `spec`'s dtypes and shapes; a described leaf stays as it is.
+    """Returns the leaves of `tree` as C-contiguous host arrays of `spec`'s dtypes and shapes; a described leaf stays as
+    it is.
 
     Raises:
         TreeError: `tree` has other leaves than `spec`.
@@ -349,7 +350,7 @@ def arrays(tree: Any, spec: TreeSpec) -> list[np.ndarray[Any, Any] | jax.ShapeDt
 
 
 def as_leaf(value: Any, leaf: LeafSpec) -> Any:
-    """A value that `init` returned, as an array of the leaf's dtype.
+    """Returns a value that `init` returned, as an array of the leaf's dtype.
 
     A number, or an array that JAX made of one, would take the dtype of what it is computed with.
     """
@@ -357,7 +358,7 @@ def as_leaf(value: Any, leaf: LeafSpec) -> Any:
 
 
 def is_low_precision(dtype: np.dtype[Any]) -> bool:
-    """Whether sums in `dtype` are made in float32: floats of fewer than 32 bits."""
+    """Returns whether sums in `dtype` are made in float32: floats of fewer than 32 bits."""
     return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize < 4
 
 

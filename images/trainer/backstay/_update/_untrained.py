@@ -32,7 +32,7 @@ class ZeroLeaves:
         self._left = [index for index, leaf in enumerate(tree.leaves) if leaf.trained and leaf.size]
 
     def examine(self, step: int, parts: Callable[[list[int]], Mapping[int, Sequence[Array]]]) -> list[int] | None:
-        """The leaves that are left after the gradient of `step`; None after the first `UPDATES` steps.
+        """Returns the leaves that are left after the gradient of `step`; None after the first `UPDATES` steps.
 
         Args:
             step: the gradient's step, from 0.
@@ -124,7 +124,7 @@ class Untrained:
 
 
 def warning(names: Sequence[str], leaves: int) -> str:
-    """The warning about leaves that no gradient reaches.
+    """Returns the warning about leaves that no gradient reaches.
 
     Args:
         names: the names of the leaves that are left.
@@ -140,7 +140,7 @@ def warning(names: Sequence[str], leaves: int) -> str:
 
 
 def unchanged_warning(names: Sequence[str], nbytes: int, whole: int) -> str:
-    """The warning about leaves that travel with each update and do not change.
+    """Returns the warning about leaves that travel with each update and do not change.
 
     Args:
         names: the names of the leaves.

@@ -41,13 +41,13 @@ def entries_of(rule: Rule, model: Sequence[Any], optimizer_state: Any) -> tuple[
 
 
 def model_from(rule: Rule, read: _Read) -> Any:
-    """The model that `read` returns, with the structure of what `init` returns; see `ShardEngine.restore`."""
+    """Returns the model that `read` returns, with the structure of what `init` returns; see `ShardEngine.restore`."""
     specs = array_specs(rule)[: len(rule.tree.leaves)]
     return rule.tree.unflatten([_stored(spec, read) for spec in specs])
 
 
 def optimizer_state_from(rule: Rule, initial: Any, read: _Read) -> Any:
-    """The optimizer's state that `read` returns, with the `Rule.constants` of the initial one.
+    """Returns the optimizer's state that `read` returns, with the `Rule.constants` of the initial one.
 
     Args:
         initial: a state that ``optimizer.init`` returned.
@@ -75,6 +75,6 @@ def _data(leaf: Any) -> Any:
 
 
 def _stored(spec: ArraySpec, read: _Read) -> np.ndarray:
-    """The array that `read` returns. Empty ones are not stored."""
+    """Returns the array that `read` returns. Empty ones are not stored."""
     flat = read(spec.key, 0, spec.size) if spec.size else np.empty(0, spec.dtype)
     return flat.reshape(spec.shape)

@@ -65,7 +65,7 @@ def check_function(what: str, value: Any, *, optional: bool = False) -> None:
 
 
 def scalar_and_metrics(result: Any) -> tuple[Any, Mapping[str, Any]]:
-    """The scalar and the metrics that a loss returned.
+    """Returns the scalar and the metrics that a loss returned.
 
     Raises:
         ConfigurationError: the tuple has other members.
@@ -90,7 +90,7 @@ def nest(paths: Sequence[Path], values: Sequence[Any]) -> dict[Any, Any]:
 
 
 def pick(tree: Mapping[Any, Any], paths: Sequence[Path]) -> list[Any]:
-    """The values at `paths`, as `nest` put them there."""
+    """Returns the values at `paths`, as `nest` put them there."""
     values = []
     for path in paths:
         node: Any = tree
@@ -101,7 +101,7 @@ def pick(tree: Mapping[Any, Any], paths: Sequence[Path]) -> list[Any]:
 
 
 def frozen_beside(fixed: Any, frozen: Any) -> Any:
-    """The argument `frozen` of `train`, for a model of which a part does not train in any case.
+    """Returns the argument `frozen` of `train`, for a model of which a part does not train in any case.
 
     Args:
         fixed: a tree of dicts like the parameters, with a boolean for each array: whether it is in that part.

@@ -145,7 +145,8 @@ class _EquinoxModel:
         return (params, self.state_of(state)) if self.stateful else params
 
     def merge(self, params: Any, held: Mapping[str, Any], dtype: Any = None) -> tuple[Any, Any]:
-        """The model and its ``eqx.nn.State``, or None. `dtype`: of the floating-point arrays that `trained` selects."""
+        """Returns the model and its ``eqx.nn.State``, or None. `dtype`: of the floating-point arrays that `trained`
+        selects."""
         values = dict(zip(self._own, pick(params, self._names), strict=True))
         values |= {index: cast(values[index], dtype) for index in self._own if index not in self._fixed}
         model = _filled(self._template[0], [values[same] for same in self._first])
@@ -153,7 +154,7 @@ class _EquinoxModel:
         return model, state
 
     def state_of(self, state: Any) -> dict[str, Any]:
-        """The model state, out of an ``eqx.nn.State``."""
+        """Returns the model state, out of an ``eqx.nn.State``."""
         return {"state": nest(self._states, jax.tree.leaves(state))}
 
     def _new(self, key: Any) -> tuple[Any, Any]:
@@ -163,7 +164,7 @@ class _EquinoxModel:
         return made, None
 
     def _examine(self, pair: tuple[Any, Any]) -> tuple[list[int], list[bool]]:
-        """The index of the first equal array for each array of the model, and whether each array is trained."""
+        """Returns the index of the first equal array for each array of the model, and whether each array is trained."""
         model, _ = pair
         chosen, _ = eqx.partition(model, self._trained)
         marks = jax.tree.leaves(
@@ -176,7 +177,7 @@ class _EquinoxModel:
 
 
 def _items(state: Any) -> list[tuple[Any, Any]]:
-    """The markers and values of an ``eqx.nn.State``, in the order of its leaves."""
+    """Returns the markers and values of an ``eqx.nn.State``, in the order of its leaves."""
     values, markers = state.tree_flatten()
     return list(zip(markers, values, strict=True))
 

@@ -128,7 +128,7 @@ class _NnxModel:
         return (values, nest(self._rest, _values(rest, self._rest))) if self.has_state else values
 
     def merge(self, params: Any, state: Any, key: Any) -> Any:
-        """The model with these values. `key` is that of its streams of random numbers, or None for any."""
+        """Returns the model with these values. `key` is that of its streams of random numbers, or None for any."""
         if key is None:
             key = jax.random.key(0)
         values = [pick(params, self._params), self._seeds(key), pick(params, self._fixed), pick(state, self._rest)]
@@ -137,7 +137,7 @@ class _NnxModel:
         return nnx.merge(self._graph, *states)
 
     def state_of(self, model: Any) -> dict[Any, Any]:
-        """The state of `model`, without the variables that were not in it at first."""
+        """Returns the state of `model`, without the variables that were not in it at first."""
         *_, rest = nnx.split(model, *self._filters)
         return nest(self._rest, _values(rest, self._rest))
 
@@ -162,6 +162,6 @@ def _values(state: Any, paths: list[Path]) -> list[Any]:
 
 
 def _filled(template: Any, paths: list[Path], values: list[Any]) -> Any:
-    """A state like `template` with other values."""
+    """Returns a state like `template` with other values."""
     flat = dict(nnx.to_flat_state(template))
     return nnx.from_flat_state([(path, flat[path].replace(value)) for path, value in zip(paths, values, strict=True)])

@@ -95,7 +95,7 @@ class PodCaller:
             self._wake.set()
 
     def answers(self) -> Answers | None:
-        """The result of a round that was not returned before."""
+        """Returns the result of a round that was not returned before."""
         with self._lock:
             newest, self._newest = self._newest, None
         return newest
@@ -148,7 +148,7 @@ class PodCaller:
 
     @staticmethod
     def _hung(callees: Sequence[Callee], progress: Progress) -> frozenset[str]:
-        """The workers without heartbeats that also leave a health request unanswered."""
+        """Returns the workers without heartbeats that also leave a health request unanswered."""
         silent = {(s.rank, s.incarnation) for s in progress.stalled if s.reason.startswith(contract.NO_HEARTBEAT)}
         return frozenset(
             one.uid

@@ -69,11 +69,11 @@ class Pod:
     job: Job = field(repr=False, compare=False)
 
     def output(self) -> str:
-        """The output until now."""
+        """Returns the output until now."""
         return self.log.read_text(errors="replace")
 
     def final_message(self) -> dict[str, Any]:
-        """The pod's termination message; empty if it wrote none."""
+        """Returns the pod's termination message; empty if it wrote none."""
         try:
             found: dict[str, Any] = json.loads(self.termination.read_text())
         except (OSError, ValueError):
@@ -97,7 +97,7 @@ class Pod:
                 raise AssertionError(f"{self.name} did not end:\n{self.output()}")
 
     def may_end_with(self, *codes: int) -> Self:
-        """The test expects these exit codes of this pod; returns the pod."""
+        """Expect these exit codes of this pod. Returns the pod."""
         self.job.expected.setdefault(self.name, set()).update(codes)
         return self
 
@@ -202,7 +202,7 @@ class Job:
         return {}
 
     def control(self, shard: int) -> str:
-        """The address of a shard's control service."""
+        """Returns the address of a shard's control service."""
         return f"{self.address}:{self._ports[shard].control}"
 
     def server(self, shard: int, incarnation: int = 0, **environment: str) -> Pod:
@@ -257,7 +257,7 @@ class Job:
             raise AssertionError(f"{pod.name} ended with exit code {code} while {awaited.name} was awaited:\n{last}")
 
     def logs(self) -> str:
-        """The output of all pods."""
+        """Returns the output of all pods."""
         return "\n".join(f"==== {pod.name}\n{pod.output()}" for pod in self.pods)
 
     def end(self) -> None:

@@ -106,12 +106,13 @@ class Forker:
         self.environ = {**environ, **_modules(environ).started_with}
 
     def forks(self, environ: Mapping[str, str]) -> bool:
-        """Whether processes with this environment are forked, as far as the names of variables show it."""
+        """Returns whether processes with this environment are forked, as far as the names of variables show it."""
         given = {**environ, **_modules(environ).started_with}
         return not Sensitive((), PREFIXES).differ(self._imported_with, given)
 
     def has_imported(self, script: Path) -> bool:
-        """Whether it has the modules that the script imports, except further ones of packages that it always has.
+        """Returns whether it has the modules that the script imports, except further ones of packages that it always
+        has.
 
         A process imports such a submodule itself in less time than another parent needs to import JAX.
         """
@@ -119,7 +120,7 @@ class Forker:
         return all(name in self.imports or name.partition(".")[0] in always for name in imports_of(script))
 
     def command(self, program: Path, script: Path) -> list[str]:
-        """The command line that starts `program` for a script.
+        """Returns the command line that starts `program` for a script.
 
         A script that acts on later imports, such as one that sets ``XLA_FLAGS``, gets a process that imports them
         itself.

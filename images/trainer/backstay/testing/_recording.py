@@ -152,11 +152,11 @@ class JobResult:
         return self.result.params
 
     def of_rank(self, rank: int) -> tuple[Contribution, ...]:
-        """The contributions of one rank, in order."""
+        """Returns the contributions of one rank, in order."""
         return tuple(one for one in self.contributions if one.rank == rank)
 
     def outcomes(self, rank: int | None = None) -> dict[str, int]:
-        """How many contributions had each outcome; of one rank, or of all."""
+        """Returns how many contributions had each outcome; of one rank, or of all."""
         found: dict[str, int] = {}
         for one in self.contributions:
             if rank is None or one.rank == rank:
@@ -165,7 +165,7 @@ class JobResult:
 
 
 def read_events(file: Path) -> list[dict[str, Any]]:
-    """The events of a pod. A last line that is not complete is left out: the pod was killed as it wrote."""
+    """Returns the events of a pod. A last line that is not complete is left out: the pod was killed as it wrote."""
     try:
         lines = file.read_text().split("\n")[:-1]
     except OSError:
@@ -176,7 +176,7 @@ def read_events(file: Path) -> list[dict[str, Any]]:
 def account(
     events: Iterable[Mapping[str, Any]],
 ) -> tuple[tuple[Update, ...], tuple[Contribution, ...], tuple[Rollback, ...]]:
-    """The history of a job from the events of its coordinators.
+    """Returns the history of a job from the events of its coordinators.
 
     Args:
         events: the events of each server of shard 0, in order of incarnation. A decision that a coordinator reported

@@ -228,12 +228,12 @@ _forkers: list[Forker] = []
 
 
 def _path() -> str:
-    """The folders that this process imports from, as JSON. The file of a function may import from them, too."""
+    """Returns the folders that this process imports from, as JSON. The file of a function may import from them, too."""
     return json.dumps([str(Path(entry).resolve()) for entry in sys.path])
 
 
 def forker_for(script: Path) -> Forker:
-    """The process that forks the pods of a script; they get the environment that this process has now.
+    """Returns the process that forks the pods of a script; they get the environment that this process has now.
 
     A library that was imported meanwhile may have set a variable that JAX reads, as scikit-learn does. Then another
     process that has imported JAX costs less than pods that import JAX themselves.
@@ -254,7 +254,7 @@ def forker_for(script: Path) -> Forker:
 
 @functools.cache
 def _compilations() -> str:
-    """A folder for what JAX compiles, so that the pods of the same script compile it once."""
+    """Returns a folder for what JAX compiles, so that the pods of the same script compile it once."""
     if found := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return found
     folder = tempfile.TemporaryDirectory(prefix="backstay-testing-compiled-")

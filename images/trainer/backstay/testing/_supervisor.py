@@ -211,13 +211,13 @@ class ProcessJob:
         return progress is not None and all(self.standby(shard) for shard in range(self.job.shards))
 
     def standby(self, shard: int) -> int:
-        """The incarnation of the shard's standby that holds the state of its server, or 0 if there is none."""
+        """Returns the incarnation of the shard's standby that holds the state of its server, or 0 if there is none."""
         progress, active = self.objects.memory.progress, self.active(shard)
         found = 0 if progress is None else progress.in_sync.get(shard, 0)
         return found if found > active else 0
 
     def active(self, shard: int) -> int:
-        """The incarnation of the shard's active server, or 0 if none was created."""
+        """Returns the incarnation of the shard's active server, or 0 if none was created."""
         status, key = self.objects.status, slot_key(contract.ROLE_SERVER, shard)
         found: int = status.get("active", {}).get(key) or status.get("incarnations", {}).get(key, 0)
         return found
@@ -302,7 +302,7 @@ def _final_message(pod: Pod, code: int) -> str:
 
 
 def _manifest(job: Job, max_restarts: int) -> dict[str, Any]:
-    """The TrainingJob of a job of processes, with the fields that the planner reads."""
+    """Returns the TrainingJob of a job of processes, with the fields that the planner reads."""
     config, stored = job.config, job.config.get("checkpoint")
     spec: dict[str, Any] = {
         "image": "none",

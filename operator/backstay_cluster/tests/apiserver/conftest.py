@@ -190,7 +190,7 @@ class Real(Threaded):
 
 
 def from_kubeconfig(path):
-    """A client for the current context of a kubeconfig (token or client certificate)."""
+    """Returns a client for the current context of a kubeconfig (token or client certificate)."""
     config = yaml.safe_load(Path(path).read_text())
     named = {kind: {e["name"]: e for e in config[kind]} for kind in ("clusters", "users", "contexts")}
     context = named["contexts"][config["current-context"]]["context"]

@@ -201,7 +201,8 @@ OPERATIONS = st.one_of(
 
 
 def run(api, namespace, operation, stale):
-    """One operation on one server. `stale` has the first object of each name, whose version becomes outdated."""
+    """Returns one operation on one server. `stale` has the first object of each name, whose version becomes
+    outdated."""
     what, name, more = operation
     pods = PODS.format(namespace)
     path = f"{pods}/{name}"

@@ -151,7 +151,7 @@ PATHS = st.sampled_from(
 
 @st.composite
 def bodies(draw, valid):
-    """Any JSON, or a valid object with any JSON somewhere in it."""
+    """Returns any JSON, or a valid object with any JSON somewhere in it."""
     if draw(st.integers(0, 4)) == 0:
         return draw(JSON)
     if isinstance(valid, dict) and valid and draw(st.integers(0, 4)):
@@ -175,7 +175,8 @@ PATCHES = st.sampled_from(
 
 @given(st.data(), PATHS, st.sampled_from(["POST", "POST", "PUT", "PATCH", "DELETE"]), PATCHES)
 def test_no_body_makes_the_server_fail(data, where, method, content_type):
-    """Every body of any shape is taken or refused with a status: nothing raises anything but the API's own errors."""
+    """Returns every body of any shape is taken or refused with a status: nothing raises anything but the API's own
+    errors."""
     path, valid = where
     body = data.draw(bodies(valid))
     server = ApiServer(token=TOKEN, tls=False)
@@ -266,7 +267,7 @@ def test_ages_are_written_as_kubectl_does(seconds, text):
 
 
 def test_a_change_costs_only_the_watches_that_can_see_it(embedded):
-    """A thousand pods do not make it quadratic: what is counted is work, not time."""
+    """Returns a thousand pods do not make it quadratic: what is counted is work, not time."""
     api = embedded.server.api
     maps = api.registry.must("", "configmaps")
     called = {"default": 0, "kube-system": 0}

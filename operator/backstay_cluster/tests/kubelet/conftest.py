@@ -58,7 +58,7 @@ class Driver:
         return name
 
     async def until(self, name: str, holds: Callable[[dict], object], kind: str = "pods") -> dict:
-        """The object as soon as `holds` of it is true."""
+        """Returns the object as soon as `holds` of it is true."""
         params = {"fieldSelector": f"metadata.name={name}"}
         seen = None
         try:
@@ -106,12 +106,12 @@ class Driver:
         return await self.until(name, lambda pod: (pod.get("status") or {}).get("phase") in phases)
 
     async def ended(self, name: str) -> dict:
-        """The terminated state of the pod's only container, with the pod's phase beside it."""
+        """Returns the terminated state of the pod's only container, with the pod's phase beside it."""
         pod = await self.phase(name, "Succeeded", "Failed")
         return {"phase": pod["status"]["phase"], **pod["status"]["containerStatuses"][0]["state"]["terminated"]}
 
     async def log(self, name: str, **params: str) -> str:
-        """The container's log through the API server."""
+        """Returns the container's log through the API server."""
         forever = aiohttp.ClientTimeout()
         async with self.client.open("GET", f"{self.path(name)}/log", timeout=forever, params=params) as answer:
             if answer.status != 200:
@@ -164,7 +164,7 @@ async def driver(cluster: ClusterProcess) -> AsyncIterator[Driver]:
 
 
 def pid_lives(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
+    """Returns whether a process runs (a zombie does not)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

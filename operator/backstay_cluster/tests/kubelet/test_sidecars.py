@@ -21,12 +21,12 @@ def sidecar(name: str, script: str, **fields) -> dict:
 
 
 def until(file) -> str:
-    """A shell command that ends once the file exists."""
+    """Returns a shell command that ends once the file exists."""
     return f"until [ -e {file} ]; do sleep 0.02; done"
 
 
 def writes_pid(folder) -> str:
-    """A shell command that writes the shell's number to the file `pid`, which is complete once it exists."""
+    """Returns a shell command that writes the shell's number to the file `pid`, which is complete once it exists."""
     return f"echo $$ >{folder}/.pid; mv {folder}/.pid {folder}/pid"
 
 

@@ -91,13 +91,14 @@ class Arrays(Mapping[str, NDArray[np.generic]]):
         return name in self._readers
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """The shape of an array; None if it is known only after a read."""
+        """Returns the shape of an array; None if it is known only after a read."""
         reader = self._readers[name]
         return tuple(reader.shape) if isinstance(reader, TensorReader) else None
 
 
 def fix(uri: str, skip: Callable[[Origin], bool] | None = None) -> str:
-    """A reference to the present content of `uri`. `open_arrays` refuses the reference when the content has changed.
+    """Returns a reference to the present content of `uri`. `open_arrays` refuses the reference when the content has
+    changed.
 
     Args:
         uri: a manifest, a folder with manifests (its newest complete checkpoint), a safetensors file, a folder of them,
@@ -210,7 +211,8 @@ def _compare(uri: str, expected: str, when: str) -> None:
 
 
 def _times(files: Folder, names: Iterable[str]) -> list[int]:
-    """The times of local files, which their fingerprint does not contain: a copy on another node has other ones."""
+    """Returns the times of local files, which their fingerprint does not contain: a copy on another node has other
+    ones."""
     if not isinstance(files, PosixFolder):
         return []
     try:
@@ -238,7 +240,7 @@ def _is_ours(uri: str) -> bool:
 def _tensors(
     uri: str, folder: Folder, names: Iterable[str], indexes: Mapping[str, Mapping[str, str]], read_into: ReadInto
 ) -> dict[str, Callable[[], NDArray[np.generic]]]:
-    """The tensors of the safetensors files `names`, which are at `uri`.
+    """Returns the tensors of the safetensors files `names`, which are at `uri`.
 
     Raises:
         CheckpointError: a tensor is in two files, or an index names one that is not there.
@@ -262,7 +264,7 @@ def _tensors(
 
 
 def _tensors_of_file(folder: Folder, name: str, read_into: ReadInto) -> dict[str, Callable[[], NDArray[np.generic]]]:
-    """The tensors of one safetensors file. https://huggingface.co/docs/safetensors has the format.
+    """Returns the tensors of one safetensors file. https://huggingface.co/docs/safetensors has the format.
 
     The library checks the file. It does not read: it knows fewer dtypes than JAX, and copies each tensor once more.
     """
@@ -291,7 +293,8 @@ def _tensors_of_file(folder: Folder, name: str, read_into: ReadInto) -> dict[str
 
 
 def _header(name: str, size: int, read_into: ReadInto) -> tuple[int, bytes]:
-    """The length of a file's header, and the file up to the header's end. Raises `ValueError` for another file."""
+    """Returns the length of a file's header, and the file up to the header's end. Raises `ValueError` for another
+    file."""
     first = bytearray(8)
     if size < len(first):
         raise ValueError(f"it has {size} bytes")
@@ -352,7 +355,8 @@ class TensorReader:
 
 
 def _listed(uri: str) -> tuple[Folder, list[str], dict[str, Mapping[str, str]]]:
-    """The folder of the safetensors files at `uri`, their names, and the indexes beside them, of tensor to file."""
+    """Returns the folder of the safetensors files at `uri`, their names, and the indexes beside them, of tensor to
+    file."""
     parent, _, last = uri.rstrip("/").rpartition("/")
     if uri.endswith(_SAFETENSORS):
         return open_folder(parent or "."), [last], {}
@@ -396,7 +400,7 @@ def _sample(files: Any, name: str, start: int, end: int) -> bytes:
 
 
 def _samples(size: int, *, marked: bool) -> Iterator[tuple[int, int]]:
-    """The ranges of a file that its fingerprint contains."""
+    """Yields the ranges of a file that its fingerprint contains."""
     if size <= 4 * _SAMPLE:
         yield 0, size
         return
@@ -415,7 +419,7 @@ def _is_orbax(uri: str) -> bool:
 
 
 def _fingerprint(uri: str) -> str:
-    """The fingerprint of the names, sizes, marks and samples of the files at `uri` that are read, in hex.
+    """Returns the fingerprint of the names, sizes, marks and samples of the files at `uri` that are read, in hex.
 
     A part of a local file that was changed in place may be in no sample.
 

@@ -24,7 +24,7 @@ class BaseNeeded(CheckpointError):  # noqa: N818
 
 
 def frozen_values(manifest: Manifest, base: Any) -> dict[str, NDArray[np.generic]]:
-    """The values of the frozen leaves by their names, in their order.
+    """Returns the values of the frozen leaves by their names, in their order.
 
     Args:
         base: True: the place that the manifest names. A path, a URI or a `StartFrom`: another place. Or the result of

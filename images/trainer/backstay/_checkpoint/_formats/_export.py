@@ -150,7 +150,7 @@ def _translated(named: Mapping[str, NDArray[np.generic]], translate: Callable[..
 
 
 def _tree(manifest: Manifest, named: Mapping[str, NDArray[np.generic]], *, whole: bool) -> Any:
-    """The tree of a checkpoint, or nested dicts where it has nodes that only its script could make.
+    """Returns the tree of a checkpoint, or nested dicts where it has nodes that only its script could make.
 
     Args:
         whole: whether `named` has the frozen arrays too.

@@ -94,7 +94,7 @@ class _NodeCache:
 
 
 def _read(part: Path, buffer: memoryview) -> bool:
-    """Whether `buffer` has the content of a complete and undamaged file now."""
+    """Returns whether `buffer` has the content of a complete and undamaged file now."""
     try:
         with part.open("rb") as file:
             if os.fstat(file.fileno()).st_size != len(buffer) + _DIGEST:

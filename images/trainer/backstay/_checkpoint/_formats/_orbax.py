@@ -26,7 +26,7 @@ _STEP: Final = "_CHECKPOINT_METADATA"
 
 
 def is_orbax(uri: str) -> bool:
-    """Whether `uri` is an Orbax checkpoint, one of its items, or the folder of a `CheckpointManager`."""
+    """Returns whether `uri` is an Orbax checkpoint, one of its items, or the folder of a `CheckpointManager`."""
     try:
         folder = _path(uri)
         return folder.is_dir() and bool(_is_item(folder) or _items(folder) or _steps(folder))
@@ -35,7 +35,7 @@ def is_orbax(uri: str) -> bool:
 
 
 def read_orbax(uri: str) -> dict[str, NDArray[np.generic]]:
-    """All arrays of a checkpoint, by the keys on the way to them, joined by dots.
+    """Returns all arrays of a checkpoint, by the keys on the way to them, joined by dots.
 
     Of the folder of a `CheckpointManager` the newest step is read. An item that stands alone, or is called ``default``
     or ``state``, is the whole checkpoint; others begin with their names.
@@ -109,7 +109,7 @@ def _orbax() -> Any:
 
 
 def _path(uri: str) -> Any:
-    """A path with the methods of `pathlib.Path`; Orbax takes such."""
+    """Returns a path with the methods of `pathlib.Path`; Orbax takes such."""
     if "://" not in uri:
         return Path(uri).expanduser().absolute()
     try:

@@ -121,7 +121,7 @@ class _StartReport:
     stateless: list[str] = field(default_factory=list)
 
     def text(self) -> str:
-        """The lists that are not empty, a line each."""
+        """Returns the lists that are not empty, a line each."""
         lists = {
             "missing": self.missing,
             "unexpected": self.unexpected,
@@ -167,7 +167,7 @@ def read_start(
     needed: Collection[int] | None = None,
     place: Callable[[int, _Array], Any] = lambda number, value: value,
 ) -> StartValues:
-    """The values of `leaves`.
+    """Returns the values of `leaves`.
 
     Args:
         fixed: the reference that `fix` returned for ``start.uri``.
@@ -223,7 +223,7 @@ def _values(
     place: Callable[[int, _Array], Any],
     report: _StartReport,
 ) -> StartValues:
-    """The values of `leaves`, as in `read_start`. `report` gets the names of those that have none."""
+    """Returns the values of `leaves`, as in `read_start`. `report` gets the names of those that have none."""
     values: list[Any] = []
     of_init: dict[int, MadeByInit] = {}
     for number, leaf in enumerate(leaves):
@@ -319,7 +319,7 @@ class _Beside:
         self._unreadable = ""
 
     def read(self, path: str) -> _Array:
-        """An array with the digest of the checkpoint.
+        """Returns an array with the digest of the checkpoint.
 
         Raises:
             CheckpointError: the array cannot be read.
@@ -346,7 +346,7 @@ class _Beside:
         raise MadeByInit(path, digest, why)
 
     def _search(self, spec: LeafSpec, digest: str) -> _Array | None:
-        """An array with this digest under any name. The place is read once, and not further than needed.
+        """Returns an array with this digest under any name. The place is read once, and not further than needed.
 
         Raises:
             CheckpointError: an array was changed after its digest was computed.
@@ -374,7 +374,7 @@ class _Beside:
         return None
 
     def _as_leaves(self, array: _Array) -> Iterator[tuple[str, _Array]]:
-        """The array as each kind of leaf that it fits, with its digest."""
+        """Yields the array as each kind of leaf that it fits, with its digest."""
         for spec in self._kinds.get(array.shape, {}).values():
             if (value := _fitted(array, spec, _StartReport(), "error")) is not None:
                 yield digest_of(value), value
@@ -389,7 +389,7 @@ def _collection(arrays: Arrays, leaves: Sequence[LeafSpec]) -> str:
 
 
 def _exists(start: StartFrom, arrays: Arrays, begin: str, leaf: LeafSpec) -> bool:
-    """Whether a leaf has a value, whose name counts as read then."""
+    """Returns whether a leaf has a value, whose name counts as read then."""
     if start.mapping is not None:
         try:
             return not isinstance(_mapped(start.mapping, arrays, leaf), str)
@@ -402,13 +402,13 @@ def _exists(start: StartFrom, arrays: Arrays, begin: str, leaf: LeafSpec) -> boo
 
 
 def _find(arrays: Arrays, begin: str, leaf: LeafSpec) -> _Array | str:
-    """The array with a parameter's name; the name itself when there is no such array."""
+    """Returns the array with a parameter's name; the name itself when there is no such array."""
     name = _name_of(arrays, begin, leaf)
     return leaf.name if name is None else arrays[name]
 
 
 def _name_of(arrays: Arrays, begin: str, leaf: LeafSpec) -> str | None:
-    """The name under which an array of a parameter is stored, or None if there is none.
+    """Returns the name under which an array of a parameter is stored, or None if there is none.
 
     Other libraries write some characters of a name differently: those that are ``%XX`` here, and slashes for dots.
     """

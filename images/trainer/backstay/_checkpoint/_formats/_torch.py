@@ -61,7 +61,7 @@ class TorchNames:
             ) from None
 
     def name(self, name: str) -> str:
-        """The name in the file.
+        """Returns the name in the file.
 
         Args:
             name: the name of a parameter, such as ``layers.0.kernel``, or of a model state: ``state/norm.mean``.
@@ -74,7 +74,7 @@ class TorchNames:
         return found
 
     def __call__(self, name: str, arrays: Mapping[str, _Array]) -> _Array | str | None:
-        """The value of a parameter, as `StartFrom.mapping` returns it."""
+        """Returns the value of a parameter, as `StartFrom.mapping` returns it."""
         found = self.name(name)
         if found not in arrays:
             return None
@@ -84,7 +84,7 @@ class TorchNames:
         return array if array.ndim < 2 else array.transpose((*range(2, array.ndim), 1, 0))
 
     def exported(self, name: str, array: _Array) -> tuple[str, _Array]:
-        """The name and the array in the file, as `export` writes them."""
+        """Returns the name and the array in the file, as `export` writes them."""
         if _is_kernel(name) and array.ndim > 1:
             array = array.transpose((array.ndim - 1, array.ndim - 2, *range(array.ndim - 2)))
         return self.name(name), array

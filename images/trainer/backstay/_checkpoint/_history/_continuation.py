@@ -58,7 +58,8 @@ def log_continued(continued: Continued) -> None:
 
 
 def changes_of(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
-    """The differences between the settings of two runs, as text; settings that only one of them has are left out."""
+    """Returns the differences between the settings of two runs, as text; settings that only one of them has are left
+    out."""
     different = [name for name in sorted(before.keys() & now.keys()) if before[name] != now[name]]
     changes = [f"{name} was {before[name]} and is {now[name]}" for name in different if name not in _OPTIMIZER]
     if "optimizer_start" in different:

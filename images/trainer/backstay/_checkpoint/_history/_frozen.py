@@ -28,7 +28,7 @@ class AgreedFrozen:
                 self.record, self._stored = record, manifest
 
     def join(self, record: FrozenRecord, peer: str) -> str:
-        """The reason why a peer with these frozen arrays cannot train, or an empty text if it can.
+        """Returns the reason why a peer with these frozen arrays cannot train, or an empty text if it can.
 
         Args:
             peer: how the message names it.

@@ -66,7 +66,8 @@ class LeaseTimes:
 
     @classmethod
     def of(cls, folder: Folder) -> LeaseTimes:
-        """The durations for `folder`. In an object store each renewal is a request, so renewals are rarer there."""
+        """Returns the durations for `folder`. In an object store each renewal is a request, so renewals are rarer
+        there."""
         return cls() if isinstance(folder, PosixFolder) else cls(renew=3.0, silence=12.0, settle=15.0, confirm=30.0)
 
 
@@ -418,7 +419,7 @@ class FolderLease:
         return known
 
     def _content(self, name: LeaseName) -> bytes | None:
-        """The content of the file; None when it does not exist."""
+        """Returns the content of the file; None when it does not exist."""
         size = self._folder.size(str(name))
         if size is None:
             return None
@@ -439,7 +440,7 @@ class FolderLease:
 
 
 def _parse(content: bytes) -> _LeaseRecord | None:
-    """The record in `content`; None when it is damaged, or was read while its holder rewrote it."""
+    """Returns the record in `content`; None when it is damaged, or was read while its holder rewrote it."""
     try:
         return _LeaseRecord.model_validate(unseal(content, "the lease"))
     except (CheckpointError, ValidationError):

@@ -61,10 +61,11 @@ class ManifestFacts(Protocol):
     """The facts about training that a manifest records."""
 
     def evaluation(self) -> tuple[int | None, dict[str, float]]:
-        """The step and the metrics of the newest evaluation; before the first, None and no metrics."""
+        """Returns the step and the metrics of the newest evaluation; before the first, None and no metrics."""
 
     def examples(self) -> int | None:
-        """The number of examples of each contribution to the newest update; None if the contributions differed."""
+        """Returns the number of examples of each contribution to the newest update; None if the contributions
+        differed."""
 
 
 class ManifestStorage:
@@ -311,7 +312,7 @@ class ManifestStorage:
             return state, "" if manifest is None else self._store.uri_of(manifest)
 
     def taken_over(self) -> tuple[str, ...]:
-        """The leases that were not renewed, so that this process took the folder over, as text."""
+        """Returns the leases that were not renewed, so that this process took the folder over, as text."""
         return tuple(self._lease.taken_over)
 
     def closing(self) -> None:
@@ -412,7 +413,7 @@ class ManifestStorage:
         )
 
     def _continue(self, manifest: Manifest, *, own: bool) -> CoordinatorState:
-        """The state in `manifest`, in this job's history.
+        """Returns the state in `manifest`, in this job's history.
 
         Args:
             own: whether the checkpoint is of this history; otherwise a new one begins.
@@ -497,7 +498,8 @@ def _manifest_leaves(tree: TreeSpec) -> tuple[ManifestLeaf, ...]:
 
 
 def _base_of(tenure: Tenure) -> str:
-    """The name of the manifest that the term continues from. It is empty if there is none, or if it is not read yet."""
+    """Returns the name of the manifest that the term continues from. It is empty if there is none, or if it is not read
+    yet."""
     match tenure:
         case Claimed():
             return tenure.begun.base

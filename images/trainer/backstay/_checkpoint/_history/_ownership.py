@@ -41,7 +41,7 @@ class Identity:
     best: Best | None = None
 
     def made(self, origin: Origin) -> bool:
-        """Whether this job, with this seed, has made a history."""
+        """Returns whether this job, with this seed, has made a history."""
         return origin.job.same_job(self.job) and origin.seed == self.seed
 
 

@@ -26,7 +26,7 @@ def patiently(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> _T:
-    """The result of `read`; a read that fails with `StorageError` is repeated for `seconds` (T8).
+    """Returns the result of `read`; a read that fails with `StorageError` is repeated for `seconds` (T8).
 
     Raises:
         CheckpointFolderUnusable: this user may not read a file; another read does not help.

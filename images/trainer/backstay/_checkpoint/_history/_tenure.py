@@ -41,7 +41,7 @@ class Begun:
     start_from: str = ""
 
     def claim(self, origin: Origin, lease: int, incarnation: int) -> Claim:
-        """The record that excludes manifests of older leases and terms that are newer than `base`."""
+        """Returns the record that excludes manifests of older leases and terms that are newer than `base`."""
         return Claim(
             origin=origin,
             lease=lease,
@@ -68,7 +68,8 @@ class TakenOver:
     up_to: tuple[int, int]
 
     def found(self, base: str) -> Begun:
-        """The state after the newest manifest up to `up_to` was read. `base` is its name, or empty if there is none."""
+        """Returns the state after the newest manifest up to `up_to` was read. `base` is its name, or empty if there is
+        none."""
         return Begun(self.term, self.history, base)
 
 

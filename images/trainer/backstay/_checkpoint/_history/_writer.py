@@ -29,7 +29,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def open_store(environment: Environment, *, probes: bool) -> CheckpointStore | None:
-    """The job's checkpoint folder; None when the job stores nothing.
+    """Returns the job's checkpoint folder; None when the job stores nothing.
 
     Args:
         probes: check now whether this process can write and read it. A replacement continues with a failing storage: it
@@ -115,6 +115,6 @@ class CheckpointWriter:
 
 
 def file_of(info: FileInfo) -> File:
-    """A stored file, as the coordinator gets it."""
+    """Returns a stored file, as the coordinator gets it."""
     ranges = [Range(key=part.key, start=part.start, stop=part.stop) for part in info.ranges]
     return File(name=info.name, size=info.size, sha256=info.sha256, ranges=ranges)

@@ -17,7 +17,7 @@ _ACCEPTED: Final = RejectReason.REJECT_UNSPECIFIED
 
 
 def _staleness(state: CoordinatorState, gradient: GradientId) -> int:
-    """The staleness of a gradient that is applied now, in versions."""
+    """Returns the staleness of a gradient that is applied now, in versions."""
     return state.version - gradient.version
 
 

@@ -131,7 +131,7 @@ class Grace:
     # ---- Queries ----
 
     def has_ended(self, now: float, complete: AbstractSet[int], world: int) -> bool:
-        """Whether an update whose quorum is complete is decided now.
+        """Returns whether an update whose quorum is complete is decided now.
 
         Args:
             complete: the ranks with complete contributions.
@@ -159,7 +159,7 @@ class Grace:
 
 
 def best_wait(durations: Mapping[int, Sequence[float]], quorum: int) -> Choice:
-    """The wait that gives the most applied contributions per second, at most one median duration.
+    """Returns the wait that gives the most applied contributions per second, at most one median duration.
 
     Args:
         durations: rank -> seconds that each of its newest contributions took, oldest first.
@@ -179,7 +179,7 @@ def best_wait(durations: Mapping[int, Sequence[float]], quorum: int) -> Choice:
 
 
 def _candidates(durations: Mapping[int, Sequence[float]], quorum: int, limit: float) -> list[float]:
-    """The shortest wait for each possible set of ranks, if all ranks begin at the same time."""
+    """Returns the shortest wait for each possible set of ranks, if all ranks begin at the same time."""
     rounds = min(len(seconds) for seconds in durations.values())
     found: set[float] = set()
     for k in range(1, rounds + 1):

@@ -129,5 +129,5 @@ class Sync:
 
 
 def _raw(rules: Rules, staged: Staged) -> float:
-    """The weight of a contribution, before it is known that those of all others are the same."""
+    """Returns the weight of a contribution, before it is known that those of all others are the same."""
     return 1.0 if rules.weighting == "Equal" else float(staged.info.examples)

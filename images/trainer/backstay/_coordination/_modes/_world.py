@@ -11,7 +11,7 @@ __all__ = ["change_batches", "change_world", "effective_world", "next_world"]
 
 
 def effective_world(world: int, desired: int) -> int:
-    """How many ranks make the update of this version: the update does not wait for ranks that are to leave.
+    """Returns how many ranks make the update of this version: the update does not wait for ranks that are to leave.
 
     So a job that is scaled down to its living ranks continues, even if all ranks that leave are dead. Their batches are
     still those of the world in force, which changes with the commit.
@@ -20,7 +20,7 @@ def effective_world(world: int, desired: int) -> int:
 
 
 def next_world(world: int, desired: int, joined: AbstractSet[int]) -> int:
-    """The world in force after the next commit.
+    """Returns the world in force after the next commit.
 
     It shrinks immediately: the highest ranks leave first. It grows only to the longest run of joined ranks from 0. So
     an update never waits for a rank whose pod does not run yet.

@@ -147,7 +147,7 @@ class Blame:
         return Charge(last, shard, SENDING if shard is not None else self._part(last, complete), seconds)
 
     def _part(self, rank: int, others: Iterable[int]) -> str:
-        """The part in which a rank takes the longest beyond the median of the others."""
+        """Returns the part in which a rank takes the longest beyond the median of the others."""
         own = self._parts.get(rank, {})
         excess = {}
         for part, seconds in own.items():
@@ -174,7 +174,7 @@ class Blame:
                 del self._sums[key]
 
     def worst(self, now: float, most: int = 3) -> list[Blamed]:
-        """The charges of the last 5 minutes, the longest first."""
+        """Returns the charges of the last 5 minutes, the longest first."""
         self._forget(now)
         ordered = sorted(self._sums.items(), key=lambda item: (-item[1][0], item[0][0]))
         return [
@@ -183,7 +183,7 @@ class Blame:
         ]
 
     def waiting(self, now: float, term: int, version: int, world: int, quorum: int) -> AwaitedContributions:
-        """The contributions that the update `version` waits for."""
+        """Returns the contributions that the update `version` waits for."""
         arrivals = self._arrivals if self._at == (term, version) else {}
         complete = {rank for rank, arrival in arrivals.items() if len(arrival.shards) == self._shards}
         missing = tuple(rank for rank in range(world) if rank not in complete)

@@ -75,7 +75,7 @@ class Liveness:
         return now
 
     def joined(self, now: float, peer: Peer) -> bool:
-        """A peer introduced itself, or did so again. Returns whether this incarnation of it is new here."""
+        """Record that a peer has introduced itself. Returns whether this incarnation of it is new here."""
         now = self._wake(now)
         key = peer.role, peer.index
         old = self._peers.get(key)

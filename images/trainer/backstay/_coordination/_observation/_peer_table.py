@@ -52,7 +52,8 @@ class PeerTable:
     # ---- Readers ----
 
     def tick(self, now: float, stall_seconds: float, world: int) -> tuple[int, set[int]]:
-        """The number of living workers, and the ranks that are silent or stalled. Call it about once a second."""
+        """Returns the number of living workers, and the ranks that are silent or stalled. Call it about once a
+        second."""
         with self._lock:
             self._liveness.tick(now)
             live = self._liveness.live(now, contract.ROLE_WORKER)
@@ -60,16 +61,16 @@ class PeerTable:
             return len(live), silent | {hung.rank for hung in self._liveness.stalled(now, stall_seconds, world)}
 
     def known(self, now: float) -> tuple[list[Peer], dict[int, int]]:
-        """The peers that are lost, and the living workers: ranks with incarnations."""
+        """Returns the peers that are lost, and the living workers: ranks with incarnations."""
         with self._lock:
             return self._liveness.lost(now), self._liveness.live(now, contract.ROLE_WORKER)
 
     def slow(self, now: float, stall_seconds: float, world: int) -> tuple[list[Stalled], list[Straggler]]:
-        """The workers that are stalled, and those that are slower than the others."""
+        """Returns the workers that are stalled, and those that are slower than the others."""
         with self._lock:
             return self._liveness.stalled(now, stall_seconds, world), self._liveness.stragglers(now, world)
 
     def any_lives(self, now: float) -> bool:
-        """Whether a worker or an evaluator lives that has not left."""
+        """Returns whether a worker or an evaluator lives that has not left."""
         with self._lock:
             return any(self._liveness.live(now, role) for role in (contract.ROLE_WORKER, contract.ROLE_EVALUATOR))

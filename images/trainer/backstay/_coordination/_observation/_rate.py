@@ -30,7 +30,7 @@ class Rate:
             self._sum -= self._amounts.popleft()[1]
 
     def per_second(self, now: float) -> float | None:
-        """The rate at `now`; None until the amounts span a second."""
+        """Returns the rate at `now`; None until the amounts span a second."""
         if not self._amounts:
             return None
         began, first = self._amounts[0]
@@ -42,7 +42,7 @@ class Rate:
         return (self._sum - first) / seconds
 
     def at_end(self, start: float) -> float | None:
-        """The rate at the end of training, where no longer time follows.
+        """Returns the rate at the end of training, where no longer time follows.
 
         It is the one from the first amount of the window to the last one, even if that time is short. With few amounts,
         it is the mean since `start`, because a burst of them has no rate. It is None without an amount, or without time

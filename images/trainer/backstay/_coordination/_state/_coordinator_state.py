@@ -115,11 +115,11 @@ class CoordinatorState:
         return self.worlds[-1].offset
 
     def copy(self) -> CoordinatorState:
-        """A copy that shares no data with this object."""
+        """Returns a copy that shares no data with this object."""
         return replace(self, key_steps=dict(self.key_steps))
 
     def to_json(self) -> dict[str, Any]:
-        """The content for a manifest."""
+        """Returns the content for a manifest."""
         return {
             "term": self.term,
             "version": self.version,
@@ -137,7 +137,7 @@ class CoordinatorState:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CoordinatorState:
-        """The inverse of `to_json`.
+        """Returns the inverse of `to_json`.
 
         Raises:
             ValueError: a field is missing or is not what `to_json` writes.
@@ -197,12 +197,12 @@ def left_out_of(state: CoordinatorState, world: int) -> int:
 
 
 def after(state: CoordinatorState, commit: Commit) -> CoordinatorState:
-    """The state after the next commit, with which a standby follows and a successor catches up."""
+    """Returns the state after the next commit, with which a standby follows and a successor catches up."""
     return apply(state, commit)[0]
 
 
 def apply(state: CoordinatorState, commit: Commit) -> tuple[CoordinatorState, tuple[EpochEnded, ...]]:
-    """The state as in `after`, with the accounts of the epochs that ended with the commit."""
+    """Returns the state as in `after`, with the accounts of the epochs that ended with the commit."""
     if (commit.term, commit.version) != (state.term, state.version):
         raise ValueError(
             f"the commit of version {commit.version} in term {commit.term} does not follow version {state.version} "

@@ -95,15 +95,16 @@ class Samples:
         return dropped.add(number, uses, redone)
 
     def with_batches(self, version: int, before: int, batches: int) -> Samples:
-        """The account where updates take `batches` from `version` on, and took `before` until then."""
+        """Returns the account where updates take `batches` from `version` on, and took `before` until then."""
         return self if self.sync else replace(self, shift=self.shift + version * (before - batches))
 
     def continues(self, first: Samples) -> bool:
-        """Whether a run that begins with the account `first` continues this one: their epochs are the same."""
+        """Returns whether a run that begins with the account `first` continues this one: their epochs are the same."""
         return (self.size, self.batch, self.sync) == (first.size, first.batch, first.sync)
 
     def at(self, number: int, redone: int) -> Samples:
-        """A new account that begins with the batch of this number; earlier samples of its epoch count as used."""
+        """Returns a new account that begins with the batch of this number; earlier samples of its epoch count as
+        used."""
         epoch, place = divmod(number * self.batch, self.size)
         return replace(self, epoch=epoch, used=place, dropped=0, redone=redone)
 
@@ -133,12 +134,12 @@ class Samples:
         return replace(self, epoch=epoch, used=counts[True], dropped=counts[False], redone=since), tuple(ended)
 
     def to_json(self) -> dict[str, Any]:
-        """The content for a manifest."""
+        """Returns the content for a manifest."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Any) -> Samples | None:
-        """The inverse of `to_json`; None where an earlier version wrote none, or `data` is invalid."""
+        """Returns the inverse of `to_json`; None where an earlier version wrote none, or `data` is invalid."""
         if not isinstance(data, Mapping):
             return None
         try:

@@ -51,10 +51,10 @@ class Checkpoints:
             self._rows = self._rows.model_copy(update={"checkpoint_error": failed.error})
 
     def newest(self) -> CheckpointStatus:
-        """The newest complete checkpoint; of step 0 and without a URI before the first."""
+        """Returns the newest complete checkpoint; of step 0 and without a URI before the first."""
         return self.report().checkpoint or CheckpointStatus(step=0)
 
     def report(self) -> JobReport:
-        """The rows about checkpoints."""
+        """Returns the rows about checkpoints."""
         with self._lock:
             return self._rows

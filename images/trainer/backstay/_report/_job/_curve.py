@@ -51,7 +51,7 @@ class JobCurve:
             self.changes += 1
 
     def page(self) -> bytes:
-        """The curve as JSON, in which a value that is not finite is null."""
+        """Returns the curve as JSON, in which a value that is not finite is null."""
         with self._lock:
             updates = self._updates
             found: dict[str, Any] = {

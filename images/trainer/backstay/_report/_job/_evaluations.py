@@ -73,7 +73,8 @@ class Evaluations:
         return found
 
     def newest(self) -> tuple[int | None, dict[str, float]]:
-        """The step and the metrics of the newest evaluation that did not fail; None and no metrics before the first."""
+        """Returns the step and the metrics of the newest evaluation that did not fail; None and no metrics before the
+        first."""
         with self._lock:
             return self._of, {} if self._of is None else dict(self._newest)
 
@@ -84,13 +85,13 @@ class Evaluations:
                 self._of = None
 
     def of(self, step: int) -> dict[str, float]:
-        """The result of the evaluation of this step; empty if it failed or is not the newest one."""
+        """Returns the result of the evaluation of this step; empty if it failed or is not the newest one."""
         with self._lock:
             has_failed = self._error and self._failed == step
             return dict(self._newest) if self._step == step and not has_failed else {}
 
     def report(self) -> JobReport:
-        """The rows about evaluations."""
+        """Returns the rows about evaluations."""
         with self._lock:
             return JobReport(
                 metrics=dict(self._newest),

@@ -24,7 +24,7 @@ class LossMeans:
         self._of_loss: dict[str, float] = {}
 
     def updated(self, updated: Updated) -> tuple[float, dict[str, float]]:
-        """The loss and the metrics of an update that was decided."""
+        """Returns the loss and the metrics of an update that was decided."""
         loss, found = self.inherit(updated.infos, [one.weight for one in updated.commit.contributions])
         self._metrics.loss.set(loss)
         for name, value in found.items():
@@ -34,7 +34,7 @@ class LossMeans:
         return loss, found
 
     def inherit(self, infos: Sequence[GradientInfo], weights: Sequence[float] = ()) -> tuple[float, dict[str, float]]:
-        """The means of an update's contributions with their weights; without weights, the plain means."""
+        """Returns the means of an update's contributions with their weights; without weights, the plain means."""
         weights = weights or [1.0] * len(infos)
         total = sum(weights)
 
@@ -49,6 +49,6 @@ class LossMeans:
         return loss, found
 
     def report(self) -> JobReport:
-        """The rows about the newest update."""
+        """Returns the rows about the newest update."""
         with self._lock:
             return JobReport(loss=self._loss, train_metrics=dict(self._of_loss))

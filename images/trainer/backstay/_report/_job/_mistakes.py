@@ -79,7 +79,7 @@ class Mistakes:
             )
 
     def report(self) -> JobReport:
-        """The rows about mistakes."""
+        """Returns the rows about mistakes."""
         with self._lock:
             return JobReport(
                 untrained_leaves=list(self._untrained_leaves),

@@ -234,7 +234,7 @@ class JobObserver:
             self._waits.beat(now, request)
 
     def evaluation(self) -> tuple[int | None, dict[str, float]]:
-        """The step and the metrics of the newest evaluation, for manifests."""
+        """Returns the step and the metrics of the newest evaluation, for manifests."""
         return self.evaluations.newest()
 
     def evaluation_of(self, step: int) -> dict[str, float]:
@@ -246,12 +246,12 @@ class JobObserver:
         return self.checkpoints.newest()
 
     def examples(self) -> int | None:
-        """The examples of each contribution of the newest update, or None if they differ or there are none. For
+        """Returns the examples of each contribution of the newest update, or None if they differ or there are none. For
         manifests."""
         return self.terms.examples()
 
     def last_report(self, state: CoordinatorState, start: Rollback | None = None) -> dict[str, Any]:
-        """The last report, as rows of the termination message. A job may end between two calls of the operator.
+        """Returns the last report, as rows of the termination message. A job may end between two calls of the operator.
 
         Args:
             state, start: as for `fill`.
@@ -261,7 +261,7 @@ class JobObserver:
     # ---- The report ----
 
     def report(self, now: float) -> JobReport:
-        """The rows of the newest update, which do not depend on the coordinator's state."""
+        """Returns the rows of the newest update, which do not depend on the coordinator's state."""
         plan = JobReport(
             step=self._step,
             goal_steps=self._steps or None,
@@ -291,7 +291,7 @@ class JobObserver:
             self._waits.log_long(now)
 
     def status(self, now: float) -> dict[str, Any]:
-        """The job's part of the page `/status`, of the newest update."""
+        """Returns the job's part of the page `/status`, of the newest update."""
         waits = {} if self._waits is None else self._waits.status(now)
         return self.report(now).model_dump(mode="json", by_alias=True) | waits
 

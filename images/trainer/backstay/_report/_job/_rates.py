@@ -62,7 +62,7 @@ class Rates:
         self._metrics.tokens.inc(tokens * self._batches)
 
     def report(self, now: float) -> JobReport:
-        """The rows about rates and traffic."""
+        """Returns the rows about rates and traffic."""
         with self._lock:
             return JobReport(
                 examples_per_second=self._examples.per_second(now) or 0.0,
@@ -71,7 +71,7 @@ class Rates:
             )
 
     def at_update(self, now: float, *, last: bool = False) -> Mapping[str, float | None]:
-        """The rates at the newest update, by their names in event files.
+        """Returns the rates at the newest update, by their names in event files.
 
         Args:
             last: whether no update follows. Then the rate is of any time, even of one that is too short while updates
@@ -85,7 +85,7 @@ class Rates:
             return {"throughput/examples_per_second": examples, "throughput/updates_per_second": updates}
 
     def last(self) -> JobReport:
-        """The row of the rate at the last update. `report` has the present rate."""
+        """Returns the row of the rate at the last update. `report` has the present rate."""
         with self._lock:
             return JobReport(examples_per_second=self._at_end())
 

@@ -36,7 +36,7 @@ class Terms:
         self._metrics.term.set(state.term)
 
     def restarted(self, state: CoordinatorState) -> int:
-        """A higher term began, because a shard was lost; returns the number of updates that are redone."""
+        """Record a higher term, which began because a shard was lost. Returns the number of updates that are redone."""
         with self._lock:
             lost = self._redone = state.redone - self._redone_before
             self._redone_before = state.redone
@@ -83,12 +83,13 @@ class Terms:
                 self._changes.append(change)
 
     def examples(self) -> int | None:
-        """The examples of each contribution of the newest update, or None if they differ, or there was no update."""
+        """Returns the examples of each contribution of the newest update, or None if they differ, or there was no
+        update."""
         with self._lock:
             return self._examples
 
     def report(self, state: CoordinatorState, start: Rollback | None) -> JobReport:
-        """The rows about the position of the history; `start` is where the term of `state` began."""
+        """Returns the rows about the position of the history; `start` is where the term of `state` began."""
         return JobReport(
             step=state.version,
             term=state.term or None,

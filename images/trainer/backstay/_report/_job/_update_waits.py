@@ -105,14 +105,14 @@ class UpdateWaits:
             self._term, self._version, self._world = state.term, state.version, state.world
 
     def status(self, now: float) -> dict[str, Any]:
-        """The part of `/status` that is not a row of the report: what the next update waits for now."""
+        """Returns the part of `/status` that is not a row of the report: what the next update waits for now."""
         with self._lock:
             seconds, text = self._waiting(now)
             over = self._over
         return {"waits": {"seconds": round(seconds, 1), "text": text} | ({"over": True} if over else {})}
 
     def report(self, now: float) -> JobReport:
-        """The rows about waits."""
+        """Returns the rows about waits."""
         with self._lock:
             worst = self._blame.worst(now)
             seconds, text = self._waiting(now)
@@ -170,7 +170,7 @@ class UpdateWaits:
         return "the servers store the last checkpoint, or wait for its evaluation"
 
     def _does(self, now: float, rank: int, shards: tuple[int, ...]) -> str:
-        """The activity of a rank without a contribution, by its newest heartbeat."""
+        """Returns the activity of a rank without a contribution, by its newest heartbeat."""
         if rank not in self._beats:
             return f"worker {rank} has not joined"
         at, doing = self._beats[rank]

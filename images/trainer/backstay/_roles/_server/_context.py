@@ -41,7 +41,7 @@ class LiveSettings:
 
     @classmethod
     def of(cls, config: RuntimeConfig) -> LiveSettings:
-        """The settings with which this pod was created."""
+        """Returns the settings with which this pod was created."""
         return cls(config.workers, config.stall_seconds, config.checkpoint.keep if config.checkpoint else 1)
 
     def update(self, request: ProgressRequest) -> None:
@@ -88,7 +88,7 @@ class ServerContext:
         stop: Stop,
         inherited: Inherited | None = None,
     ) -> ServerContext:
-        """The context of a new server.
+        """Returns the context of a new server.
 
         Args:
             inherited: the state that the server held as its shard's standby; None for a server that starts as one.

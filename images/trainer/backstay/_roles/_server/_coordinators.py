@@ -76,17 +76,17 @@ class CoordinatorAccess(ABC):
         """Request a checkpoint of the present state after SIGTERM, and wait until it is stored or cannot be."""
 
     def awaited(self, now: float) -> bool:
-        """Whether another shard's server may not have received the end of the job."""
+        """Returns whether another shard's server may not have received the end of the job."""
         del now
         return False
 
     def stopped(self) -> dict[str, Any]:
-        """The termination message of this pod after SIGTERM, when the checkpoint of its state is stored."""
+        """Returns the termination message of this pod after SIGTERM, when the checkpoint of its state is stored."""
         return {}
 
     @abstractmethod
     def outcome(self, done: Done, term: int) -> dict[str, Any]:
-        """The termination message of this pod."""
+        """Returns the termination message of this pod."""
 
     @abstractmethod
     def close(self) -> None:
@@ -131,7 +131,7 @@ class CoordinatorAccess(ABC):
         del reply, version
 
     def evaluated(self, request: EvaluatedRequest) -> str:
-        """An evaluator, or worker 0, reports an evaluation, or that one begins. See `Host.evaluated`."""
+        """Receive a report about an evaluation that begins or has ended. See `Host.evaluated`."""
         del request
         return ""
 

@@ -39,7 +39,7 @@ _LOG = logging.getLogger(__name__)
 def _open_storage(
     context: ServerContext, observer: JobHistoryObserver, lost: Callable[[BackstayError], None]
 ) -> ManifestStorage | NoStorage:
-    """The storage; nothing is read or written yet."""
+    """Returns the storage; nothing is read or written yet."""
     environment, script, plan, live = context.environment, context.script, context.plan, context.live
     if context.store is None:
         return NoStorage(lambda: live.world, environment.incarnation, script.beginning.fixed_start)
@@ -72,7 +72,7 @@ def _open_storage(
 def begin_history(
     context: ServerContext, observer: JobHistoryObserver, lost: Callable[[BackstayError], None]
 ) -> tuple[ManifestStorage | NoStorage, ThreadedCoordinator]:
-    """The storage, and the coordinator, which is not started yet.
+    """Returns the storage, and the coordinator, which is not started yet.
 
     Args:
         lost: see `FolderLease`.
@@ -143,7 +143,7 @@ def _report(continued: Continued, observer: JobHistoryObserver) -> None:
 
 
 def rules_of(environment: Environment, script: Script) -> Rules:
-    """The settings of this job's updates."""
+    """Returns the settings of this job's updates."""
     config = environment.config
     return Rules(
         mode=config.mode,

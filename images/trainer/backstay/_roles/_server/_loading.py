@@ -62,7 +62,7 @@ class Loader:
 
 
 def build(term: Rollback, context: ServerContext) -> ShardEngine:
-    """The state of this pod's shard at the beginning of a term, compiled for the updates of the term.
+    """Returns the state of this pod's shard at the beginning of a term, compiled for the updates of the term.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or is of another version.

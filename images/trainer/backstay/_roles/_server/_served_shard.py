@@ -86,7 +86,7 @@ class ServedShard:
         self._loader.start()
 
     def staged(self) -> tuple[int, int]:
-        """The most bytes of contributions in memory since the previous call, and the most that may be."""
+        """Returns the most bytes of contributions in memory since the previous call, and the most that may be."""
         memory = self.runtime.memory
         return memory.most() * self._staged_bytes, memory.bound * self._staged_bytes
 

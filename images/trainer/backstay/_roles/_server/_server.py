@@ -161,7 +161,7 @@ class Server:
         write_termination(self._env.termination_log, message | dict(last or {}))
 
     def _awaited(self, now: float) -> bool:
-        """Whether a living peer has not received the end of the job yet."""
+        """Returns whether a living peer has not received the end of the job yet."""
         return self._context.peers.any_lives(now) or self.coordinator.awaited(now)
 
     def _close(self) -> None:

@@ -119,7 +119,7 @@ class Shard0(CoordinatorAccess):
         wait_stored(self.threaded, lambda: self._ending.done is not None, self._times)
 
     def stopped(self) -> dict[str, Any]:
-        """The last report, with the checkpoint as a row. Nothing reports it later."""
+        """Returns the last report, with the checkpoint as a row. Nothing reports it later."""
         checkpoint = self._job.newest_checkpoint()
         stored = {"checkpoint": checkpoint.model_dump(mode="json", exclude_none=True)} if checkpoint.uri else {}
         return self._job.last_report(self.threaded.state(), self.threaded.start_of_term) | stored

@@ -183,7 +183,7 @@ class SimulatedPods:
             self._ready(pod)
 
     def _rank(self, pod: PodOnNode) -> list[PodOnNode]:
-        """The living pods of a worker's rank, this one too, in the order of the members."""
+        """Returns the living pods of a worker's rank, this one too, in the order of the members."""
         if self._pods_per_rank == 1:
             return [pod]
         return sorted(

@@ -154,7 +154,7 @@ class CoordinatorHost:
             self._sequencer.detach(shard.shard, sink)
 
     def linked(self, shard: TimedShard) -> bool:
-        """Whether this server of the shard has a link."""
+        """Returns whether this server of the shard has a link."""
         sink = self._sinks.get(shard.shard)
         return sink is not None and sink.shard is shard
 

@@ -100,7 +100,7 @@ class SimulatedOperator:
         self._heap.after(self._assumed.operator.call_seconds, self._call)
 
     def now(self) -> datetime:
-        """The time of day."""
+        """Returns the time of day."""
         return BEGAN + timedelta(seconds=self._heap.now)
 
     def changed(self) -> None:
@@ -211,7 +211,7 @@ class SimulatedOperator:
         return progress
 
     def unix(self) -> float:
-        """The Unix time."""
+        """Returns the Unix time."""
         return BEGAN.timestamp() + self._heap.now
 
     def _observe(self, progress: Progress | None) -> None:

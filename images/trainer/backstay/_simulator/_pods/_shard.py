@@ -107,7 +107,7 @@ class TimedShard:
         return self.pod[2]
 
     def position(self) -> ServerPosition:
-        """Where it is when it connects to a coordinator."""
+        """Returns where it is when it connects to a coordinator."""
         replicates = self._world.rules.replicates
         return ServerPosition(
             self.shard,
@@ -532,7 +532,7 @@ class TimedShard:
         self._compute(seconds, computed)
 
     def _mean_seconds(self, contributions: Sequence[Contribution]) -> float | None:
-        """The time to compute the mean, or None if a contribution is missing."""
+        """Returns the time to compute the mean, or None if a contribution is missing."""
         if self.prepared and tuple(contributions) == self.prepared:
             return 0.0
         keys = [identity(contribution.id) for contribution in contributions]

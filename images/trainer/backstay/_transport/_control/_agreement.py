@@ -70,7 +70,7 @@ class Agreement:
         here: str,
         names: tuple[str, str, str] = ("the server", "on the server", "the caller"),
     ) -> str:
-        """Why a peer cannot train with this pod; empty if both agree.
+        """Returns why a peer cannot train with this pod; empty if both agree.
 
         Args:
             leaves, settings: the peer's leaves and settings.
@@ -107,7 +107,7 @@ class Agreement:
         return f"{text} The script must be the same in every pod{self._software(settings, peer, here) or '.'}"
 
     def _software(self, settings: Mapping[str, str], peer: str, here: str) -> str:
-        """Another version of JAX, or another width of floats, computes another program from the same script."""
+        """Returns an error for another version of JAX, or another width of floats, as both change the program."""
         mine, theirs = self.settings.get(SOFTWARE), settings.get(SOFTWARE)
         if not mine or not theirs or mine == theirs:
             return ""
@@ -167,7 +167,7 @@ def first_difference(
     within: str = "on the server",
     there: str = "the caller",
 ) -> str:
-    """A description of the first leaf in which two trees differ; empty when they are equal.
+    """Returns a description of the first leaf in which two trees differ; empty when they are equal.
 
     Args:
         here, within: how it names the process of `mine`, alone and after a leaf.

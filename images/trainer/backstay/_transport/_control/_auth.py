@@ -16,7 +16,7 @@ __all__ = ["final_error", "is_final", "refusal_of"]
 
 
 def is_final(code: Any, trailing: Iterable[tuple[str, str | bytes]] | None) -> bool:
-    """Whether further calls would get the same answer.
+    """Returns whether further calls would get the same answer.
 
     Only a Backstay server gives such answers, and it marks them. While a server is being replaced, other answers come
     from a proxy, another program at its address, a server that is not ready, or gRPC.
@@ -29,7 +29,7 @@ def is_final(code: Any, trailing: Iterable[tuple[str, str | bytes]] | None) -> b
 
 
 def refusal_of(error: grpc.RpcError) -> Refused | None:
-    """The error that a failed call means, if its answer is final; else None."""
+    """Returns the error that a failed call means, if its answer is final; else None."""
     code: Any = getattr(error, "code", lambda: None)()
     if not is_final(code, getattr(error, "trailing_metadata", lambda: ())()):
         return None
@@ -37,7 +37,8 @@ def refusal_of(error: grpc.RpcError) -> Refused | None:
 
 
 def final_error(code: str, message: str) -> Refused | None:
-    """The error for a Backstay server's refusal with this code, if further calls would get it too; else None."""
+    """Returns the error for a Backstay server's refusal with this code, if further calls would get it too; else
+    None."""
     if code not in FINAL:
         return None
     return Superseded(code, message) if code == RefusalCode.REPLACED else Refused(code, message)

@@ -193,7 +193,7 @@ class ControlClient:
         worker_seconds: WorkerSeconds | None = None,
         hang_report: HangReport | None = None,
     ) -> HeartbeatReply:
-        """One heartbeat. Raises as `_call` does."""
+        """Send one heartbeat. Raises as `_call` does."""
         request = HeartbeatRequest(
             peer=self.peer,
             shard=shard,
@@ -220,7 +220,7 @@ class ControlClient:
         return reply
 
     def _spans(self, incarnation: int) -> bytes:
-        """The spans that shard 0's server does not have yet; none before the offset of its clock is known."""
+        """Returns the spans that shard 0's server does not have yet; none before the offset of its clock is known."""
         if (0, incarnation) not in _instrument.clocks.offsets():
             return b""
         spans = self._outbox.take(incarnation)
@@ -266,7 +266,8 @@ class ControlClient:
         self._call(0, "Leave", LeaveRequest(peer=self.peer, trained=True))
 
     def meet(self, address: str = "") -> str:
-        """The address of member 0 of this pod's rank, or an empty text if it reported none. Raises as `_call` does.
+        """Returns the address of member 0 of this pod's rank, or an empty text if it reported none. Raises as `_call`
+        does.
 
         Args:
             address: the address of this pod, if it is member 0.
@@ -365,7 +366,7 @@ class Heartbeats:
             self._missed = [0] * self._client.shards
 
     def incarnation_of(self, shard: int) -> int:
-        """The incarnation of the server that was joined, or 0 if none was."""
+        """Returns the incarnation of the server that was joined, or 0 if none was."""
         with self._changed:
             return self._incarnations[shard]
 

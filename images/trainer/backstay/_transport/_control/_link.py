@@ -308,7 +308,7 @@ class Link:
                 stream.write(Frame(to_coordinator=message))
 
     def _read(self, stream: ClientStream) -> Frame:
-        """The next frame. Raises as `_dial`."""
+        """Returns the next frame. Raises as `_dial`."""
         frame, _ = stream.read()
         if kind_of(frame) == "refused":
             code, why = frame.refused.code, frame.refused.message

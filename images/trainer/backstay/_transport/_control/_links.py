@@ -94,7 +94,8 @@ class Links:
         """
 
     def awaited(self, now: float) -> bool:
-        """Whether another shard may not have received the end of the job: its server is linked, or may link again.
+        """Returns whether another shard may not have received the end of the job: its server is linked, or may link
+        again.
 
         Args:
             now: the time in seconds of `time.monotonic`.
@@ -103,7 +104,7 @@ class Links:
             return bool(self._open) or any(now - ended < self._times.gone for ended in self._broken.values())
 
     def __len__(self) -> int:
-        """How many other shards are linked."""
+        """Returns how many other shards are linked."""
         with self._lock:
             return len(self._open)
 

@@ -27,7 +27,7 @@ class Peers:
         self._met: dict[str, tuple[int, str]] = {}  # of member 0 of a rank: incarnation and address
 
     def allow_link(self) -> int:
-        """A number for a link that may begin now: one more than any before."""
+        """Returns a number for a link that may begin now: one more than any before."""
         with self._lock:
             self._links += 1
             return self._links
@@ -71,7 +71,8 @@ class Peers:
             )
 
     def meet(self, peer: Peer, address: str) -> str:
-        """The address of member 0 of the caller's rank and incarnation, or an empty text if it has not reported one.
+        """Returns the address of member 0 of the caller's rank and incarnation, or an empty text if it has not reported
+        one.
 
         Args:
             address: the address of the caller, if it is member 0.
@@ -90,13 +91,14 @@ class Peers:
             return found if incarnation == peer.incarnation else ""
 
     def known(self) -> dict[str, int]:
-        """The newest incarnation of each pod, by name, such as ``worker-3``."""
+        """Returns the newest incarnation of each pod, by name, such as ``worker-3``."""
         with self._lock:
             return dict(self._newest)
 
 
 def replaced(peer: Peer, newest: int) -> str:
-    """The reason why a pod must stop when `newest` is its slot's newest incarnation. It is empty for the newest."""
+    """Returns the reason why a pod must stop when `newest` is its slot's newest incarnation. It is empty for the
+    newest."""
     if newest <= peer.incarnation:
         return ""
     name = f"{peer.role}-{peer.index}"
@@ -104,7 +106,8 @@ def replaced(peer: Peer, newest: int) -> str:
 
 
 def cannot_link(peer: Peer, shards: int) -> str:
-    """The reason why a pod cannot have a link to the coordinator. It is empty for the server of a shard other than 0.
+    """Returns the reason why a pod cannot have a link to the coordinator. It is empty for the server of a shard other
+    than 0.
 
     Args:
         shards: the number of shards of the job.

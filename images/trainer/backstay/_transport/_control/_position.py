@@ -116,7 +116,7 @@ class ShardPosition:
         return self._saves > max((written.version for written in self._written), default=0)
 
     def message(self, link: int) -> Position:
-        """The first message of a link.
+        """Returns the first message of a link.
 
         Args:
             link: the number of the link, from the coordinator.
@@ -132,5 +132,5 @@ class ShardPosition:
         )
 
     def reports(self) -> list[Report]:
-        """The reports that follow the first message of a link."""
+        """Returns the reports that follow the first message of a link."""
         return [*self._held.values(), Applied(version=self._version), *self._written]

@@ -82,11 +82,12 @@ class Host(Protocol):
         """``host:port`` of this server's data streams."""
 
     def not_ready(self) -> str:
-        """Why pods cannot join yet; empty when they can."""
+        """Returns why pods cannot join yet; empty when they can."""
 
     def joined(self, peer: Peer) -> JoinReply: ...
     def other_frozen(self, digests: Sequence[str], source: str, peer: str) -> str:
-        """The reason why a pod with these frozen arrays, read from `source`, cannot train. It is empty if it can."""
+        """Returns the reason why a pod with these frozen arrays, read from `source`, cannot train. It is empty if it
+        can."""
 
     def beat(self, request: HeartbeatRequest) -> HeartbeatReply: ...
     def left(self, peer: Peer, *, trained: bool = False) -> bool:
@@ -101,7 +102,8 @@ class Host(Protocol):
 
     def progress(self, request: ProgressRequest) -> ProgressReply: ...
     def awaits_operator(self) -> bool:
-        """Whether it waits for the operator's report of the active server; older reports must not count then."""
+        """Returns whether it waits for the operator's report of the active server; older reports must not count
+        then."""
 
     def superseded(self, by: int) -> None:
         """Another shard reported a newer incarnation of this server."""
@@ -172,7 +174,7 @@ class ControlService(grpc.GenericRpcHandler):
     def _one(
         self, kind: type[_M], answer: Callable[[_M, Any], Awaitable[ProtoMessage]]
     ) -> Callable[[Any, Any], Awaitable[None]]:
-        """A method with one message each way."""
+        """Returns a method with one message each way."""
 
         async def serve(context: Any) -> None:
             request = await self._read(context, kind)
@@ -184,7 +186,7 @@ class ControlService(grpc.GenericRpcHandler):
         return self._guarded(serve)
 
     async def _read(self, context: Any, kind: type[_M]) -> _M | None:
-        """The next message of a call, or None if its peer sends no more."""
+        """Returns the next message of a call, or None if its peer sends no more."""
         try:
             data = await asyncio.wait_for(context.read(), self._timeouts.message)
         except TimeoutError:
@@ -344,7 +346,7 @@ class ControlServer:
 
     @classmethod
     def of(cls, environment: Environment, host: Host, peers: Peers) -> ControlServer:
-        """The control service of a pod. Raises OSError, as the constructor does."""
+        """Returns the control service of a pod. Raises OSError, as the constructor does."""
         return cls(
             host,
             peers,

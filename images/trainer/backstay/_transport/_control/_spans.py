@@ -50,7 +50,8 @@ class Outbox:
         self._next = 0
 
     def take(self, server: int) -> Spans | None:
-        """The spans that the server of shard 0 with this incarnation has not received, or None if there are none.
+        """Returns the spans that the server of shard 0 with this incarnation has not received, or None if there are
+        none.
 
         Spans that are taken and then lost on the way stay lost.
         """
@@ -85,7 +86,7 @@ class Kept:
         self._messages: deque[tuple[int, bytes]] = deque()  # the incarnation of the server, and a `Spans`
 
     def of_previous(self, incarnation: int) -> list[bytes]:
-        """The messages of the servers with a lower incarnation."""
+        """Returns the messages of the servers with a lower incarnation."""
         return [spans for server, spans in self._messages if server < incarnation]
 
     def answered(self, incarnation: int, spans: Iterable[bytes]) -> None:

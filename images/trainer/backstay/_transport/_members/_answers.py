@@ -69,7 +69,7 @@ def pulled_together(
     *,
     pushed: bool,
 ) -> Pulled:
-    """The answer that a rank has received, of which each member has its own blocks.
+    """Returns the answer that a rank has received, of which each member has its own blocks.
 
     In Sync mode, members whose answer is of an earlier version pull again, until all have the same one. In Async mode
     their versions may differ, as those of shards may.

@@ -37,7 +37,7 @@ TEXT: Final[Form[str]] = Form(str.encode, bytes.decode)
 
 
 def messages(kind: Any) -> Form[Sequence[Any]]:
-    """The form of several messages of one class of protocol buffers."""
+    """Returns the form of several messages of one class of protocol buffers."""
 
     def encode(values: Sequence[Any]) -> bytes:
         parts = [value.SerializeToString() for value in values]
@@ -55,12 +55,12 @@ def messages(kind: Any) -> Form[Sequence[Any]]:
 
 
 def travels(error: BaseException) -> bool:
-    """Whether an error counts for all members of a rank. Any other ends its process, and with it the rank."""
+    """Returns whether an error counts for all members of a rank. Any other ends its process, and with it the rank."""
     return type(error).__name__ in _ERRORS and isinstance(error, BackstayError)
 
 
 def with_error(message: MemberMessage, error: BaseException) -> MemberMessage:
-    """The message with an error instead of a value."""
+    """Returns the message with an error instead of a value."""
     message.error = type(error).__name__
     message.code = str(getattr(error, "code", "") or getattr(error, "reason", ""))
     message.text = str(getattr(error, "message", "") or error)
@@ -68,5 +68,5 @@ def with_error(message: MemberMessage, error: BaseException) -> MemberMessage:
 
 
 def error_in(message: MemberMessage) -> BackstayError | None:
-    """The error of a message, or None if it has a value."""
+    """Returns the error of a message, or None if it has a value."""
     return _ERRORS[message.error](message.code, message.text) if message.error else None

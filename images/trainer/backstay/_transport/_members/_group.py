@@ -60,7 +60,8 @@ class _Points:
         return MemberMessage(number=self._number, point=point)
 
     def made(self, make: Callable[[], _T], cancel: Callable[[], object] | None) -> _T:
-        """The result of `make`, which ends early if another member has an error at this point. Raises as `make`."""
+        """Returns the result of `make`, which ends early if another member has an error at this point. Raises as
+        `make`."""
         if cancel is None:
             return make()
         with self._lock:
@@ -119,7 +120,7 @@ class Members(ABC):
 
     @abstractmethod
     def share(self, point: str, form: Form[_T], make: Callable[[], _T]) -> _T:
-        """The result of `make` in the leader.
+        """Returns the result of `make` in the leader.
 
         Args:
             point: the name of the point, which must be the same in all members.
@@ -136,7 +137,7 @@ class Members(ABC):
         merge: Callable[[Sequence[_T]], _T],
         cancel: Callable[[], object] | None = None,
     ) -> _T:
-        """The value that the leader makes of the results of `make` in all members.
+        """Returns the value that the leader makes of the results of `make` in all members.
 
         Args:
             point, form: see `share`.
@@ -147,10 +148,11 @@ class Members(ABC):
 
     @abstractmethod
     def has_raised(self, error: BaseException) -> bool:
-        """Whether all members have this error, because `share` or `agree` has raised it."""
+        """Returns whether all members have this error, because `share` or `agree` has raised it."""
 
     def doing(self) -> Doing | None:
-        """The activity of this process; in the leader, that of the member that the others wait for. Thread-safe."""
+        """Returns the activity of this process; in the leader, that of the member that the others wait for.
+        Thread-safe."""
         return _instrument.doing()
 
     def stacks(self) -> str:
@@ -213,7 +215,7 @@ class _LinkedMember(Members):
             self._waits = None
 
     def _activity(self) -> MemberActivity:
-        """The activity of this member."""
+        """Returns the activity of this member."""
         if (waits := self._waits) is not None:
             return waits
         doing, now = _instrument.doing(), time.monotonic()
@@ -248,11 +250,11 @@ class _LinkedMember(Members):
 
     @abstractmethod
     def _shared(self, own: MemberMessage) -> MemberMessage:
-        """The leader's message of a point. `own`: the message of this member."""
+        """Returns the leader's message of a point. `own`: the message of this member."""
 
     @abstractmethod
     def _agreed(self, own: MemberMessage, merged: Callable[[Sequence[MemberMessage]], bytes]) -> MemberMessage:
-        """The leader's answer to the messages of all members. `merged` makes one value of all of theirs."""
+        """Returns the leader's answer to the messages of all members. `merged` makes one value of all of theirs."""
 
     @abstractmethod
     def _break(self, number: int) -> None:
@@ -436,11 +438,11 @@ class FollowingMember(_LinkedMember):
 
 
 def _received(ping: MemberMessage, now: float) -> MemberActivity:
-    """The content of a ping that has arrived now."""
+    """Returns the content of a ping that has arrived now."""
     doing = Doing.read(ping.doing, now)
     return MemberActivity(doing.point, doing.step, doing.began, ping.waits, ping.stacks)
 
 
 def _longest(point: str) -> float:
-    """The seconds of the longest span at `point` that this process still has."""
+    """Returns the seconds of the longest span at `point` that this process still has."""
     return max((span.ended - span.began for span in _instrument.spans() if span.point == point), default=0.0)

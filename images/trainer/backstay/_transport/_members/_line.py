@@ -108,7 +108,7 @@ class MemberLine:
             raise MemberLost(self._why) from error
 
     def receive(self) -> MemberMessage:
-        """The next message that is not a ping. Raises `MemberLost`."""
+        """Returns the next message that is not a ping. Raises `MemberLost`."""
         message = self._received.get()
         if message is None:
             self._received.put(None)  # for the next call

@@ -71,7 +71,7 @@ class MemberProgress:
             self._members[member], self._received[member] = activity, now
 
     def held_up_by(self, since: float) -> Doing | None:
-        """The activity of the member that the others wait for, as far as it is known.
+        """Returns the activity of the member that the others wait for, as far as it is known.
 
         Members in the same part of the same step compute together. Then it is the activity of the first of them.
 
@@ -84,7 +84,7 @@ class MemberProgress:
         return min(together, key=lambda one: one.member, default=None)
 
     def stacks(self, but: int) -> str:
-        """The stacks that members have reported, except for one."""
+        """Returns the stacks that members have reported, except for one."""
         with self._lock:
             return self._stacks(member for member in sorted(self._members) if member != but)
 
@@ -123,7 +123,7 @@ class MemberProgress:
             return "all pods of the rank wait for each other: " + "; ".join(self._described(now))
 
     def _suspects(self) -> Sequence[Doing]:
-        """The activities that the others may wait for, the oldest first."""
+        """Returns the activities that the others may wait for, the oldest first."""
         doing = [Doing(one.point, one.step, one.began, at) for at, one in self._members.items() if not one.waits]
         for point in _LIMITS:
             if found := [one for one in doing if one.point == point]:
@@ -131,7 +131,7 @@ class MemberProgress:
         return ()
 
     def _described(self, now: float) -> Iterator[str]:
-        """A line for each activity."""
+        """Yields a line for each activity."""
         lines: dict[str, list[str]] = {}
         for member, one in sorted(self._members.items()):
             step = "" if one.step is None else f" (step {one.step})"
@@ -146,7 +146,7 @@ class MemberProgress:
 
 
 def _is_same(one: Doing, other: Doing | None) -> bool:
-    """Whether both are the same activity. A member's clock is not that of another one."""
+    """Returns whether both are the same activity. A member's clock is not that of another one."""
     if other is None or (one.member, one.point, one.step) != (other.member, other.point, other.step):
         return False
     return abs(one.began - other.began) < _APART

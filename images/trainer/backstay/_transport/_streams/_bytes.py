@@ -65,11 +65,12 @@ class ByteStream(Protocol):
         ...
 
     def ended(self) -> bool:
-        """Whether the peer has closed the connection, as far as this end can see."""
+        """Returns whether the peer has closed the connection, as far as this end can see."""
         ...
 
     def received(self) -> int | None:
-        """The bytes that the kernel has received, encrypted ones with TLS, or None if it does not report them."""
+        """Returns the bytes that the kernel has received, encrypted ones with TLS, or None if it does not report
+        them."""
         ...
 
     def keep_alive(self) -> None:
@@ -86,7 +87,7 @@ class ByteStream(Protocol):
 
 
 def byte_stream(sock: socket.socket) -> ByteStream:
-    """The byte stream of a connected socket. Inside TLS, the handshake has ended."""
+    """Returns the byte stream of a connected socket. Inside TLS, the handshake has ended."""
     return _Encrypted(sock) if isinstance(sock, ssl.SSLSocket) else _Plain(sock)
 
 
@@ -199,7 +200,7 @@ class _Encrypted(_Plain):
 
 
 def _record(pieces: deque[memoryview]) -> memoryview:
-    """The first bytes of the pieces. A record costs the same for few bytes, so small pieces are joined."""
+    """Returns the first bytes of the pieces. A record costs the same for few bytes, so small pieces are joined."""
     if len(pieces) == 1 or pieces[0].nbytes >= RECORD_BYTES:
         return pieces[0]
     joined = bytearray()

@@ -37,7 +37,7 @@ exactly."""
 
 
 def encoded(frame: Frame) -> bytes:
-    """The bytes of a frame without a body."""
+    """Returns the bytes of a frame without a body."""
     header = frame.SerializeToString()
     return _HEAD.pack(len(header), 0) + header
 
@@ -106,7 +106,7 @@ class Frames:
         self._stream.keep_alive()
 
     def read(self, place: Place | None = None) -> tuple[Frame, Bytes | None] | None:
-        """The next frame with its body; None at the end of the stream.
+        """Returns the next frame with its body; None at the end of the stream.
 
         See `FrameStream.read`.
 
@@ -154,7 +154,7 @@ class Frames:
             view = view[got:]
 
     def _own(self, nbytes: int) -> Bytes:
-        """Memory of this object, which the next body uses again."""
+        """Returns memory of this object, which the next body uses again."""
         if self._body.nbytes < nbytes:
             self._body = np.empty(nbytes, np.uint8)
         return self._body[:nbytes]

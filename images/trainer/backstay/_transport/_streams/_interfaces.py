@@ -128,7 +128,7 @@ class FrameStream(Protocol):
     """
 
     def read(self, place: Place | None = None) -> tuple[Frame, Bytes | None] | None:
-        """The next frame; None when the other end closed or vanished (a server cannot distinguish these).
+        """Returns the next frame; None when the other end closed or vanished (a server cannot distinguish these).
 
         Args:
             place: called with a frame and the size of its body, before the body is received. It returns the pieces of
@@ -164,7 +164,7 @@ class ServerStream(FrameStream, Protocol):
     """The server's end of a data stream. Any thread may call these methods. Only `post` waits, for a bounded time."""
 
     def received(self) -> int | None:
-        """The bytes that have arrived since the stream began, or None if the system does not report them."""
+        """Returns the bytes that have arrived since the stream began, or None if the system does not report them."""
         ...
 
     def cut(self) -> None:
@@ -274,7 +274,7 @@ class ShardPort(Protocol):
         ...
 
     def moved_on(self, incoming: Incoming) -> bool:
-        """Whether an update can no longer use this part: then answer now. Never blocks."""
+        """Returns whether an update can no longer use this part: then answer now. Never blocks."""
         ...
 
     def complete(self, incoming: Incoming, info: GradientInfo) -> None:
@@ -385,7 +385,7 @@ class DataClient(Protocol):
         ...
 
     def splits(self, part: Part) -> bool:
-        """Whether a part of a contribution travels in several frames, so that it waits for memory."""
+        """Returns whether a part of a contribution travels in several frames, so that it waits for memory."""
         ...
 
     def cancel(self, why: str) -> None:
@@ -398,5 +398,5 @@ class DataClient(Protocol):
 
 
 def flow_of(gradient: GradientId) -> str:
-    """The note that identifies the spans of one contribution, in the worker and in the servers."""
+    """Returns the note that identifies the spans of one contribution, in the worker and in the servers."""
     return f"{gradient.term}.{gradient.version}.{gradient.rank}.{gradient.incarnation}.{gradient.attempt}"

@@ -205,7 +205,7 @@ def _opening(data: bytearray) -> tuple[bytes, int, int]:
 
 
 def _hello(opening: bytearray) -> Hello:
-    """The hello of a whole opening. Raises `Unwelcome`."""
+    """Returns the hello of a whole opening. Raises `Unwelcome`."""
     _, token, _ = _opening(opening)
     try:
         return Hello.FromString(bytes(opening[_OPENING.size + token :]))

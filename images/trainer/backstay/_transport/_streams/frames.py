@@ -75,7 +75,7 @@ SectionSpan: TypeAlias = tuple[int, int, int, int]
 
 
 def chunks(blocks: Sequence[Sequence[int]], chunk_bytes: int = CHUNK_BYTES) -> Iterator[tuple[int, SectionSpan]]:
-    """The chunks in which blocks are sent, in order: each with its offset in the encoded block.
+    """Yields the chunks in which blocks are sent, in order: each with its offset in the encoded block.
 
     Args:
         blocks: the bytes of each section of each block. A chunk lies in one section; empty sections have none.
@@ -145,7 +145,7 @@ class Cover:
             )
 
     def add(self, block: int, offset: int, nbytes: int) -> Span:
-        """A chunk of `nbytes` arrived for `offset` (bytes) of `block`.
+        """Record a chunk of `nbytes` that arrived for `offset` (bytes) of `block`.
 
         Returns:
             Where it goes.
@@ -177,7 +177,7 @@ class Cover:
         return block, offset, offset + nbytes
 
     def place(self, blocks: Sequence[Bytes | None]) -> Place:
-        """The argument of `FrameStream.read` that receives chunks into the memory of their blocks.
+        """Returns the argument of `FrameStream.read` that receives chunks into the memory of their blocks.
 
         Args:
             blocks: the memory of each block; None: its chunks are received into other memory.
@@ -193,7 +193,7 @@ class Cover:
         return place
 
     def whole(self, nbytes: int, blocks: Sequence[Bytes]) -> list[Bytes]:
-        """All blocks arrive in one frame, in `nbytes` bytes. Returns the pieces of memory where they belong.
+        """Returns the pieces of memory for all blocks, which arrive in one frame, in `nbytes` bytes.
 
         Args:
             blocks: the memory of each block.
@@ -269,7 +269,7 @@ def params_begin(begin: ParamsBegin) -> Frame:
 
 
 def end_of(nbytes: int, info: GradientInfo | None = None) -> Frame:
-    """The end mark of `nbytes` bytes. `info`: of a push."""
+    """Returns the end mark of `nbytes` bytes. `info`: of a push."""
     return Frame(end=End(bytes=nbytes, info=info))
 
 
@@ -281,12 +281,12 @@ _VALUES: Final[Mapping[Values, Pull.Values]] = {
 
 
 def pull(min_version: int, wanted: Selection = ALL) -> Frame:
-    """A request for all blocks. `wanted`: names the values."""
+    """Returns a request for all blocks. `wanted` names the values."""
     return Frame(pull=Pull(min_version=min_version, values=_VALUES[wanted.values]))
 
 
 def wanted(pull: Pull) -> Selection:
-    """The selection that a pull requests.
+    """Returns the selection that a pull requests.
 
     Raises:
         Refusal: `INVALID`: values that this version does not know.

@@ -45,7 +45,7 @@ class Area:
         self.size += -(-block.size // step) * step
 
     def packed(self, leaf_of: Callable[[int], Any], size: int) -> Any:
-        """The area as one array of `size` elements, zero between its blocks and behind them; to be traced.
+        """Returns the area as one array of `size` elements, zero between its blocks and behind them; to be traced.
 
         Args:
             leaf_of: returns a leaf of the tree.
@@ -84,24 +84,24 @@ class Areas:
         self.every = tuple(found.values())
 
     def place(self, s: int, b: int, block: Block) -> tuple[int, int, int]:
-        """The area of a block, its first element there, and the one after its last."""
+        """Returns the area of a block, its first element there, and the one after its last."""
         area = self._of[s, b]
         start = self.every[area].starts[s, b]
         return area, start, start + block.size
 
 
 def numbered(partition: Partition) -> list[tuple[int, int, Block]]:
-    """Each block of a partition, with its shard and its index there."""
+    """Returns each block of a partition, with its shard and its index there."""
     return [(s, b, block) for s, layout in enumerate(partition.shards) for b, block in enumerate(layout.blocks)]
 
 
 def coded_in(blocks: Iterable[tuple[int, int, Block]]) -> set[int]:
-    """The leaves of which a codec may encode a part."""
+    """Returns the leaves of which a codec may encode a part."""
     return {piece.leaf for _, _, block in blocks if block.coded for piece in block.pieces}
 
 
 def direct_in(blocks: Iterable[tuple[int, int, Block]]) -> frozenset[int]:
-    """The leaves that are sent from their memory."""
+    """Returns the leaves that are sent from their memory."""
     return frozenset(
         block.pieces[0].leaf for _, _, block in blocks if len(block.pieces) == 1 and block.nbytes >= DIRECT_BYTES
     )
@@ -112,7 +112,7 @@ Part: TypeAlias = tuple[int, int, int]
 
 
 def parts_of(leaves: Sequence[int], pieces: Iterable[tuple[int, int, Piece]]) -> dict[int, list[Part]]:
-    """The parts of some leaves, in the order of each leaf. A leaf without elements has none.
+    """Returns the parts of some leaves, in the order of each leaf. A leaf without elements has none.
 
     Args:
         pieces: the area of each piece, and the element where it starts. Pieces that follow each other are one part.
@@ -129,7 +129,7 @@ def parts_of(leaves: Sequence[int], pieces: Iterable[tuple[int, int, Piece]]) ->
 
 
 def leaf_in(areas: Sequence[Any], parts: Sequence[Part], spec: LeafSpec) -> Any:
-    """A leaf out of areas on the devices; to be traced."""
+    """Returns a leaf out of areas on the devices; to be traced."""
     found = [jax.lax.slice(areas[area], (start,), (stop,)) for area, start, stop in parts]
     flat = jnp.concatenate(found) if found else jnp.zeros(0, spec.dtype)
     return flat.reshape(spec.shape)

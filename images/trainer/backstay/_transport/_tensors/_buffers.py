@@ -61,7 +61,7 @@ class Arrangement:
         self._settle_jit = jax.jit(self._settle, donate_argnums=1, keep_unused=True)
 
     def packed_shardings(self, model: Sequence[Any], everywhere: Any) -> list[Any]:
-        """The sharding of each array that `pack` returns.
+        """Returns the sharding of each array that `pack` returns.
 
         Args:
             model: the sharding of each leaf of the tree.
@@ -70,7 +70,8 @@ class Arrangement:
         return [model[leaf] for leaf in sorted(self.direct)] + [everywhere] * len(self.areas)
 
     def pack(self, leaves: Sequence[Any]) -> list[Any]:
-        """The arrays to send, out of all leaves of a tree. To be traced, in the jitted function that computes them.
+        """Returns the arrays to send, out of all leaves of a tree. To be traced, in the jitted function that computes
+        them.
 
         Args:
             leaves: one array for each leaf of the tree, with the leaf's shape and dtype.
@@ -86,7 +87,7 @@ class Arrangement:
         return [*(leaves[leaf] for leaf in sorted(self.direct)), *areas]
 
     def gradient_blocks(self, packed_leaves: Sequence[jax.Array]) -> list[Sequence[np.ndarray | DeviceBlock]]:
-        """The blocks of every shard, out of a gradient on the device.
+        """Returns the blocks of every shard, out of a gradient on the device.
 
         Args:
             packed_leaves: the result of `pack` for the gradient, on one device or on several of the CPU.
@@ -115,7 +116,7 @@ class Arrangement:
         return result
 
     def receive_views(self, leaves: dict[int, np.ndarray], areas: Sequence[np.ndarray]) -> list[list[Bytes]]:
-        """The blocks of every shard, in bytes, in host memory of flat direct `leaves` and `areas`."""
+        """Returns the blocks of every shard, in bytes, in host memory of flat direct `leaves` and `areas`."""
         result: list[list[Bytes]] = []
         for s, layout in enumerate(self.partition.shards):
             views: list[Bytes] = []
@@ -137,8 +138,8 @@ class Arrangement:
                     leaves[piece.leaf][piece.start : piece.stop] = values[start : start + piece.size]
 
     def read(self, leaves: dict[int, np.ndarray], areas: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """All leaves of the tree, from flat direct `leaves` and `areas`: views, except the few small leaves that
-        are cut over blocks, which are copied."""
+        """Returns all leaves of the tree, from flat direct `leaves` and `areas`: views, except the few small leaves
+        that are cut over blocks, which are copied."""
         result: list[np.ndarray] = []
         for leaf, spec in enumerate(self.partition.tree.leaves):
             if leaf in self.direct:
@@ -150,12 +151,12 @@ class Arrangement:
         return result
 
     def unpack(self, areas: Sequence[Any]) -> dict[int, jax.Array]:
-        """The small leaves, by index, out of areas on the device."""
+        """Returns the small leaves, by index, out of areas on the device."""
         return dict(zip(self.small, self._unpack_jit(tuple(areas)), strict=True)) if self.small else {}
 
     def settle(self, placed: Sequence[Any], replacing: Sequence[Any]) -> list[jax.Array]:
-        """All leaves of the tree, out of the direct leaves and the areas on a device, in the memory of earlier leaves,
-        which are donated."""
+        """Returns all leaves of the tree, out of the direct leaves and the areas on a device. Their memory is that of
+        earlier leaves, which are donated."""
         return list(self._settle_jit(tuple(placed), tuple(replacing)))
 
     def _settle(self, placed: tuple[Any, ...], replacing: tuple[Any, ...]) -> list[Any]:
@@ -200,11 +201,11 @@ class ParamSlot(Protocol):
         ...
 
     def host(self) -> list[np.ndarray]:
-        """The leaves of the tree, in order, in this memory."""
+        """Returns the leaves of the tree, in order, in this memory."""
         ...
 
     def params(self, replacing: Sequence[Any] = ()) -> list[jax.Array]:
-        """The leaves of the tree, in order, on the devices.
+        """Returns the leaves of the tree, in order, on the devices.
 
         Args:
             replacing: an earlier result that nothing uses any more, whose memory the leaves may take.
@@ -242,14 +243,14 @@ class BufferSlot:
         return bool(self._lent)
 
     def host(self) -> list[np.ndarray]:
-        """The leaves of the tree, in order, in this memory. A function that is jitted for one CPU uses aligned
+        """Returns the leaves of the tree, in order, in this memory. A function that is jitted for one CPU uses aligned
         arguments without a copy. A thousand of them cost a millisecond or two."""
         leaves, areas = self._lend()
         return self._arrangement.read(leaves, areas)
 
     def params(self, replacing: Sequence[Any] = ()) -> list[jax.Array]:
-        """The leaves of the tree, in order, on the device: large ones alias this memory where the device can. The small
-        ones are unpacked there by a function that takes long to compile if they are many.
+        """Returns the leaves of the tree, in order, on the device: large ones alias this memory where the device can.
+        The small ones are unpacked there by a function that takes long to compile if they are many.
 
         From pinned memory they are copied before this returns, so the memory is free then.
 
@@ -281,7 +282,8 @@ class BufferSlot:
 
 
 def owner_of(memory: np.ndarray) -> np.ndarray:
-    """An array of the same memory that lives as long as any view of it, because JAX keeps one while it uses the memory.
+    """Returns an array of the same memory that lives as long as any view of it, because JAX keeps one while it uses the
+    memory.
 
     A view of a view refers to the owner of the memory, and the views between them are freed. An array made from an
     object of another type counts as an owner, so every loan has its own owner.
@@ -305,12 +307,13 @@ class ParamBuffers:
 
     @classmethod
     def of(cls, arrangement: Arrangement, device: Any = None) -> ParamBuffers:
-        """Memory for whole sets of parameters. `device`: see `BufferSlot`."""
+        """Returns memory for whole sets of parameters. `device`: see `BufferSlot`."""
         own = None if device is None or shares_host_memory(device) else device
         return cls(lambda: BufferSlot(arrangement, own), pinned=own is not None)
 
     def take(self) -> ParamSlot:
-        """A slot whose memory is unused. Usually there are two: one that the computation reads, one to receive into.
+        """Returns a slot whose memory is unused. Usually there are two: one that the computation reads, one to receive
+        into.
 
         The caller uses `host` or `params` of the slot before another slot is taken, or gives it up.
         """

@@ -207,7 +207,7 @@ class StreamClient:
         return self._outgoing[some]
 
     def _data(self, push: PartPush, index: int) -> Sequence[Bytes]:
-        """The bytes of each section of a block; waits until it is computed."""
+        """Returns the bytes of each section of a block; waits until it is computed."""
         data = frames.sections_of(push.blocks[index])
         sizes, wanted = tuple(section.nbytes for section in data), self._wire.gradients[index].sections
         if sizes != wanted:
@@ -215,7 +215,7 @@ class StreamClient:
         return data
 
     def _wanted(self) -> bool:
-        """Whether the server accepts the rest of the push; waits until it has received another window of it."""
+        """Returns whether the server accepts the rest of the push; waits until it has received another window of it."""
         frame, _ = self._read()
         kind = kind_of(frame)
         if kind == "refused":
@@ -291,7 +291,7 @@ class StreamClient:
     def _travelling(
         self, version: int, push: PartPush | None, wanted: Selection
     ) -> tuple[Selection | None, Sequence[BlockWire]]:
-        """The selection in an answer with the parameters of `version`, and how each block travels in it."""
+        """Returns the selection in an answer with the parameters of `version`, and how each block travels in it."""
         if push is None:
             return None, self._wire.select(wanted).parameters
         gradient = push.part.contribution

@@ -127,12 +127,13 @@ class DividedArrangement:
     # ---- To the servers ----
 
     def packed_shardings(self, model: Sequence[Any] = (), everywhere: Any = None) -> list[NamedSharding]:
-        """The sharding of each array that `pack` returns. It does not depend on the sharding of the script."""
+        """Returns the sharding of each array that `pack` returns. It does not depend on the sharding of the script."""
         del model, everywhere
         return [self._by_row] * len(self._arrays)
 
     def pack(self, leaves: Sequence[Any]) -> list[Any]:
-        """The arrays to send, out of all leaves of a tree. To be traced, in the jitted function that computes them.
+        """Returns the arrays to send, out of all leaves of a tree. To be traced, in the jitted function that computes
+        them.
 
         Args:
             leaves: one array for each leaf of the tree, with the leaf's shape and dtype.
@@ -157,7 +158,7 @@ class DividedArrangement:
         return [constrained(array, self._by_row) for array in result]
 
     def gradient_blocks(self, packed_leaves: Sequence[jax.Array]) -> list[Sequence[np.ndarray | DeviceBlock]]:
-        """The blocks of every shard that this member sends, on its accelerators or in the memory of the host.
+        """Returns the blocks of every shard that this member sends, on its accelerators or in the memory of the host.
 
         Args:
             packed_leaves: the result of `pack` for the gradient.
@@ -176,7 +177,7 @@ class DividedArrangement:
         ]
 
     def block(self, s: int, b: int, own: Sequence[Sequence[jax.Array]]) -> np.ndarray:
-        """One block that this member sends. `own`: the parts of its rows, as of `_parts_on_devices`."""
+        """Returns one block that this member sends. `own`: the parts of its rows, as of `_parts_on_devices`."""
         block = self.partition.shards[s].blocks[b]
         if block.member != self.member:
             raise ValueError(f"block {b} of shard {s} belongs to member {block.member}: this is member {self.member}")
@@ -184,17 +185,17 @@ class DividedArrangement:
         return found[0] if len(found) == 1 else np.concatenate(found)
 
     def _there(self, s: int, b: int, block: Block, there: Sequence[Sequence[DeviceArray]]) -> DeviceBlock:
-        """One block on the devices of this member. `there`: the parts of its rows."""
+        """Returns one block on the devices of this member. `there`: the parts of its rows."""
         spans = self._spans(s, b, block)
         return DeviceBlock(*((there[index][part], start, stop) for index, part, start, stop in spans))
 
     def _parts_on_devices(self, array: jax.Array) -> list[jax.Array]:
-        """The parts of this member's row of an array, on its devices in the order of the mesh."""
+        """Returns the parts of this member's row of an array, on its devices in the order of the mesh."""
         parts = {shard.device: shard.data for shard in array.addressable_shards}
         return [parts[device] for device in self.devices]
 
     def _spans(self, s: int, b: int, block: Block) -> list[tuple[int, int, int, int]]:
-        """Where the elements of a block lie, in order; nowhere if it belongs to another member.
+        """Returns where the elements of a block lie, in order; nowhere if it belongs to another member.
 
         Returns:
             Each with the number of the array, the device that has the part, and its first element there, and the one
@@ -207,8 +208,8 @@ class DividedArrangement:
         ]
 
     def _places(self, s: int, b: int, block: Block) -> list[tuple[int, int, int]]:
-        """The array of each part of a block, its first element in this member's row, and the one after its last;
-        nowhere if the block belongs to another member."""
+        """Returns the array of each part of a block, its first element in this member's row, and the one after its
+        last; nowhere if the block belongs to another member."""
         if block.member != self.member:
             return []
         if (s, b) in self._in_rows:
@@ -226,7 +227,7 @@ class DividedArrangement:
     # ---- From the servers ----
 
     def memory(self) -> tuple[list[list[np.ndarray]], list[list[Any]]]:
-        """New memory of the host for this member's rows, which its devices copy by themselves if they can.
+        """Returns new memory of the host for this member's rows, which its devices copy by themselves if they can.
 
         Returns:
             By array, the whole row, or the part of each device; zero where no element is used. Then by array, the
@@ -247,7 +248,8 @@ class DividedArrangement:
         return own, pinned
 
     def _pinned(self, size: int, dtype: np.dtype[Any]) -> list[tuple[Any, np.ndarray]]:
-        """New pinned memory of each device, see `pinned_memory`; none if a device has none, or no room in it."""
+        """Returns new pinned memory of each device, see `pinned_memory`; none if a device has none, or no room in
+        it."""
         try:
             found = [pinned_memory((size,), dtype, device) for device in self.devices]
         except jax.errors.JaxRuntimeError as error:
@@ -259,7 +261,7 @@ class DividedArrangement:
     def receive_views(
         self, own: Sequence[Sequence[np.ndarray]]
     ) -> tuple[list[list[Bytes]], list[tuple[np.ndarray, list[np.ndarray]]]]:
-        """The blocks of every shard in bytes, and those of several parts apart, with the places of their parts.
+        """Returns the blocks of every shard in bytes, and those of several parts apart, with the places of their parts.
 
         Blocks of other members are empty. `own`: see `memory`.
         """
@@ -294,7 +296,7 @@ class DividedArrangement:
         return [[next(there if parts else put) for _ in self.devices] for parts in pinned]
 
     def unpack(self, placed: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
-        """The leaves of the tree, in order, with the shardings of the script. All members call it together.
+        """Returns the leaves of the tree, in order, with the shardings of the script. All members call it together.
 
         Args:
             placed: what `placed` returned, on all devices of this process.
@@ -352,7 +354,7 @@ class DividedSlot:
         raise RuntimeError("this process has parts of leaves only")
 
     def params(self, replacing: Sequence[Any] = ()) -> list[jax.Array]:
-        """The leaves of the tree, in order. All members call it together. `replacing` is not used."""
+        """Returns the leaves of the tree, in order. All members call it together. `replacing` is not used."""
         del replacing
         return self._arrangement.unpack(self.placed())
 
@@ -369,7 +371,7 @@ class _MemberBlocks(LazyBlocks[np.ndarray]):
 
 
 def _spans(start: int, stop: int, each: int) -> list[tuple[int, int, int]]:
-    """The parts of a range over arrays of `each` elements.
+    """Returns the parts of a range over arrays of `each` elements.
 
     Returns:
         Of each part the number of the array, the first element in it, and the one after the last.
@@ -379,7 +381,7 @@ def _spans(start: int, stop: int, each: int) -> list[tuple[int, int, int]]:
 
 
 def _devices_of(mesh: Any, members: int, member: int) -> list[Any]:
-    """The devices of one member in the order of the mesh.
+    """Returns the devices of one member in the order of the mesh.
 
     Raises:
         ConfigurationError: the devices of a member do not follow each other, or are not as many as those of others.

@@ -19,7 +19,7 @@ __all__ = ["ALIGNMENT", "BufferPool", "aligned_empty", "layout_offsets"]
 
 
 def layout_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """The offsets of parts of `sizes` bytes, one after another and each aligned, and the total length."""
+    """Returns the offsets of parts of `sizes` bytes, one after another and each aligned, and the total length."""
     offsets, at = [], 0
     for size in sizes:
         offsets.append(at)
@@ -68,7 +68,7 @@ class BufferPool:
         self._lock = threading.Lock()
 
     def take(self) -> Staging:
-        """Memory with undefined content, the most recently used first."""
+        """Returns memory with undefined content, the most recently used first."""
         with self._lock:
             staging = self._free.pop() if self._free else None
         if staging is None:

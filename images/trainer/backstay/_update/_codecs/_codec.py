@@ -46,12 +46,12 @@ class Bound:
 
 
 def exact_bound() -> Bound:
-    """The bound of an exact codec, which makes no error."""
+    """Returns the bound of an exact codec, which makes no error."""
     return Bound(0.0, "element", 1, 0.0)
 
 
 def body_of(size: int) -> int:
-    """How many of `size` elements are in whole groups; the rest is the tail."""
+    """Returns how many of `size` elements are in whole groups; the rest is the tail."""
     return size - size % GROUP
 
 
@@ -62,15 +62,15 @@ class Codec(Hashable, Protocol):
     def name(self) -> CodecName: ...
 
     def covers(self, dtype: np.dtype[Any]) -> bool:
-        """Whether blocks of `dtype` are encoded; others travel exactly."""
+        """Returns whether blocks of `dtype` are encoded; others travel exactly."""
         ...
 
     def bound(self, dtype: np.dtype[Any]) -> Bound:
-        """The largest error, for a dtype that is covered."""
+        """Returns the largest error, for a dtype that is covered."""
         ...
 
     def sections(self, body: int, dtype: np.dtype[Any]) -> tuple[tuple[int, np.dtype[Any]], ...]:
-        """The number of elements and the dtype of each section, without the tail.
+        """Returns the number of elements and the dtype of each section, without the tail.
 
         Args:
             body: number of elements, a multiple of `GROUP`.
@@ -79,7 +79,7 @@ class Codec(Hashable, Protocol):
         ...
 
     def encode(self, values: Any, numbers: Any, seed: Any) -> tuple[Any, ...]:
-        """The sections, traced.
+        """Returns the sections, traced.
 
         Args:
             values: float[body].
@@ -93,7 +93,7 @@ class Codec(Hashable, Protocol):
         ...
 
     def refuse(self, sections: tuple[np.ndarray, ...]) -> str | None:
-        """Why sections that arrived cannot have been made by `encode`, or None. Sizes are correct."""
+        """Returns why sections that arrived cannot have been made by `encode`, or None. Sizes are correct."""
         ...
 
 
@@ -120,13 +120,14 @@ class Encoded:
         return (self.size,)
 
     def decode(self) -> Any:
-        """The elements, 1-D of `dtype`; traced."""
+        """Returns the elements, 1-D of `dtype`; traced."""
         body = self.codec.decode(self.sections, self.dtype)
         return body if body_of(self.size) == self.size else jnp.concatenate([body, self.tail])
 
 
 def encoded(codec: Codec, values: Any, numbers: Any, seed: Any) -> Encoded:
-    """A block as it travels, traced; see `Codec.encode` for `numbers` and `seed`, of which `BFloat16` uses neither."""
+    """Returns a block as it travels, traced; see `Codec.encode` for `numbers` and `seed`, of which `BFloat16` uses
+    neither."""
     body = body_of(values.size)
     return Encoded(codec.encode(values[:body], numbers, seed), values[body:], codec, values.size, values.dtype)
 

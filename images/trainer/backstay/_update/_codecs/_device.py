@@ -31,12 +31,12 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def shares_host_memory(device: Any) -> bool:
-    """Whether arrays of this `jax.Device` lie in the memory of the host."""
+    """Returns whether arrays of this `jax.Device` lie in the memory of the host."""
     return bool(device.platform == "cpu")
 
 
 def pinned_like(array: Any) -> Any:
-    """The sharding of the copy of an array in pinned memory, or None if the device has no such memory.
+    """Returns the sharding of the copy of an array in pinned memory, or None if the device has no such memory.
 
     Args:
         array: a `jax.Array` on one device.
@@ -66,7 +66,7 @@ def placed_from(arrays: Sequence[Any], devices: Sequence[Any]) -> list[Any]:
 
 
 def pinned_memory(shape: tuple[int, ...], dtype: np.dtype[Any], device: Any) -> tuple[Any, Array] | None:
-    """New pinned memory, or None if the device has none.
+    """Returns new pinned memory, or None if the device has none.
 
     Returns:
         A `jax.Array` of this shape and dtype, and a writable 1-D view of its memory, which the array must outlive. A
@@ -108,7 +108,7 @@ class DeviceArray:
                     self._copy = jax.device_put(self.array, self.pinned)
 
     def host(self) -> Array:
-        """The elements on the host, 1-D; waits until they are computed and copied."""
+        """Returns the elements on the host, 1-D; waits until they are computed and copied."""
         self.begin()
         return np.asarray(self._copy).reshape(-1)
 
@@ -132,13 +132,13 @@ class DeviceBlock:
             array.begin()
 
     def host(self) -> Array:
-        """The block on the host, 1-D; see `DeviceArray.host`. A view if it has one part."""
+        """Returns the block on the host, 1-D; see `DeviceArray.host`. A view if it has one part."""
         found = [array.host()[start:stop] for array, start, stop in self.parts]
         return found[0] if len(found) == 1 else np.concatenate(found)
 
 
 def on_host(array: Any) -> Array:
-    """A `jax.Array` as one on the host, of the same shape; from an accelerator through pinned memory.
+    """Returns a `jax.Array` as one on the host, of the same shape; from an accelerator through pinned memory.
 
     Args:
         array: an array on one device.
@@ -150,5 +150,5 @@ def on_host(array: Any) -> Array:
 
 
 def host_of(block: Array | DeviceBlock) -> Array:
-    """A block of a contribution on the host, 1-D; waits until it is computed and copied."""
+    """Returns a block of a contribution on the host, 1-D; waits until it is computed and copied."""
     return block.host() if isinstance(block, DeviceBlock) else block

@@ -33,7 +33,7 @@ def seed_of(*words: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
 
 
 def residual_dtype(dtype: Any) -> np.dtype[Any]:
-    """The dtype of residuals, which is float64 for float64, else float32.
+    """Returns the dtype of residuals, which is float64 for float64, else float32.
 
     In a narrower dtype, the sum of a residual and a small element would be the residual, and the element would be lost.
 
@@ -78,7 +78,7 @@ class Integers:
         return (1 << (self.bits - 1)) - 1
 
     def covers(self, dtype: np.dtype[Any]) -> bool:
-        """Whether `dtype` is a real floating-point dtype."""
+        """Returns whether `dtype` is a real floating-point dtype."""
         return bool(jnp.issubdtype(dtype, jnp.floating))
 
     def bound(self, dtype: np.dtype[Any]) -> Bound:
@@ -116,7 +116,7 @@ class Integers:
         lanes = iota(jnp.uint32, elements.shape, 1) * self.share + iota(jnp.uint32, elements.shape, 2)
 
         def codes(part: slice) -> Any:
-            """The integers of these elements of each share."""
+            """Returns the integers of these elements of each share."""
             words = key[:, None, None] + lanes[:, :, part] * jnp.uint32(0x9E3779B9)
             # Every platform with FMA computes it as one operation.
             shifted = elements[:, :, part] * inverse + _uniform(words, real)
@@ -146,12 +146,13 @@ class Integers:
         return None
 
     def _largest(self, real: np.dtype[Any]) -> float:
-        """The largest scale. Times any integer that `bits` can hold, which is at most top + 1, it stays finite."""
+        """Returns the largest scale. Times any integer that `bits` can hold, which is at most top + 1, it stays
+        finite."""
         return float(_limits(real).max) / (self.top + 1)
 
 
 def _real(dtype: Any) -> np.dtype[Any]:
-    """The dtype of the arithmetic, and of the scales."""
+    """Returns the dtype of the arithmetic, and of the scales."""
     return np.dtype(np.float64 if np.dtype(dtype).itemsize == 8 else np.float32)
 
 
@@ -160,7 +161,7 @@ def _limits(dtype: np.dtype[Any]) -> Any:
 
 
 def _largest(values: Any, share: int) -> Any:
-    """The largest magnitude of each `share` values; not finite where one of them is not.
+    """Returns the largest magnitude of each `share` values; not finite where one of them is not.
 
     The bits of magnitudes have the order of the numbers. The compiler makes vector instructions of halves that are
     compared, and of a last step of 16 integers.
@@ -220,14 +221,14 @@ def _corrected(values: Any) -> Any:
 
 
 def _halves(values: Any) -> tuple[Any, Any]:
-    """Two float32 of at most 12 significant bits, whose sum is the value."""
+    """Returns two float32 of at most 12 significant bits, whose sum is the value."""
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32) & jnp.uint32(0xFFFFF000)
     high = jax.lax.bitcast_convert_type(bits, jnp.float32)
     return high, values - high
 
 
 def _uniform(words: Any, real: Any) -> Any:
-    """An odd multiple of 2**-17 between -1/2 and 1/2 for each word.
+    """Returns an odd multiple of 2**-17 between -1/2 and 1/2 for each word.
 
     With so few bits its sum with an integer is exact and never a tie, so what is a multiple of the scale stays that.
     """
@@ -246,7 +247,7 @@ def _nearest(values: Any) -> Any:
 
 
 def _mixed(word: Any) -> Any:
-    """A permutation of the 32-bit words in which every bit of the result depends on every bit of `word`.
+    """Returns a permutation of the 32-bit words in which every bit of the result depends on every bit of `word`.
 
     Multiplications and shifts as in Chris Wellons, "Prospecting for Hash Functions" (2018), which is in the public
     domain.

@@ -82,7 +82,7 @@ class Wire:
             )
 
     def resolved(self, *, local: bool) -> Wire:
-        """The settings with `error_feedback` set to true or false.
+        """Returns the settings with `error_feedback` set to true or false.
 
         Args:
             local: whether workers make local steps: a contribution then stands for many steps.
@@ -97,7 +97,7 @@ class Wire:
         return self.gradients == self.parameters == "Exact"
 
     def settings(self) -> dict[str, str]:
-        """The settings that must be equal in every pod of a run, as text."""
+        """Returns the settings that must be equal in every pod of a run, as text."""
         return {
             "wire.gradients": self.gradients,
             "wire.parameters": self.parameters,
@@ -111,13 +111,14 @@ def _codec(name: CodecName, dtype: np.dtype[Any]) -> Codec | None:
 
 
 def bound_of(name: CodecName, dtype: np.dtype[Any]) -> Bound:
-    """How far a decoded element of `dtype` may be from the encoded one."""
+    """Returns how far a decoded element of `dtype` may be from the encoded one."""
     codec = _codec(name, np.dtype(dtype))
     return exact_bound() if codec is None else codec.bound(np.dtype(dtype))
 
 
 def coded_leaves(tree: TreeSpec, wire: Wire) -> frozenset[int]:
-    """The leaves of `tree`, by index, that a codec of `wire` encodes: those that are neither small nor model state."""
+    """Returns the leaves of `tree`, by index, that a codec of `wire` encodes: those that are neither small nor model
+    state."""
     return frozenset(
         index
         for index, leaf in enumerate(tree.leaves)
@@ -128,7 +129,7 @@ def coded_leaves(tree: TreeSpec, wire: Wire) -> frozenset[int]:
 
 
 def _first_groups(tree: TreeSpec, coded: frozenset[int]) -> dict[int, int]:
-    """The number of the first group of each coded leaf, among the groups of all of them."""
+    """Returns the number of the first group of each coded leaf, among the groups of all of them."""
     first, at = {}, 0
     for leaf in sorted(coded):
         first[leaf] = at
@@ -138,7 +139,7 @@ def _first_groups(tree: TreeSpec, coded: frozenset[int]) -> dict[int, int]:
 
 @cache
 def _device() -> Any:
-    """Where the host's arrays are encoded: the CPU, even where another device computes."""
+    """Returns where the host's arrays are encoded: the CPU, even where another device computes."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS leaves it out
@@ -184,7 +185,8 @@ class BlockWire:
         return sum(self.sections)
 
     def views(self, memory: Array) -> Any:
-        """The block in `memory` (uint8[nbytes]), as the engine takes it: an array, `Encoded`, or None if absent."""
+        """Returns the block in `memory` (uint8[nbytes]), as the engine takes it: an array, `Encoded`, or None if
+        absent."""
         if self.absent:
             return None
         parts, at = [], 0
@@ -196,11 +198,11 @@ class BlockWire:
         return Encoded(tuple(parts[:-1]), parts[-1], self.codec, self.size, self.dtype)
 
     def zero(self) -> Any:
-        """A block of zeros, encoded."""
+        """Returns a block of zeros, encoded."""
         return self.views(np.zeros(self.nbytes, np.uint8))
 
     def refuse(self, block: Any) -> str | None:
-        """Why `block`, of `views`, is not what a sender can have encoded; None when it may be."""
+        """Returns why `block`, of `views`, is not what a sender can have encoded; None when it may be."""
         return None if self.codec is None else self.codec.refuse(block.sections)
 
     def encode(self, values: Array, seed: Array | None = None) -> Encoded:
@@ -291,7 +293,7 @@ class ShardWire:
         return cls(exact, exact, exact, tuple(block.fragment for block in blocks) if count > 1 else (), count)
 
     def of_member(self, member: int) -> ShardWire:
-        """How the blocks of one member of a rank travel. The same object each time, as of `select`."""
+        """Returns how the blocks of one member of a rank travel. The same object each time, as of `select`."""
         return self if self.members == 1 else self._of_members[member]
 
     @cached_property
@@ -313,8 +315,8 @@ class ShardWire:
         return self.of_member(part.member).select(self.selection([part.contribution.key_step]))
 
     def select(self, selection: Selection) -> ShardWire:
-        """How blocks travel if only those of `selection` do. The same object each time, in all threads, so it is a key
-        for what belongs to it."""
+        """Returns how blocks travel if only those of `selection` do. The same object each time, in all threads, so it
+        is a key for what belongs to it."""
         encoded = selection.values == "encoded" or self.parameters is self.exact
         every = self.count == 1 or selection.whole
         if encoded and every:
@@ -344,7 +346,7 @@ class ShardWire:
 
 
 def _present(wires: tuple[BlockWire, ...], present: Sequence[bool]) -> tuple[BlockWire, ...]:
-    """The wires of blocks of which only some travel."""
+    """Returns the wires of blocks of which only some travel."""
     return tuple(
         wire if travels or wire.absent else BlockWire(wire.size, wire.dtype, absent=True)
         for wire, travels in zip(wires, present, strict=True)
@@ -381,7 +383,7 @@ def encoded_with(codec: Codec, values: Any, residual: Any, numbers: Any, seed: A
 
 
 def _left(wanted: Any, decoded: Any) -> Any:
-    """The values that rounding took, in the dtype of `wanted`; zero where that is not finite. To be traced.
+    """Returns the values that rounding took, in the dtype of `wanted`; zero where that is not finite. To be traced.
 
     Apart, so that the compiler does not contract the two into one operation: what one process keeps is the same.
     """
@@ -391,7 +393,7 @@ def _left(wanted: Any, decoded: Any) -> Any:
 
 
 def shard_wires(partition: Any, wire: Wire, coded: frozenset[int]) -> tuple[ShardWire, ...]:
-    """How the blocks of every shard travel.
+    """Returns how the blocks of every shard travel.
 
     Args:
         partition: `backstay._update._partition.Partition`, made with `coded`.
@@ -429,7 +431,7 @@ def _wire_of(block: Any, name: CodecName, first: Mapping[int, int]) -> BlockWire
 
 
 def _encoded_leaves(tree: TreeSpec, name: CodecName, coded: frozenset[int]) -> tuple[int, ...]:
-    """The leaves that the codec `name` encodes."""
+    """Returns the leaves that the codec `name` encodes."""
     return tuple(leaf for leaf in sorted(coded) if _codec(name, tree.leaves[leaf].dtype))
 
 
@@ -450,7 +452,7 @@ class Rounding:
         self._round = jax.jit(self._leaves, static_argnums=0)
 
     def parameters(self, leaves: Sequence[Any]) -> list[Any]:
-        """The given leaves of the tree, as workers receive them."""
+        """Returns the given leaves of the tree, as workers receive them."""
         return self._rounded(self._wire.parameters, leaves, _NO_SEED)
 
     def gradients(
@@ -461,7 +463,8 @@ class Rounding:
         rank: int,
         sent: Callable[[list[Any], list[Any]], list[Any]] = lambda new, old: new,
     ) -> list[Any]:
-        """The gradient of a rank for a step, as servers decode it; with error feedback, call it in order of steps.
+        """Returns the gradient of a rank for a step, as servers decode it; with error feedback, call it in order of
+        steps.
 
         `sent` selects the new residuals of leaves that were sent, and the old ones of the others.
         """
@@ -484,7 +487,7 @@ class Rounding:
         ]
 
     def contribution(self, leaves: Sequence[Any], residual: Sequence[Any], words: Any) -> tuple[list[Any], list[Any]]:
-        """A gradient as servers decode it, and the residual after it; may be traced.
+        """Returns a gradient as servers decode it, and the residual after it; may be traced.
 
         Args:
             leaves: the gradient's leaves.
@@ -514,7 +517,7 @@ class Rounding:
     def _leaves(
         self, name: CodecName, values: Sequence[Any], seed: Any, residual: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """The encoded leaves as they are decoded and, if there is a residual before, the residual after it."""
+        """Returns the encoded leaves as they are decoded and, if there is a residual before, the residual after it."""
         result, left = [], []
         for place, (leaf, value) in enumerate(zip(_encoded_leaves(self._tree, name, self._coded), values, strict=True)):
             codec, flat = CODECS[name], value.reshape(-1)

@@ -110,7 +110,8 @@ def _decoded(value: Any) -> Any:
 
 
 def state_mean(values: Sequence[Any], form: tuple[int, bool, bool, bool], scalars: Sequence[Any]) -> Any:
-    """The model state of an update, ``(w0 * s0 + w1 * s1 + ...) / (w0 + w1 + ...)``, as `Tree` adds. To be traced.
+    """Returns the model state of an update, ``(w0 * s0 + w1 * s1 + ...) / (w0 + w1 + ...)``, as `Tree` adds. To be
+    traced.
 
     Integers and booleans are those of the first contribution. Sums of floats narrower than 32 bits are made in float32
     and rounded once. An element that is equal in all contributions keeps its value: the mean of three equal numbers
@@ -230,7 +231,7 @@ class Kernels:
         self._jitted: dict[Any, Any] = {}
 
     def advance(self, shared: Sequence[jax.Array], wanted: tuple[int, ...]) -> tuple[list[jax.Array], list[jax.Array]]:
-        """New shared states, and uniform scalars of this update."""
+        """Returns new shared states, and uniform scalars of this update."""
         if not shared and not wanted:
             return [], []
         evaluate = self._evaluate_advance
@@ -239,7 +240,7 @@ class Kernels:
         return list(new), list(scalars)
 
     def shared(self, program: int) -> tuple[int, ...]:
-        """The shared state leaves that a whole program reads."""
+        """Returns the shared state leaves that a whole program reads."""
         whole = self._programs[program]
         assert isinstance(whole, WholeProgram)
         return whole.shared
@@ -292,7 +293,8 @@ class Kernels:
         return self._get(key, lambda: jax.jit(lambda values, scalars: state_mean(values, form, scalars)))
 
     def folded(self, values: Sequence[Any], weights: Sequence[float], divisor: float, *, trained: bool) -> Any:
-        """The mean of any number of contributions to one block, as `mean` or `state_mean`, without the clip factor.
+        """Returns the mean of any number of contributions to one block, as `mean` or `state_mean`, without the clip
+        factor.
 
         `Tree` has the order of the additions. The same few programs serve every number of contributions.
         """
@@ -326,7 +328,7 @@ class Kernels:
         return SumNode(function(values[0], rest, np.asarray(factors, _real(values[0].dtype)), counts), weights)
 
     def finish(self, node: SumNode, divisor: float, *, trained: bool) -> Any:
-        """The mean of the contributions in a node, as an array of the block's dtype.
+        """Returns the mean of the contributions in a node, as an array of the block's dtype.
 
         Args:
             divisor: the divisor of parameters. A block of the model state is divided by the sum of the weights.
@@ -365,12 +367,12 @@ class Kernels:
 
 
 def kernels_of(rule: Rule) -> Kernels:
-    """The jitted functions of a rule, the same for every engine of it in this process."""
+    """Returns the jitted functions of a rule, the same for every engine of it in this process."""
     kernels: Kernels = rule.cache.setdefault("kernels", Kernels(rule))
     return kernels
 
 
 def enable_x64() -> AbstractContextManager[Any]:
-    """A context in which this thread computes float64 in float64, regardless of `jax_enable_x64`."""
+    """Returns a context in which this thread computes float64 in float64, regardless of `jax_enable_x64`."""
     context: Any = jax.enable_x64 if hasattr(jax, "enable_x64") else vars(jax.experimental)["enable_x64"]
     return cast("AbstractContextManager[Any]", context(True))

@@ -69,7 +69,8 @@ class ShardEngine:
 
     @classmethod
     def needs(cls, partition: Partition, shard: int, rule: Rule) -> frozenset[int]:
-        """The leaves of the tree from which a shard's first state is made, by index. Arguments as in the constructor.
+        """Returns the leaves of the tree from which a shard's first state is made, by index. Arguments as in the
+        constructor.
 
         They are the leaves of which it holds a part, and those that the optimizer's state begins with.
         """
@@ -252,7 +253,7 @@ class ShardEngine:
         return sent
 
     def average(self, b: int) -> Array:
-        """The average of the parameters of block `b` at the current version, in the block's dtype.
+        """Returns the average of the parameters of block `b` at the current version, in the block's dtype.
 
         A block of the model state has no average, so this returns the state. Call it only after the last update.
         Call it only if `has_average`.
@@ -289,11 +290,11 @@ class ShardEngine:
         ]
 
     def nodes(self, contribution: Sequence[Any], weight: float) -> list[SumNode | None]:
-        """A contribution as `add` takes it; its memory must not change until the sum is computed."""
+        """Returns a contribution as `add` takes it; its memory must not change until the sum is computed."""
         return [None if value is None else SumNode(_device(value), (weight,)) for value in contribution]
 
     def add(self, sums: Sequence[Sequence[SumNode | None]]) -> list[SumNode | None]:
-        """The sum of 2 to 4 contributions or sums, block by block, which waits until it is computed.
+        """Returns the sum of 2 to 4 contributions or sums, block by block, which waits until it is computed.
 
         Sums that are added are void afterwards: their memory is used again.
         """
@@ -306,7 +307,7 @@ class ShardEngine:
         return added
 
     def finish(self, total: Sequence[SumNode | None], divisor: float) -> list[Any]:
-        """The mean of the contributions in a sum; see `mean`."""
+        """Returns the mean of the contributions in a sum; see `mean`."""
         return [
             None if node is None else self._kernels.finish(node, divisor, trained=block.trained)
             for block, node in zip(self._layout.blocks, total, strict=True)
@@ -315,8 +316,8 @@ class ShardEngine:
     def sum_of_squares(
         self, gradients: Sequence[Sequence[Any]], weights: Sequence[float] | None = None, divisor: float = 1
     ) -> float:
-        """The sum of squares of the mean gradient over this shard, in float64; see `apply` for the arguments. The model
-        state is not a part of it."""
+        """Returns the sum of squares of the mean gradient over this shard, in float64; see `apply` for the arguments.
+        The model state is not a part of it."""
         mean = Mean.of(weights if weights is not None else [1.0] * len(gradients), divisor, 1.0)
         self._check(gradients, mean)
         if mean.count > FUSED:
@@ -464,7 +465,7 @@ class ShardEngine:
                     )
 
     def _folded(self, gradients: Sequence[Sequence[Any]], mean: Mean) -> list[Any]:
-        """The mean of many contributions, block by block; see `Kernels.folded`."""
+        """Returns the mean of many contributions, block by block; see `Kernels.folded`."""
         return [
             None
             if gradients[0][index] is None
@@ -567,17 +568,17 @@ def _kind(value: Any) -> str:
 
 
 def _device(value: Any) -> Any:
-    """An array or `Encoded` on the device. Aligned memory is used without a copy."""
+    """Returns an array or `Encoded` on the device. Aligned memory is used without a copy."""
     return jax.device_put(value, may_alias=True)
 
 
 def _own(value: Array) -> jax.Array:
-    """A copy on the device, in memory that JAX owns and may donate."""
+    """Returns a copy on the device, in memory that JAX owns and may donate."""
     return jax.numpy.array(value, copy=True)
 
 
 def _view(value: jax.Array) -> Array:
-    """A flat read-only host view (a copy on other devices than the CPU)."""
+    """Returns a flat read-only host view (a copy on other devices than the CPU)."""
     if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
     view = np.asarray(value).reshape(-1)

@@ -41,7 +41,7 @@ class Tree(Generic[T]):
             self.put(index // BRANCHES, self._add([self._nodes.pop(place) for place in places]), level + 1)
 
     def root(self) -> T:
-        """The sum of all values, which must be at the places 0 .. n-1. The tree is empty afterwards.
+        """Returns the sum of all values, which must be at the places 0 .. n-1. The tree is empty afterwards.
 
         At each level, the last nodes are added although they are fewer than `BRANCHES`.
         """

@@ -105,12 +105,12 @@ def together(names: Collection[str]) -> str:
 
 
 def never(names: Collection[str]) -> str:
-    """Why Backstay cannot compute the optimizer, and a replacement; empty for unknown functions."""
+    """Returns why Backstay cannot compute the optimizer, and a replacement; empty for unknown functions."""
     return " ".join(text.format(name=_full(name)) for name, text in _NEVER.items() if name in names)
 
 
 def called(what: str, optimizer: Any, call: Callable[[], _T]) -> _T:
-    """The result of `call`, which calls ``optimizer.init`` or ``optimizer.update``.
+    """Returns the result of `call`, which calls ``optimizer.init`` or ``optimizer.update``.
 
     Args:
         what: ``init`` or ``update``.
@@ -142,7 +142,7 @@ def _advice(optimizer: Any, text: str) -> str:
 
 
 def factories(optimizer: Any) -> frozenset[str]:
-    """The names of the functions of optax that made an optimizer, by what its functions close over."""
+    """Returns the names of the functions of optax that made an optimizer, by what its functions close over."""
     names: set[str] = set()
     seen: set[int] = set()
     stack = [optimizer]

@@ -57,7 +57,7 @@ def structure_digest(tree: TreeSpec, states: Sequence[StateSpec]) -> bytes:
 
 
 def program_digest(flats: Iterable[Flat], blocks: Iterable[Sequence[ExpressionNode]], layout: Any) -> ProgramDigest:
-    """The digest of programs.
+    """Returns the digest of programs.
 
     Args:
         flats: programs in their true shapes.
@@ -114,7 +114,7 @@ class _Writer:
         ]
 
     def params(self, params: Mapping[str, Any]) -> Any:
-        """A parameter that is None is left out: releases of JAX add parameters with this default."""
+        """Returns the parameters without those that are None. Releases of JAX add parameters with this default."""
         return {name: self.value(value) for name, value in params.items() if value is not None}
 
     def literal(self, literal: Literal) -> Any:
@@ -130,7 +130,7 @@ class _Writer:
         return ["literal", array.dtype.name, list(array.shape), text]
 
     def value(self, value: Any) -> Any:
-        """A parameter of a primitive. Functions count by their names: they occur in host callbacks only."""
+        """Returns a parameter of a primitive. Functions count by their names: they occur in host callbacks only."""
         match value:
             case enum.Enum():
                 return ["enum", type(value).__qualname__, value.name]
@@ -178,6 +178,6 @@ def _dtype(dtype: Any) -> str:
 
 
 def _full_name(value: Any) -> str:
-    """The module and the name of a function or a class; empty parts where it has none, as some callables."""
+    """Returns the module and the name of a function or a class; empty parts where it has none, as some callables."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     return f"{module if isinstance(module, str) else ''}.{name if isinstance(name, str) else ''}"

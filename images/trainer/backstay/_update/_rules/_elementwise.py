@@ -118,7 +118,8 @@ class Expressions:
         return tuple(value.expression for value in results)
 
     def frontier(self, outputs: Sequence[int]) -> tuple[int, ...]:
-        """The uniform expressions that the aligned ones among and under `outputs` need; the outputs may be some."""
+        """Returns the uniform expressions that the aligned ones among and under `outputs` need; the outputs may be
+        some."""
         found: set[int] = set()
         seen: set[int] = set()
         stack = list(outputs)
@@ -135,7 +136,7 @@ class Expressions:
         return tuple(sorted(found))
 
     def nodes(self, outputs: Sequence[int]) -> list[ExpressionNode]:
-        """The expressions under `outputs`, each after those that it reads; the last node lists the outputs.
+        """Returns the expressions under `outputs`, each after those that it reads; the last node lists the outputs.
 
         The order depends on the program alone, not on the numbers that the expressions have.
         """
@@ -239,7 +240,7 @@ class Expressions:
     def _plain(
         self, primitive: Any, params: Mapping[str, Any], args: Sequence[Value], shapes: Sequence[tuple[int, ...]]
     ) -> list[Value]:
-        """Any primitive on shared state and literals, computed in the true shapes."""
+        """Returns any primitive on shared state and literals, computed in the true shapes."""
         inputs = tuple((arg.expression, arg.shape if arg.kind is Kind.UNIFORM else None) for arg in args)
         key = ("plain", primitive, of_params(dict(params)), inputs)
         whole = self._intern(key, Kind.SHARED, "plain", primitive, params, inputs)
@@ -321,7 +322,7 @@ def _spread(value: Any, size: int | None) -> Any:
 
 
 def _same_elements(equation: Equation, args: Sequence[Value], shapes: Sequence[tuple[int, ...]]) -> Any:
-    """The new shape, where the primitive only renames the elements of its single operand in the same order."""
+    """Returns the new shape, where the primitive only renames the elements of its single operand in the same order."""
     if len(args) != 1 or len(shapes) != 1 or args[0].kind is Kind.SHARED:
         return None
     old, new = args[0], shapes[0]

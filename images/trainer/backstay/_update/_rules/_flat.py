@@ -105,7 +105,7 @@ def evaluate(flat: Flat, values: Sequence[Any]) -> list[Any]:
 
 
 def bind(primitive: Any, params: Mapping[str, Any], args: Sequence[Any]) -> list[Any]:
-    """The results of one primitive, always as a list."""
+    """Returns the results of one primitive, always as a list."""
     prepared = primitive.get_bind_params(dict(params))
     if isinstance(prepared, dict):
         results = primitive.bind(*args, **prepared)
@@ -116,7 +116,7 @@ def bind(primitive: Any, params: Mapping[str, Any], args: Sequence[Any]) -> list
 
 
 def select(flat: Flat, outputs: Sequence[int]) -> tuple[Flat, tuple[int, ...]]:
-    """The part of a program that computes the outputs of the given indices.
+    """Returns the part of a program that computes the outputs of the given indices.
 
     Returns:
         The part, whose inputs are only those that it needs, and their indices among `flat.inputs`.
@@ -163,7 +163,7 @@ class Slicer:
 
 
 def dependencies(flat: Flat, masks: Sequence[int]) -> list[int]:
-    """The dependencies of each output, when input i has the set of bits ``masks[i]``."""
+    """Returns the dependencies of each output, when input i has the set of bits ``masks[i]``."""
     env: dict[int, int] = dict(zip(flat.inputs, masks, strict=True))
 
     def read(atom: Atom) -> int:
@@ -200,15 +200,15 @@ class Origins:
             self._read(equation)
 
     def unchanged(self, atom: Atom) -> int | None:
-        """The index of the input that `atom` always equals, except in the sign of a zero, or None if `atom` may be
-        something else.
+        """Returns the index of the input that `atom` always equals, except in the sign of a zero, or None if `atom` may
+        be something else.
 
         A condition passes an input on if each of its branches does.
         """
         return None if isinstance(atom, Literal) else self._origin.get(atom)
 
     def is_zero(self, atom: Atom) -> bool:
-        """Whether all elements are zero in every run."""
+        """Returns whether all elements are zero in every run."""
         if isinstance(atom, Literal):
             return isinstance(atom.value, np.ndarray) and not atom.value.any()
         return atom in self._zeros
@@ -255,7 +255,7 @@ class Origins:
         return atom if isinstance(atom, Literal) else self._constants.get(atom)
 
     def _selected(self, equation: Equation) -> Sequence[Atom]:
-        """The values among which a `select_n` selects: only one of them, if its condition is the same constant
+        """Returns the values among which a `select_n` selects: only one of them, if its condition is the same constant
         everywhere."""
         which, *values = equation.inputs
         constant = self._constant(which)
@@ -283,7 +283,7 @@ def _branch(flat: Flat) -> Any:
 
 
 def _cut(equation: Equation, positions: Sequence[int]) -> Equation:
-    """A conditional with only some of its outputs, and only the operands that those need."""
+    """Returns a conditional with only some of its outputs, and only the operands that those need."""
     parts = [select(branch, positions) for branch in equation.branches]
     operands = sorted({index for _, used in parts for index in used})
     branches = tuple(
@@ -332,7 +332,7 @@ class _Builder:
 
 
 def constant(value: Any, dtype: Any = None) -> Literal:
-    """A literal of JAX's canonical dtype."""
+    """Returns a literal of JAX's canonical dtype."""
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.extended):
         return Literal(value)
     if dtype is None:

@@ -27,7 +27,8 @@ class Split:
     leaves: int
 
     def pair(self, members: tuple[int, ...]) -> tuple[int, int]:
-        """Two leaves of a group of which the first one's update depends on the second one, directly if any does."""
+        """Returns two leaves of a group of which the first one's update depends on the second one, directly if any
+        does."""
         for one in members:
             for other in members:
                 if one != other and self.masks[one] >> other & 1:
@@ -63,7 +64,7 @@ def split(trace: Trace) -> Split:
 
 
 def _shared(masks: list[int], leaves: int, states: int) -> set[int]:
-    """The largest set of states whose new values depend on that set alone."""
+    """Returns the largest set of states whose new values depend on that set alone."""
     shared = set(range(states))
     while True:
         allowed = sum(1 << (leaves + index) for index in shared)

@@ -16,7 +16,8 @@ __all__ = ["drops_imaginary"]
 
 
 def drops_imaginary(flat: Flat, init: Flat, leaves: int) -> str | None:
-    """The dtype to which an update converts complex values, if these are computed from complex parameters or gradients.
+    """Returns the dtype to which an update converts complex values, if these are computed from complex parameters or
+    gradients.
 
     Args:
         flat, init: as of `Trace`.
@@ -38,7 +39,7 @@ def drops_imaginary(flat: Flat, init: Flat, leaves: int) -> str | None:
 
 
 def _complex_outputs(flat: Flat, inputs: Sequence[bool]) -> tuple[list[bool], str | None]:
-    """Whether each output has imaginary parts, if these inputs have; and the dtype to which one is converted.
+    """Returns whether each output has imaginary parts, if these inputs have; and the dtype to which one is converted.
 
     A complex value has none if all values that it is computed from are real.
     """

@@ -57,7 +57,7 @@ class ElementwiseProgram:
     uniform: tuple[int, ...]
 
     def run(self, scalars: Sequence[Any], gradient: Any, param: Any, states: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """New parameter and states of one block; all 1-D of one size. To be traced."""
+        """Returns new parameter and states of one block; all 1-D of one size. To be traced."""
         uniform = dict(zip(self.uniform, scalars, strict=True))
         results = self.expressions.block(self.outputs, uniform, [gradient, param, *states], gradient.shape[0])
         return results[0], results[1:]
@@ -86,7 +86,7 @@ class WholeProgram:
     def run(
         self, shared: Sequence[Any], gradients: Sequence[Any], params: Sequence[Any], states: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """New parameters and states; all in their true shapes. To be traced."""
+        """Returns new parameters and states; all in their true shapes. To be traced."""
         sources = {
             "gradient": dict(enumerate(gradients)),
             "param": dict(enumerate(params)),
@@ -167,7 +167,7 @@ class Rule:
         return program_digest([init], [], [])
 
     def _program(self, states: Sequence[int]) -> ProgramDigest:
-        """The computation of updates, and of the initial values of some states."""
+        """Returns the computation of updates, and of the initial values of some states."""
         whole = [program for program in self.programs if isinstance(program, WholeProgram)]
         blocks = [program for program in self.programs if isinstance(program, ElementwiseProgram)]
         init, _ = Slicer(self._init).select(states)
@@ -201,7 +201,7 @@ class Rule:
                 raise OptimizerError(self._refusal(group, shards))
 
     def advance(self, shared: Sequence[Any], wanted: Sequence[int]) -> tuple[list[Any], list[Any]]:
-        """The shared states after the update, and the uniform scalars that the update uses. To be traced.
+        """Returns the shared states after the update, and the uniform scalars that the update uses. To be traced.
 
         Args:
             shared: the values of `self.shared`, before the update.
@@ -215,11 +215,11 @@ class Rule:
         return new, []
 
     def initial_inputs(self, wanted: Sequence[int]) -> tuple[int, ...]:
-        """The leaves of the parameters that `initial_state` reads."""
+        """Returns the leaves of the parameters that `initial_state` reads."""
         return Slicer(self._init).select(wanted)[1]
 
     def initial_state(self, params: Any, wanted: Sequence[int]) -> list[jax.Array]:
-        """The given leaves of ``optimizer.init(params)``, the others not computed."""
+        """Returns the given leaves of ``optimizer.init(params)``, the others not computed."""
         part, used = Slicer(self._init).select(wanted)
         leaves = jax.tree_util.tree_leaves(params)
         # Not jitted, because most leaves are zeros, and each set of leaves would be compiled.
@@ -235,7 +235,7 @@ class Rule:
 
 
 def inner_program(optimizer: optax.GradientTransformation, tree: TreeSpec) -> ProgramDigest:
-    """The digest of an optimizer that a worker runs by itself, over the whole tree.
+    """Returns the digest of an optimizer that a worker runs by itself, over the whole tree.
 
     Raises:
         OptimizerError: for the same reasons as `analyse`, except what only several shards cannot compute.
@@ -346,7 +346,7 @@ class _Analysis:
         return number
 
     def _name(self, position: int, members: tuple[int, ...], states: tuple[int, ...]) -> tuple[str, int]:
-        """The role of input `position` of the trace in this group."""
+        """Returns the role of input `position` of the trace in this group."""
         leaves, all_states = len(self.trace.tree.leaves), len(self.trace.states)
         if position < leaves:
             return ("gradient", members.index(position))

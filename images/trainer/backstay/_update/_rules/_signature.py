@@ -41,7 +41,7 @@ def of_literal(literal: Literal) -> Any:
 
 
 def of_flat(flat: Flat) -> Any:
-    """A hashable key of a sliced program, shapes included and the numbers of its variables not."""
+    """Returns a hashable key of a sliced program, shapes included and the numbers of its variables not."""
     numbers: dict[int, int] = {}
 
     def name(atom: Atom) -> Any:

@@ -45,7 +45,7 @@ class StateSpec:
 
 
 def key_impl(spec: StateSpec) -> Any:
-    """The generator that typed keys are of, for `jax.random.wrap_key_data`."""
+    """Returns the generator that typed keys are of, for `jax.random.wrap_key_data`."""
     found: list[Any] = []
     jax.eval_shape(lambda keys: found.append(jax.random.key_impl(keys)), spec.shape_dtype())
     return found[0]

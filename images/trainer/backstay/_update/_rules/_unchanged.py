@@ -19,7 +19,8 @@ __all__ = ["only_trained", "unchanged_parameters"]
 
 
 def unchanged_parameters(traced: Trace) -> tuple[bool, ...]:
-    """Whether each parameter provably keeps its value, and nothing else is computed from it or from its gradient.
+    """Returns whether each parameter provably keeps its value, and nothing else is computed from it or from its
+    gradient.
 
     Returns:
         A flag for each parameter leaf; all False for an optimizer that changes no parameter.
@@ -42,7 +43,7 @@ def unchanged_parameters(traced: Trace) -> tuple[bool, ...]:
 
 
 def only_trained(optimizer: optax.GradientTransformation, frozen: FrozenSpec) -> optax.GradientTransformation:
-    """The same optimizer for trees without the frozen leaves, which `unchanged_parameters` has found.
+    """Returns the same optimizer for trees without the frozen leaves, which `unchanged_parameters` has found.
 
     Args:
         optimizer: gets whole trees, with zeros for frozen leaves, which nothing is computed from.
