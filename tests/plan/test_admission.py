@@ -374,6 +374,25 @@ def test_a_rank_of_several_pods_keeps_its_places(make_job):
     assert (len(pods_of(job, running=True)), queue.excess, len(groups_of(job))) == (6, [], 1)
 
 
+def test_a_rank_that_is_not_in_force_gives_its_room_to_one_that_is(make_job):
+    """Kueue gives the room of a worker that was admitted by itself to the pod that has waited longest."""
+    job = make_job(JOB | {"workers": {"replicas": 1}})
+    queue = Queue(4, job)
+    turn(queue)
+    job.edit(workers={"replicas": 2})
+    turn(queue)
+    job.answer(world=2, step=3, coordinator=1)
+    job.settle()
+    job.edit(workers={"replicas": 3})
+    turn(queue)
+    job.answer(world=2, step=4, coordinator=1)
+    job.end(job.named(WORKER, 1), 137)
+    queue.step()
+    assert (WORKER, "2") in slots_that_run(job)
+    turn(queue, 12)
+    assert (WORKER, "1") in slots_that_run(job)
+
+
 def test_other_pods_wait_for_what_the_job_needs(make_job):
     """Otherwise the standbys and evaluators of two jobs could hold the room that both need."""
     extras = {"parameterServers": {"replicas": 2, "standbys": 1}, "evaluator": {}}

@@ -187,11 +187,11 @@ class _Places:
 
     def is_needed(self, slot: Slot, incarnation: int) -> bool:
         """Returns whether the job cannot train without a pod. A standby has the slot of a pod that it needs."""
-        return slot in self._needed and incarnation == self._record.current(slot)
+        return slot in self._needed and incarnation == self._record.current(slot) and not self._joins_later(slot)
 
     def is_extra(self, view: PodView) -> bool:
         """Returns whether the job can train without a pod. A standby may become the server of its shard."""
-        if view.slot not in self._needed:
+        if view.slot not in self._needed or self._joins_later(view.slot):
             return True
         current = self._facts.pod(view.slot, self._record.current(view.slot))
         return view.incarnation != self._record.current(view.slot) and current is not None and current.alive
@@ -226,11 +226,16 @@ class _Places:
             self._leaving_by_role[slot.role] = [pod for pod in self._leaving if pod.slot.role == slot.role]
         return self._leaving_by_role[slot.role]
 
+    def _joins_later(self, slot: Slot) -> bool:
+        """Returns whether the job trains without a worker, because its rank is not in force yet."""
+        world = self._facts.old.world
+        begins = self.forms_group or self.is_waited_for
+        return slot.role == contract.ROLE_WORKER and world is not None and slot.index >= world and not begins
+
     def _waits_alone(self, slot: Slot) -> datetime | None:
         """Returns since when a pod waits in no group, without which training does not continue; else None."""
-        world, view = self._facts.old.world, self._facts.pod(slot, self._record.current(slot))
-        joins_later = slot.role == contract.ROLE_WORKER and world is not None and slot.index >= world
-        if view is None or not view.alive or joins_later:
+        view = self._facts.pod(slot, self._record.current(slot))
+        if view is None or not view.alive or self._joins_later(slot):
             return None
         return created_at(view) if _is_gated(view.first) and _group_name(view.first) not in self.names else None
 
