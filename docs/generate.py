@@ -144,6 +144,8 @@ The commands that show or delete jobs use the first of these clusters that exist
 3. that of `~/.kube/config`. If it does not have the job that you name, a run on this machine that has it;
 4. a run that runs elsewhere, or else the newest run that has ended.
 
+A path in place of a job's name is the folder of a run, even if `KUBECONFIG` is set.
+
 With `--local`, only runs on this machine count.
 
 The folder of an ended run has a file `result.json`. It contains what `backstay run --output json` prints, the

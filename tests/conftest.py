@@ -34,6 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell starts a background process with SIGINT ignored, and the processes of tests would inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if os.environ.get("BACKSTAY_E2E") != "cluster":
+        os.environ.pop("KUBECONFIG", None)  # it names a cluster of the person who runs the tests
     # The runs that tests start are not the user's. Each process of pytest-xdist has its own folder, so that no test
     # meets a run of a test beside it.
     if "BACKSTAY_STATE" not in os.environ or "PYTEST_XDIST_WORKER" in os.environ:

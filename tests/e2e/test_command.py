@@ -108,7 +108,9 @@ def script_of(text: str, script: Path) -> Path:
 def status_of(folder: Path, command: str) -> dict[str, Any]:
     """Returns the object that a command, called in another folder, prints about a run."""
     words = [sys.executable, "-m", "backstay_cli.main", command, str(folder), "--output", "json"]
-    done = subprocess.run(words, cwd="/", capture_output=True, text=True, timeout=LONG, check=False)
+    # A path is that of a run. The cluster of the user's kubeconfig has no job of such a name.
+    env = {**os.environ, "KUBECONFIG": str(folder / "none")}
+    done = subprocess.run(words, cwd="/", env=env, capture_output=True, text=True, timeout=LONG, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found

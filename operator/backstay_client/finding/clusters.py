@@ -16,7 +16,7 @@ import aiohttp
 import yaml
 
 from backstay_client.finding.known_runs import KnownRun, known_runs
-from backstay_client.finding.selection import select
+from backstay_client.finding.selection import is_path, select
 from backstay_client.finding.stored_run import StoredApi, jobs_in
 from backstay_client.jobfiles.jobfile import BadInput
 from backstay_client.kube import ApiCalls, ApiRequestError, JobApi
@@ -179,6 +179,8 @@ async def open_cluster(where: Where, job: str | None = None) -> AsyncIterator[Fo
     Raises:
         BadInput: there is no kubeconfig, or it cannot be used; or several runs are meant.
     """
+    if job is not None and is_path(job) and where.embedded and where.kubeconfig is None and where.context is None:
+        where = replace(where, local=True)
     path = named_kubeconfig(where)
     # The user's choice first; without one, a run on this machine, then the kubeconfig, then the account of this pod.
     is_default = False

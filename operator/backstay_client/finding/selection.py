@@ -11,7 +11,7 @@ from backstay_client.finding.known_runs import KnownRun
 from backstay_client.jobfiles.jobfile import BadInput
 from backstay_client.words import shortened
 
-__all__ = ["SelectedRun", "select"]
+__all__ = ["SelectedRun", "is_path", "select"]
 
 _SHOWN = 5
 
@@ -88,13 +88,18 @@ def _nothing() -> str:
     )
 
 
+def is_path(job: str) -> bool:
+    """Returns whether the name of a job is a path, and so means the folder of a run."""
+    return os.sep in job or job in {".", ".."}
+
+
 def _of_folder(runs: Sequence[KnownRun], names: Mapping[Path, Sequence[str]], job: str, here: Path) -> KnownRun | None:
     """Returns the run whose folder `job` is: a path, or the last part of one if no job has this name.
 
     Raises:
         BadInput: the path is not the folder of a run.
     """
-    if os.sep in job or job in {".", ".."}:
+    if is_path(job):
         folder = (here / Path(job).expanduser()).resolve()
         found = next((run for run in runs if run.folder == folder), None)
         if found is None:
