@@ -31,6 +31,7 @@ from backstay_spec import actions as act
 from backstay_spec import contract
 from backstay_spec.events import Event
 from backstay_spec.names import ROLE_OF_LABEL
+from backstay_spec.observed import IN_QUEUE
 from backstay_spec.supervision import Done, in_order, name_of
 from backstay_spec.token import token_for
 
@@ -179,7 +180,7 @@ class Executor:
                 if await self._create(key, PODS, action.manifest, memory):
                     self._count_pod(action, memory)
             case act.HoldPod():
-                memory.queue(action.name, action.why, self._now())
+                memory.refuse(action.name, IN_QUEUE, action.why, self._now())
             case act.DeletePod():
                 await self._delete_pod(key, action)
             case act.LookUpPod():

@@ -14,7 +14,6 @@ from backstay_spec.causes import Blocked, condition_of, parse_time, parsed, term
 from backstay_spec.job_report import JobReport
 from backstay_spec.observed import (
     HELD,
-    IN_QUEUE,
     TAKEN,
     Contact,
     Manifest,
@@ -100,10 +99,6 @@ class JobMemory:
     def refuse(self, name: str, reason: str, message: str, now: datetime) -> None:
         """Record that the create of an object was refused."""
         self.refused[name] = RefusedCreate(reason, message, now).after(self.refused.get(name))
-
-    def queue(self, name: str, why: str, now: datetime) -> None:
-        """Record that a pod is not created now, because of the queue."""
-        self.refuse(name, IN_QUEUE, why, now)
 
     def hold(self, name: str, why: str, now: datetime) -> None:
         """Record that an object is not created now, if no refusal of it is known."""

@@ -32,6 +32,7 @@ from backstay_spec.actions import (
 )
 from backstay_spec.events import Event
 from backstay_spec.job_memory import JobMemory
+from backstay_spec.observed import IN_QUEUE
 from backstay_spec.supervision import Done, SeenJob, in_order
 from backstay_spec.types import Json, TrainingJob
 
@@ -167,7 +168,7 @@ class SimulatedJob:
             case CreatePod():
                 self._create_pod(action)
             case HoldPod():
-                self.memory.queue(action.name, action.why, self._now())
+                self.memory.refuse(action.name, IN_QUEUE, action.why, self._now())
             case PatchService():
                 _patch(self.services[action.name], action.patch)
             case DeletePod():

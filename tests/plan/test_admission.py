@@ -249,25 +249,26 @@ def test_a_new_pod_waits_until_the_old_one_has_ended(make_job):
     assert (len(pods_of(job, running=True)), queue.excess) == (SIZE, [])
 
 
-def test_a_pod_on_a_lost_node_holds_no_place_forever(make_job):
+def with_lost_worker(make_job, quota: int) -> tuple[Any, Queue, str]:
+    """Returns a job with a worker whose node is lost, its queue, and the name of that pod."""
     job = make_job()
-    queue = Queue(SIZE + 1, job)
+    queue = Queue(quota, job)
     turn(queue)
     lost = job.named(WORKER, 2)
     job.disrupt(lost, "DeletionByTaintManager")
     turn(queue, 30, {lost})
+    return job, queue, lost
+
+
+def test_a_pod_on_a_lost_node_holds_no_place_forever(make_job):
+    job, queue, lost = with_lost_worker(make_job, SIZE + 1)
     assert job.named(WORKER, 2) != lost
     assert NAME not in job.pods[job.named(WORKER, 2)]["metadata"]["labels"], "its group has no place"
     assert (len(pods_of(job, running=True)), queue.excess) == (SIZE, [])
 
 
 def test_a_pod_that_waits_by_itself_gets_the_place_of_a_lost_one_that_has_ended(make_job):
-    job = make_job()
-    queue = Queue(SIZE, job)
-    turn(queue)
-    lost = job.named(WORKER, 2)
-    job.disrupt(lost, "DeletionByTaintManager")
-    turn(queue, 30, {lost})
+    job, queue, _ = with_lost_worker(make_job, SIZE)
     assert len(pods_of(job, running=True)) == SIZE - 1, "there is no room for the next pod"
     turn(queue, 8)
     assert (len(pods_of(job, running=True)), len(groups_of(job)), queue.excess) == (SIZE, 1, [])

@@ -17,14 +17,13 @@ from typing import Any, Final
 
 from backstay_spec import contract, names
 from backstay_spec.actions import HoldPod
-from backstay_spec.causes import parse_time
 from backstay_spec.manifests_pod import is_grouped
 from backstay_spec.names import Slot
 from backstay_spec.observed import IN_QUEUE
 from backstay_spec.planner import leaving, order
 from backstay_spec.planner.effects import NOTHING, Creation, Effects, earliest
 from backstay_spec.planner.facts import Facts, desired_slots
-from backstay_spec.planner.pods import PodView, created_at, ended_at
+from backstay_spec.planner.pods import PodView, created_at, ended_at, gone_by
 from backstay_spec.planner.record import Record
 from backstay_spec.types import KUEUE_FINALIZER, KUEUE_GATE, KUEUE_GROUP_NAME, QueueGroup
 
@@ -173,9 +172,10 @@ class _Places:
         self.ended = [group for group in every if group not in self._open]
         self.forms_group = not self._open and sum(self._size) > 1 and not _runs_any(facts, self._needed)
         self._expected = {slot for slot in self._needed if not any(view.alive for view in facts.pods.get(slot, ()))}
-        self._leaving = [pod for group in self._open for pod in group.pods if self._leaves(pod)]
-        self._leaving_by_role: dict[str, list[PodView]] = {}
-        self.frees_at = earliest(_late_at(pod) for pod in self._leaving)
+        self._leaving: dict[str, list[PodView]] = {}
+        for pod in (pod for group in self._open for pod in group.pods if self._leaves(pod)):
+            self._leaving.setdefault(pod.slot.role, []).append(pod)
+        self.frees_at = earliest(_late_at(pod) for pods in self._leaving.values() for pod in pods)
         waits = [since + _ADMITS for slot in self._needed if (since := self._waits_alone(slot)) is not None]
         self.lacks_room = any(at <= facts.now for at in waits)
         self.looks_again = earliest(at for at in waits if at > facts.now)
@@ -207,8 +207,9 @@ class _Places:
             return "the queue must first admit the servers and the quorum"
         if self._with_places(slot, count, needed=needed) is not None:
             return None
-        # The standby of a promoted server gets the place of the old server.
-        leaving_pods = self._leaving_of(slot, needed=needed)
+        leaving_pods = self._leaving.get(slot.role, [])
+        if not needed:  # the standby of a promoted server gets the place of the old server
+            leaving_pods = [pod for pod in leaving_pods if pod.slot == slot]
         if leaving_pods and len(leaving_pods) + max(group.places[slot.role] for group in self._open) >= count:
             return f"the queue counts pod {leaving_pods[0].name} of this job until it has ended"
         return None
@@ -218,13 +219,6 @@ class _Places:
         gated = sorted((view for view in outside if _is_gated(view.first)), key=self.is_extra)
         joins = [v for v in gated if self.take(v.slot, len(v.pods), needed=not self.is_extra(v)) is not None]
         return [*joins, *(view for view in outside if self.lacks_room and self.is_extra(view))]
-
-    def _leaving_of(self, slot: Slot, *, needed: bool) -> list[PodView]:
-        if not needed:
-            return [pod for pod in self._leaving if pod.slot == slot]
-        if slot.role not in self._leaving_by_role:
-            self._leaving_by_role[slot.role] = [pod for pod in self._leaving if pod.slot.role == slot.role]
-        return self._leaving_by_role[slot.role]
 
     def _joins_later(self, slot: Slot) -> bool:
         """Returns whether the job trains without a worker, because its rank is not in force yet."""
@@ -344,7 +338,7 @@ def _size(facts: Facts, slots: Collection[Slot]) -> tuple[int, int]:
 
 def _late_at(pod: PodView) -> datetime | None:
     """Returns when a pod that ends should be reported as ended, or None if that is not known."""
-    ends = parse_time((pod.raw.get("metadata") or {}).get("deletionTimestamp")) if pod.deleting else ended_at(pod)
+    ends = gone_by(pod) if pod.deleting else ended_at(pod)
     return None if ends is None else ends + _ENDS
 
 
