@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import itertools
 import json
 import logging
 import math
@@ -172,6 +173,22 @@ def generator() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_list_begins_after_a_blank_line(page: Path) -> None:
+    """Otherwise the site shows it as a part of the paragraph before it."""
+    lines, in_fence, in_list, found = page.read_text().splitlines(), False, False, []
+    for before, line in itertools.pairwise(["", *lines]):
+        if line.strip().startswith("```"):
+            in_fence = not in_fence
+        elif not in_fence and re.match(r"(- |\d+\. )", line):
+            if not in_list and before.strip() and not before.startswith("#"):
+                found.append(line)
+            in_list = True
+        elif not in_fence and line.strip() and not line.startswith("  "):
+            in_list = False
+    assert found == []
 
 
 def test_the_generated_pages_are_fresh() -> None:
