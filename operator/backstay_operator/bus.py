@@ -28,7 +28,7 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class PodEnded:
-    """The watch showed that an object of a job, other than the job, has ended or was deleted."""
+    """The watch showed that a pod of a job has ended or was deleted; again with each event of such a pod."""
 
     key: JobKey
     raw: Mapping[str, Any]

@@ -9,7 +9,7 @@ from typing import Any
 from backstay_operator.bus import Bus, Changed, PodEnded, Relisted
 from backstay_operator.metrics import OperatorMetrics
 from backstay_operator.overlay import Overlay, Seen, version_of
-from backstay_operator.rights import JOBS, ResourceKind
+from backstay_operator.rights import JOBS, PODS, ResourceKind
 from backstay_operator.slim import SLIM, Json
 from backstay_operator.watching import INDEXED, JobKey, job_key, own_key
 from backstay_spec.causes import terminated_state
@@ -51,7 +51,7 @@ class ClusterOverlay:
         self._metrics.watch_moved(resource.plural)
         metadata = raw["metadata"]
         self.overlays[resource].shown(key, metadata["uid"], version_of(metadata), deleted=deleted)
-        if resource != JOBS and (deleted or _has_ended(raw)):
+        if resource == PODS and (deleted or _has_ended(raw)):
             self._bus.send(PodEnded(key, raw))
         if listed:
             self._bus.send(Relisted())

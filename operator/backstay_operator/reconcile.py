@@ -158,12 +158,17 @@ class Reconciler:
 
     def _ended(self, event: PodEnded) -> None:
         """The delay of the pod's replacement is measured from now. Its last report is in the next plan."""
-        memory = self._known.memory(event.key)
+        memory, job = self._known.memory(event.key), self._cluster.job(event.key)
         labels = event.raw["metadata"].get("labels") or {}
         role, index = labels.get(contract.LABEL_ROLE), labels.get(contract.LABEL_INDEX, "")
-        if memory is not None and role in names.ROLE_OF_LABEL and index.isdigit():
+        if memory is None or job is None or role not in names.ROLE_OF_LABEL or not index.isdigit():
+            return
+        memory.stopped(event.raw)
+        status, key = job.get("status") or {}, slot_key(role, int(index))
+        current = {str((status.get(field) or {}).get(key)) for field in ("incarnations", "active")}
+        # A pod that has its replacement may still end, be deleted and be shown.
+        if labels.get(contract.LABEL_INCARNATION) in current:
             memory.ended.setdefault((role, int(index)), self._clock())
-            memory.stopped(event.raw)
 
     # Metrics of the jobs.
 

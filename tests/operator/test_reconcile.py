@@ -103,6 +103,46 @@ def test_a_dead_worker_is_replaced_and_only_it(kube: Any, operator_on: Any, make
     assert value("backstay_job_restarts_total", {"namespace": "team", "training_job": "digits", "role": "Worker"}) == 1
 
 
+def test_the_time_of_a_replacement_begins_with_the_end_of_the_pod_that_it_replaces(
+    kube: Any, operator_on: Any, make_job: MakeJob
+) -> None:
+    """An older pod of the slot may end, and be deleted, after it has got its replacement."""
+    kube.put(JOBS, "team", make_job())
+    operator = operator_on(kube)
+    operator.settle()
+    run_all(kube)
+    operator.settle()
+    slot = {"backstay.dev/role": "worker", "backstay.dev/index": "1"}
+
+    def dies() -> str:
+        newest = of_role(kube, "worker")
+        (dead,) = [
+            pod["metadata"]["name"]
+            for pod in newest
+            if slot.items() <= pod["metadata"]["labels"].items() and pod["status"]["phase"] == "Running"
+        ]
+        kube.change(PODS, "team", dead, {"metadata": {"deletionTimestamp": "2099-01-01T00:00:00Z"}})
+        operator.show()
+        operator.reconcile()
+        return dead
+
+    first = dies()
+    crash(kube, first, 143)
+    operator.show()
+    operator.settle()
+    kube.remove(PODS, "team", first)
+    operator.show()
+    operator.settle()
+    run_all(kube)
+    operator.settle()
+    operator.seconds += 3600
+    operator.settle()
+    dies()
+    value = operator.metrics.registry.get_sample_value
+    assert value("backstay_operator_replacement_duration_seconds_count") == 2
+    assert value("backstay_operator_replacement_duration_seconds_sum") < 60
+
+
 def test_a_pod_of_a_queue_is_created_when_the_old_one_has_ended(kube: Any, operator_on: Any, make_job: MakeJob) -> None:
     """O9: Kueue counts the old pod, and would delete the new one. The operator sends no request while it waits."""
     job = make_job()
