@@ -28,9 +28,12 @@ from backstay._transport import (
     MemberLost,
     Members,
     OwnMember,
+    Pulled,
     messages,
+    pulled_together,
 )
 from backstay._transport._members._line import END, LineEnd, MemberLine
+from backstay._update import Selection
 from backstay.errors import ConfigurationError, JobFailed, PeerLost, Refused, Superseded, WaitedTooLong
 from backstay_rpc.control_pb2 import Frame, JoinReply, MemberMessage, Peer
 from backstay_rpc.credentials import Credentials
@@ -141,12 +144,74 @@ def test_t4_all_members_have_the_same_values_and_errors(points: Sequence[tuple[b
     def wanted(alone: bool, values: Sequence[int]) -> Any:
         decides = values[:1] if alone else values
         errors = [ERRORS[value] for value in decides if value < 0]
+        # Another connection may succeed, but not what was refused.
+        errors.sort(key=lambda error: type(error) is PeerLost)
         return (type(errors[0]), str(errors[0])) if errors else sum(decides)
 
     with rank_of(3, credentials_of(TOKEN, "")) as rank:
         results = rank.each(run)
     assert results == [[wanted(*point) for point in points]] * 3
     assert rank.lost == []
+
+
+@pytest.mark.parametrize("error", [PeerLost("the node is gone"), Refused("INVALID_ARGUMENT", "not the codec's bytes")])
+@pytest.mark.parametrize("fails", [0, 1, 2])
+def test_an_error_that_ends_the_waits_of_the_others_is_that_of_all(
+    credentials: Credentials, fails: int, error: Exception
+) -> None:
+    """The others are cut off because of it. A lasting refusal was taken as a lost connection, and repeated."""
+
+    def run(group: Members) -> Any:
+        cut = threading.Event()
+
+        def make() -> int:
+            if group.member == fails:
+                raise error
+            assert cut.wait(LONG)
+            raise PeerLost("another pod of this rank lost a server")
+
+        return group.agree("pull", NUMBER, make, sum, cut.set)
+
+    with rank_of(3, credentials) as rank:
+        found = rank.each(run)
+    assert [(type(one), str(one)) for one in found] == [(type(error), str(error))] * 3
+
+
+def test_t1_what_a_rank_has_received_is_what_all_its_members_have(credentials: Credentials) -> None:
+    """A quorum without this rank makes the versions 5 and 6. One member is answered before the second of them, and
+    pulls again: then all. The other one has received the fragments of both."""
+
+    def run(group: Members) -> tuple[Pulled, list[int]]:
+        again: list[int] = []
+
+        def pull(version: int) -> Pulled:
+            again.append(version)
+            return Pulled(1, version, 2)
+
+        fragments = {0: frozenset({1}), 1: frozenset({1, 2})}[group.member]
+        first = Pulled(1, 5 + group.member, 2, selection=Selection(fragments))
+        return pulled_together(group, "Sync", lambda: first, pull, lambda: None, pushed=True), again
+
+    with rank_of(2, credentials) as rank:
+        found = rank.each(run)
+    assert [(pulled.version, pulled.selection, again) for pulled, again in found] == [
+        (6, Selection(frozenset({1, 2})), [6]),
+        (6, Selection(frozenset({1, 2})), []),
+    ]
+
+
+@pytest.mark.parametrize("mode", ["Sync", "Async"])
+def test_t1_members_with_parameters_of_several_terms_join_again(credentials: Credentials, mode: str) -> None:
+    """A rollback may give the same number to another version."""
+
+    def run(group: Members) -> Any:
+        answer = Pulled(1 + group.member, 5, 2)
+        return pulled_together(group, mode, lambda: answer, lambda version: answer, lambda: None, pushed=False)
+
+    with rank_of(2, credentials) as rank:
+        assert [str(error) for error in rank.each(run)] == [
+            "the pods of this rank are in the terms [1, 2]: a server started again"
+        ] * 2
 
 
 def test_a_rank_of_one_pod_decides_alone() -> None:

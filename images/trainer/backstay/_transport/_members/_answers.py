@@ -12,6 +12,7 @@ from backstay_rpc.control_pb2 import RejectReason
 
 from ..._coordination import MODES, Mode
 from ..._update import Selection
+from ...errors import PeerLost
 from .._streams import Pulled
 from ._forms import Form
 from ._group import Members
@@ -21,10 +22,17 @@ __all__ = ["pulled_together"]
 
 @dataclass(frozen=True)
 class _MemberAnswers:
-    """The answers to some members as one. `lowest` is the lowest of their versions, and `newest` has the highest."""
+    """The answers to some members as one.
+
+    Attributes:
+        newest: the answer with the highest version.
+        lowest: the lowest version.
+        terms: the lowest and the highest term.
+    """
 
     newest: Pulled
     lowest: int
+    terms: tuple[int, int]
 
 
 def _encode(answers: _MemberAnswers) -> bytes:
@@ -32,15 +40,15 @@ def _encode(answers: _MemberAnswers) -> bytes:
     if (selection := answers.newest.selection) is not None:
         fragments = None if selection.fragments is None else sorted(selection.fragments)
         fields["selection"] = [fragments, selection.values]
-    return json.dumps([fields, answers.lowest]).encode()
+    return json.dumps([fields, answers.lowest, answers.terms]).encode()
 
 
 def _decode(data: bytes) -> _MemberAnswers:
-    fields, lowest = json.loads(data)
+    fields, lowest, (first, last) = json.loads(data)
     if fields["selection"] is not None:
         fragments, values = fields["selection"]
         fields["selection"] = Selection(None if fragments is None else frozenset(fragments), values)
-    return _MemberAnswers(Pulled(**fields), lowest)
+    return _MemberAnswers(Pulled(**fields), lowest, (first, last))
 
 
 def _merged(each: Sequence[_MemberAnswers]) -> _MemberAnswers:
@@ -54,7 +62,8 @@ def _merged(each: Sequence[_MemberAnswers]) -> _MemberAnswers:
         selection=received[0] if received else None,
         ask=any(one.ask for one in pulled),
     )
-    return _MemberAnswers(newest, min(answers.lowest for answers in each))
+    terms = min(answers.terms[0] for answers in each), max(answers.terms[1] for answers in each)
+    return _MemberAnswers(newest, min(answers.lowest for answers in each), terms)
 
 
 _ANSWERS: Final[Form[_MemberAnswers]] = Form(_encode, _decode)
@@ -82,6 +91,7 @@ def pulled_together(
 
     Raises:
         Refused, PeerLost, JobFailed: what `first` or `again` raised in a member.
+        PeerLost: the answers are of several terms, because a server started again.
     """
     if members.count == 1:
         return first()
@@ -91,23 +101,27 @@ def pulled_together(
         def make() -> _MemberAnswers:
             nonlocal own
             own = receive()
-            return _MemberAnswers(own, own.version)
+            return _MemberAnswers(own, own.version, (own.term, own.term))
 
-        return members.agree("pull", _ANSWERS, make, _merged, cancel)
+        answers = members.agree("pull", _ANSWERS, make, _merged, cancel)
+        if len(terms := set(answers.terms)) > 1:
+            cancel()
+            raise PeerLost(f"the pods of this rank are in the terms {sorted(terms)}: a server started again")
+        return answers
 
     agreed = together(first)
     about = agreed.newest
     while MODES[mode].behind({0: agreed.lowest, 1: agreed.newest.version}):
         version, held = agreed.newest.version, own
         agreed = together(partial(again, version) if held.version < version else lambda held=held: held)  # type: ignore[misc]
-    # Without a push, older answers are about older updates.
+    # Without a push, older answers are about older updates. But the received selection is always that of the newest
+    # one: a member that pulled again has all, and the others have the fragments of all updates until this version.
     about = about if pushed else agreed.newest
     return replace(
         agreed.newest,
         version=agreed.lowest,
         outcome=about.outcome,
         next_key_step=about.next_key_step,
-        selection=about.selection,
         pushed_at=own.pushed_at,
         answered_at=own.answered_at,
     )

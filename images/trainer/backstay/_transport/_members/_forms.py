@@ -10,7 +10,7 @@ from backstay_rpc.control_pb2 import MemberMessage
 
 from ...errors import BackstayError, ConfigurationError, JobFailed, PeerLost, Refused, Superseded, WaitedTooLong
 
-__all__ = ["FLAG", "TEXT", "Form", "error_in", "messages", "travels", "with_error"]
+__all__ = ["FLAG", "FOLLOWS", "TEXT", "Form", "error_in", "follows", "messages", "travels", "with_error"]
 
 _T = TypeVar("_T")
 
@@ -22,6 +22,9 @@ _ERRORS: Final[dict[str, Callable[[str, str], BackstayError]]] = {
     "PeerLost": lambda code, text: PeerLost(text),
     "ConfigurationError": lambda code, text: ConfigurationError(text),
 }
+
+FOLLOWS: Final = "follows"
+"""The code of an error that a member has because another one had an error before."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,11 @@ def with_error(message: MemberMessage, error: BaseException) -> MemberMessage:
     message.code = str(getattr(error, "code", "") or getattr(error, "reason", ""))
     message.text = str(getattr(error, "message", "") or error)
     return message
+
+
+def follows(message: MemberMessage) -> tuple[bool, bool]:
+    """Returns a key that sorts a message with the error of a member before those whose errors follow from it."""
+    return message.error == PeerLost.__name__, message.code == FOLLOWS
 
 
 def error_in(message: MemberMessage) -> BackstayError | None:

@@ -26,7 +26,7 @@ from ..._instrument import Doing
 from ..._timeouts import Timeouts
 from ...errors import BackstayError, PeerLost
 from .._streams import ClientStream, Listener, Refusal, ServerStream, frames
-from ._forms import Form, error_in, travels, with_error
+from ._forms import FOLLOWS, Form, error_in, follows, travels, with_error
 from ._line import BROKEN, END, LineEnd, MemberLine, MemberLost
 from ._progress import LONG, SCRIPT, MemberActivity, MemberProgress
 
@@ -73,6 +73,11 @@ class _Points:
         finally:
             with self._lock:
                 self._cancel = None
+
+    def is_broken(self) -> bool:
+        """Returns whether another member has reported an error at the current point."""
+        with self._lock:
+            return self._is_broken >= self._number
 
     def broken(self, number: int) -> None:
         """Another member has an error at a point. From any thread."""
@@ -141,7 +146,8 @@ class Members(ABC):
 
         Args:
             point, form: see `share`.
-            make: called in each member. An error of one is raised in all, that of the lowest member first.
+            make: called in each member. An error of one is raised in all; of several the one that decides, such as a
+                refusal before a connection that was cut because of it.
             merge: called in the leader with the results in the order of members.
             cancel: ends `make` from another thread, when another member has an error; None: `make` does not wait.
         """
@@ -197,6 +203,8 @@ class _LinkedMember(Members):
         own = self._points.next(point)
         _fill(own, form, lambda: self._points.made(make, cancel))
         if own.error and cancel is not None:
+            if own.error == PeerLost.__name__ and self._points.is_broken():
+                own.code = FOLLOWS
             self._break(own.number)
 
         def merged(every: Sequence[MemberMessage]) -> bytes:
@@ -338,7 +346,7 @@ class LeadingMember(_LinkedMember):
             except RuntimeError as defect:
                 self._give_up(str(defect))
                 raise
-        failed = next((message for message in every if message.error), None)
+        failed = min((message for message in every if message.error), key=follows, default=None)
         if failed is None:
             own.value = merged(every)
         return self._shared(own if failed is None else failed)
