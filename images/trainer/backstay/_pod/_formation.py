@@ -48,7 +48,7 @@ def form_rank(environment: Environment, stop: Stop) -> Members:
     Raises:
         SystemExit: the pod received SIGTERM.
         Superseded: the pod was replaced.
-        WaitedTooLong: the pods did not find each other.
+        WaitedTooLong: the pods have no place to find each other.
         ConfigurationError: the script has used a device already.
     """
     from .._roles import Stopped
@@ -156,6 +156,7 @@ def _lead(environment: Environment, leader: LeadingMember, place: _MeetingPlace,
         wait.check(f"these pods of {environment.role} {environment.index} are not connected: {named}")
         try:
             place.meet(address)
+            wait.answered()
         except PeerLost as error:
             _LOG.debug("the address of this pod was not reported: %s", error)
 
@@ -165,7 +166,9 @@ def _follow(environment: Environment, place: _MeetingPlace, stop: Stop, own: Own
     while True:
         wait.check(f"pod 0 of {environment.role} {environment.index} has not reported its address")
         try:
-            if address := place.meet():
+            address = place.meet()
+            wait.answered()
+            if address:
                 return FollowingMember(own, address)
         except PeerLost as error:
             _LOG.debug("pod 0 cannot be found: %s", error)
@@ -173,11 +176,18 @@ def _follow(environment: Environment, place: _MeetingPlace, stop: Stop, own: Own
 
 
 class _Meeting:
-    """Ends a wait when the pod is stopped, and says from time to time what it waits for."""
+    """Ends a wait when the pod is stopped, or when the meeting place does not answer for long, and logs its reason.
+
+    Another pod of the rank may wait for a node for any time. The operator ends a rank of which all pods run.
+    """
 
     def __init__(self, environment: Environment, stop: Stop) -> None:
         self._times, self._stop = environment.timeouts, stop
-        self._began = self._said = time.monotonic()
+        self._answered = self._said = time.monotonic()
+
+    def answered(self) -> None:
+        """The meeting place has answered."""
+        self._answered = time.monotonic()
 
     def check(self, why: str) -> None:
         """Raises `Stopped`, `WaitedTooLong`."""
@@ -186,8 +196,8 @@ class _Meeting:
         if self._stop.requested.is_set():
             raise Stopped
         now = time.monotonic()
-        if now - self._began > self._times.join:
-            raise WaitedTooLong(f"{why} after {self._times.join:.0f} s")
+        if now - self._answered > self._times.join:
+            raise WaitedTooLong(f"{why}, and no server has answered for {self._times.join:.0f} s")
         if now - self._said > self._times.silent:
             self._said = now
             _LOG.warning("waiting: %s", why)
