@@ -239,8 +239,8 @@ class ReportedStatus(StatusModel):
     """The metrics that `loss` returned, mean of the newest update; finite values only."""
 
     traffic: Annotated[Numbers, ReportRow(unit="bytes", digits=3, dropped=4)] = Field(default_factory=dict)
-    """The bytes of tensors that a worker sends and receives for an update, mean over workers and updates. `carried` are
-    those of the job, and `exact` those without codecs."""
+    """The bytes of tensors that a worker sends and receives for an update, all pods of its rank together, mean over
+    workers and updates. `carried` are those of the job, and `exact` those without codecs."""
 
     term: Count | None = None
     """The current term, which grows with each rollback and each start from a checkpoint."""

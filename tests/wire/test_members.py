@@ -48,7 +48,7 @@ def fill(incoming: Any, value: float) -> None:
 
 
 def begin(kit: SimpleNamespace, shard: Any, member: int, gradient: GradientId, **more: Any) -> Any:
-    """Returns a part begins to arrive; all its elements are 1."""
+    """Returns a part that begins to arrive; all its elements are 1."""
     part = Part(contribution=gradient, member=member)
     incoming = shard.runtime.begin(hello_of(kit, member, gradient.rank), part, **more)
     fill(incoming, 1.0)
@@ -225,8 +225,21 @@ def test_members_disagree_about_a_contribution_and_the_job_fails(kit: SimpleName
         incoming = begin(kit, shard, member, kit.gid(0))
         shard.runtime.complete(incoming, GradientInfo(finite=member != 1, examples=8))
     (why,) = shard.coordination.wait_for("failed")
+    assert not shard.coordination.of("staged")
     assert "the members of rank 0 disagree about one gradient: member 0 reports finite=True and 8 examples" in why
     assert "member 1 reports finite=False and 8" in why
+
+
+def test_the_traffic_of_a_contribution_is_that_of_all_members(kit: SimpleNamespace, shard: Any) -> None:
+    """Each member counts the bytes of its own blocks."""
+    gradient = kit.gid(0)
+    parts = [begin(kit, shard, member, gradient) for member in range(MEMBERS)]
+    for member, incoming in enumerate(parts):
+        shard.runtime.complete(
+            incoming, GradientInfo(finite=True, examples=8, carried=10**member, exact=2 * 10**member)
+        )
+    info = parts[1].gradient.info
+    assert (info.finite, info.examples, info.carried, info.exact) == (True, 8, 111, 222)
 
 
 def test_parts_that_are_refused(kit: SimpleNamespace, shard: Any) -> None:

@@ -195,8 +195,8 @@ class PodMetrics:
     traffic = _LabelledRow(
         Gauge,
         _COORDINATOR,
-        "Bytes of tensors that a worker sends and receives for an update, mean over workers and updates. "
-        "exact: as if no codec were used.",
+        "Bytes of tensors that a worker sends and receives for an update, all pods of its rank together, mean over "
+        "workers and updates. exact: as if no codec were used.",
         ("encoding",),
         name="update_bytes",
     )

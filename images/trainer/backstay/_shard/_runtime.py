@@ -323,11 +323,12 @@ class ShardRuntime:
             part.info = info
             part.complete = part.finished = usable = not self._moved_on(gradient)
             gradient.complete = staged = usable and gradient.all_parts
-            if staged and (why := gradient.disagreement()) is not None:
+            why = gradient.disagreement() if staged else None
+            if why is not None:
                 self._stop_locked(Refusal(RefusalCode.BROKEN, why))
         if not usable:
             self.lose(part)
-        elif staged:
+        elif staged and why is None:
             self._coordination.report(Staged(id=gradient.id, info=gradient.info))
 
     def lose(self, incoming: Incoming) -> None:

@@ -156,9 +156,15 @@ class StagedGradient:
 
     @property
     def info(self) -> GradientInfo:
-        """The end mark of member 0, whose facts every member has; empty until it arrives."""
+        """The end mark of member 0, with the bytes of all members that have arrived; empty until it arrives."""
         part = self.parts.get(0)
-        return GradientInfo() if part is None else part.info
+        if part is None or self.members == 1:
+            return GradientInfo() if part is None else part.info
+        whole = GradientInfo()
+        whole.CopyFrom(part.info)
+        whole.carried = sum(one.info.carried for one in self.parts.values())
+        whole.exact = sum(one.info.exact for one in self.parts.values())
+        return whole
 
     @property
     def receiving(self) -> list[StagedPart]:
