@@ -103,7 +103,7 @@ def network_policy(job: ObjectMeta, settings: PlanSettings, pods_per_rank: int =
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
-        "metadata": object_meta(job, names.network_policy_name(job.name, job.uid), "network"),
+        "metadata": object_meta(job, names.network_policy_name(job.name, job.uid, pods_per_rank), "network"),
         "spec": {
             "podSelector": members,
             "policyTypes": ["Ingress"],

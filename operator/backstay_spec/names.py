@@ -1,8 +1,8 @@
 """The names and labels of everything that a job owns: pure functions of the job, so that two operators agree on them.
 
 A name contains the job's name and five characters of the hash of its uid. A job that is created again under the same
-name therefore never uses objects of the deleted job. Job names have at most 40 characters; the longest name
-here adds 23 to that, and a DNS-1035 label may have 63.
+name therefore never uses objects of the deleted job. Job names have at most 40 characters. The longest name here adds
+23 to that, and a DNS-1035 label may have 63. A pod of a rank of several adds 27: names of pods may be longer.
 """
 
 from __future__ import annotations
@@ -110,9 +110,10 @@ def secret_name(job: str, uid: str) -> str:
     return f"{job}-token-{short_hash(uid)}"
 
 
-def network_policy_name(job: str, uid: str) -> str:
-    """Returns the name of the job's NetworkPolicy, ``{job}-ingress-{hash}``."""
-    return f"{job}-ingress-{short_hash(uid)}"
+def network_policy_name(job: str, uid: str, pods_per_rank: int = 1) -> str:
+    """Returns the name of the job's NetworkPolicy, ``{job}-ingress-{hash}``. Where ranks have several pods it is
+    ``{job}-ingress-ranks-{hash}``, because it has another rule."""
+    return f"{job}-ingress-{'ranks-' if pods_per_rank > 1 else ''}{short_hash(uid)}"
 
 
 def job_labels(job: str, uid: str) -> dict[str, str]:

@@ -134,7 +134,7 @@ def test_a_rank_of_one_pod_is_named_and_guarded_as_before(running):
 
 @pytest.mark.parametrize("how", ["Preferred", "Required"])
 def test_the_pods_of_a_rank_lie_near_each_other(running, how):
-    """Returns a new incarnation may lie elsewhere: the pods of the old one may still terminate on a lost node."""
+    """A new incarnation may lie elsewhere: the pods of the old one may still terminate on a lost node."""
     scheduling = {"groupTopologyKey": "example.com/rack", "groupTopology": how}
     cluster = running({**GROUPS, "scheduling": scheduling})
     for name in pods_of(cluster, 1):
@@ -190,7 +190,7 @@ LOST = json.dumps({"reason": "GroupLost", "message": "pod 2 of worker 0 is lost:
     ["JAX distributed service detected fatal errors: another task died", LOST, "[Gloo] Rank 1 is connected to 2", ""],
 )
 def test_a_pod_that_ended_because_of_another_one_is_not_the_cause(running, aborted):
-    """Returns the operator may see its end first. JAX may abort a pod after it wrote its message, or with no word."""
+    """The operator may see its end first. JAX may abort a pod after it wrote its message, or with no word."""
     cluster = running(GROUPS)
     names = pods_of(cluster, 0)
     cluster.end(names[0], contract.GROUP_LOST_EXIT, LOST)
@@ -201,7 +201,7 @@ def test_a_pod_that_ended_because_of_another_one_is_not_the_cause(running, abort
 
 
 def test_the_pod_with_the_cause_stays_for_its_log(running):
-    """Returns a kubelet may report the end of its container seconds before its phase. The others of its rank are
+    """A kubelet may report the end of its container seconds before its phase. The others of its rank are
     deleted."""
     cluster = running(GROUPS)
     names = pods_of(cluster, 0)
@@ -215,7 +215,7 @@ def test_the_pod_with_the_cause_stays_for_its_log(running):
 
 
 def test_a_rank_whose_pod_was_evicted_while_the_operator_was_away_is_not_charged(running):
-    """Returns the others ended in order. The pod that was evicted no longer exists, or still has its mark."""
+    """The others ended in order. The pod that was evicted no longer exists, or still has its mark."""
     for is_there in (True, False):
         cluster = running(GROUPS)
         names = pods_of(cluster, 0)
@@ -232,7 +232,7 @@ def test_a_rank_whose_pod_was_evicted_while_the_operator_was_away_is_not_charged
 
 
 def test_a_rank_that_ends_by_sigterm_without_a_deletion_is_charged(running):
-    """Returns a probe of the kubelet, or the script, ended it."""
+    """A probe of the kubelet, or the script, ended it."""
     cluster = running(GROUPS)
     for name in pods_of(cluster, 0):
         cluster.end(name, 143)
@@ -286,6 +286,28 @@ def test_the_pod_that_has_the_cause_may_be_seen_last(running, comes):
     assert cluster.status["roles"]["Worker"]["restarts"] == int(comes)
 
 
+@pytest.mark.parametrize("code", [143, 134])
+@pytest.mark.parametrize("comes", [True, False])
+def test_the_pod_that_was_evicted_may_be_seen_last(running, code, comes):
+    """O4: the pods leave together, but the kubelet reports an eviction when the pod has ended. JAX may abort others."""
+    cluster = running(GROUPS)
+    names = pods_of(cluster, 1)
+    for name in names[:2]:
+        cluster.end(name, code)
+    todo = cluster.plan()
+    assert not (todo.events or todo.actions)
+    assert 0 < todo.requeue_after.total_seconds() <= 5
+    if comes:
+        cluster.pods[names[2]]["status"]["conditions"].append(
+            {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet", "message": "shutdown"}
+        )
+        cluster.end(names[2], 143)
+    else:
+        cluster.tick(todo.requeue_after.total_seconds())
+    (death,) = cluster.plan().deaths
+    assert (death.pod, death.charged) == ((names[2], False) if comes else (names[0], True))
+
+
 def test_pods_that_lost_each_other_are_a_disruption(running):
     cluster = running(GROUPS)
     for name in pods_of(cluster, 0):
@@ -307,7 +329,7 @@ def test_a_deleted_pod_is_a_disruption_of_its_rank(running):
 
 
 def test_a_pod_that_cannot_be_created_is_an_obstacle_and_no_death(make_cluster):
-    """Returns a quota lets only some pods of a rank start. The others are tried again, with the same names."""
+    """A quota lets only some pods of a rank start. The others are tried again, with the same names."""
     cluster = make_cluster(GROUPS)
     cluster.refuse = {"mnist-worker-1-2-": ("Forbidden", "exceeded quota: gpus")}
     cluster.settle()
@@ -327,8 +349,11 @@ def test_a_pod_that_cannot_be_created_is_an_obstacle_and_no_death(make_cluster):
 
 def test_a_vanished_pod_replaces_its_rank_once(running):
     cluster = running(GROUPS)
-    cluster.vanish(pods_of(cluster, 0)[1])
+    gone = pods_of(cluster, 0)[1]
+    cluster.vanish(gone)
     cluster.settle()
+    assert cluster.deaths[-1].pod == gone
+    assert f"(pod {gone}) died: it no longer exists" in str(cluster.events)
     assert cluster.status["incarnations"]["worker-0"] == 2
     assert cluster.status["roles"]["Worker"]["disruptions"] == 1
     assert len(pods_of(cluster, 0, 2)) == 3
@@ -356,9 +381,110 @@ def test_a_pod_that_ends_in_order_before_the_first_one_has_not_died(running, mes
         cluster.tick(60)
 
 
+@pytest.mark.parametrize("how", ["exit", "signal", "deleted"])
+def test_after_training_the_first_pod_decides_whichever_is_seen_first(running, how):
+    """O10: its exit code is that of the rank. The others may end in another way, once `train` has returned in them."""
+    cluster = running({**GROUPS, "workers": {"replicas": 1, "podsPerRank": 2}})
+    first, second = pods_of(cluster, 0)
+    cluster.train()
+    cluster.settle()
+    trained = json.dumps({"result": "Trained", "step": 9})
+    cluster.end(second, {"exit": 3, "signal": 139, "deleted": 0}[how], trained)
+    if how == "deleted":
+        cluster.delete(second)
+    cluster.settle()
+    assert cluster.status["phase"] == "Running"
+    cluster.tick(1)
+    cluster.end(first, 0, trained)
+    cluster.settle()
+    assert cluster.status["phase"] == "Succeeded"
+
+
+def test_a_pod_that_fails_after_training_fails_the_job_when_the_first_one_does_not_end(running):
+    cluster = running({**GROUPS, "workers": {"replicas": 1, "podsPerRank": 2}})
+    cluster.train()
+    cluster.end(pods_of(cluster, 0)[1], 3, json.dumps({"result": "Trained", "step": 9}))
+    cluster.settle()
+    cluster.tick(6)
+    cluster.settle()
+    assert cluster.status["phase"] == "Failed"
+
+
+@pytest.mark.parametrize("late", ["refused", "operator"])
+def test_after_training_a_restored_rank_gets_all_its_pods(running, late):
+    """A quota that old pods still use refused one of them, or the operator ended between two creates."""
+    cluster = running({**GROUPS, "workers": {"replicas": 1, "podsPerRank": 2}})
+    cluster.refuse = {"mnist-worker-0-1-2-": ("Forbidden", "exceeded quota")}
+    for name in pods_of(cluster, 0):
+        cluster.end(name, 137)
+    cluster.train(returned=0)
+    cluster.settle()
+    assert len(pods_of(cluster, 0, 2)) == 1
+    cluster.run(pods_of(cluster, 0, 2)[0], ready=False)
+    cluster.refuse = {}
+    if late == "operator":
+        cluster.restart_operator()
+    cluster.tick(10)
+    cluster.settle()
+    newest = cluster.status["incarnations"]["worker-0"]
+    assert len(pods_of(cluster, 0, newest)) == 2
+    for name in pods_of(cluster, 0, newest):
+        cluster.run(name)
+        cluster.end(name, 0, json.dumps({"result": "Trained", "step": 9}))
+    cluster.settle()
+    assert cluster.status["phase"] == "Succeeded"
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_time_to_join_begins_when_the_last_pod_of_a_rank_has_started(make_cluster, gated):
+    """The last one waits for a node or in a queue, and the others for it: that is no hang."""
+    spec = GROUPS | {"update": {"mode": "Async"}, "runPolicy": {"pendingDeadlineSeconds": 600}}
+    cluster = make_cluster(spec)
+    cluster.settle()
+    cluster.run_all()
+    names = pods_of(cluster, 1)
+    for name in names:
+        cluster.run(name, ready=False)
+    cluster.pods[names[2]]["status"] = {"phase": "Pending"}
+    cluster.gate(names[2], gated=gated)
+    cluster.answer(world=2, step=3, contributed={0: 1})
+    cluster.settle()
+    for _ in range(7):
+        cluster.tick(100)
+        cluster.answer(world=2, step=3, contributed={0: 1})
+        cluster.settle()
+    cluster.run(names[2], ready=False)
+    cluster.settle()
+    cluster.tick(590)
+    cluster.answer(world=2, step=3, contributed={0: 1})
+    cluster.settle()
+    assert (cluster.status["phase"], cluster.status["incarnations"]["worker-1"]) == ("Running", 1)
+    assert cluster.status["roles"]["Worker"]["restarts"] == 0
+    cluster.tick(20)
+    cluster.answer(world=2, step=3, contributed={0: 1})
+    cluster.settle()
+    assert cluster.status["roles"]["Worker"]["restarts"] == 1
+
+
+@pytest.mark.parametrize("counts", [(1, 2), (2, 1)])
+def test_the_policy_follows_the_pods_of_a_rank(running, counts):
+    """O7: only where ranks have several pods, workers reach each other at all ports."""
+    cluster = running({**GROUPS, "workers": {"replicas": 1, "podsPerRank": counts[0]}})
+    (before,) = cluster.policies
+    cluster.edit(runPolicy={"suspend": True})
+    for _ in range(6):
+        cluster.settle()
+        cluster.bury()
+    cluster.edit(runPolicy={"suspend": False}, workers={"podsPerRank": counts[1]})
+    cluster.settle()
+    (policy,) = cluster.policies.values()
+    assert policy["metadata"]["name"] != before
+    assert any("ports" not in rule for rule in policy["spec"]["ingress"]) == (counts[1] > 1)
+
+
 @pytest.mark.parametrize("lost", [True, False])
 def test_a_pod_that_ends_before_training_is_charged_although_its_exit_code_is_zero(running, lost):
-    """Returns the first pod may not have noticed it: it waits for that pod to connect."""
+    """The first pod may not have noticed it: it waits for that pod to connect."""
     cluster = running(GROUPS)
     names = pods_of(cluster, 1)
     if lost:

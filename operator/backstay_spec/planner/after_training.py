@@ -267,6 +267,10 @@ def _judge_worker_0(facts: Facts, record: Record, end: TrainingEnded) -> Verdict
         return _complete(facts, record, end, before)
     if end.returned and current > end.returned and not (pod is not None and is_restored(pod)):
         return _lost(end, f"incarnation {end.returned} of worker 0 had the result and was lost")
+    if pod is not None and pod.alive and is_restored(pod) and facts.absent(WORKER_0, current):
+        # Not all pods of its rank were created. None of them has the result before all have joined.
+        if not has_worked(pod, None):
+            return replacement.judge(facts, record, WORKER_0)
     act = AFTER_TRAINING[_worker_0_pod(facts, record, pod)][_has_result(facts, end, pod)]
     if act is Act.LOOK_UP:
         return Decision(record, look_up(facts, WORKER_0, current))

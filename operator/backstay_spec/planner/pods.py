@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from backstay_spec import contract
 from backstay_spec.causes import (
+    TRAINED,
     UNKNOWN_STATE,
     Blocked,
     condition_of,
@@ -116,7 +117,7 @@ def together(pods: Sequence[PodView]) -> PodView:
         return pods[0]
     members = tuple(sorted(pods, key=lambda pod: pod.member))
     first = members[0]
-    dead = [pod for pod in members if not pod.alive and (pod is first or pod.deleting or not _ended_in_order(pod))]
+    dead = [pod for pod in members if not pod.alive and (pod is first or not _ended_in_order(pod))]
     there = [pod for pod in members if pod.alive]
     if dead:
         # The others ended because of the first death, and their exit codes would be charged to the script.
@@ -207,9 +208,14 @@ def cause_due(view: PodView) -> datetime | None:
     none.
 
     The pods of a rank end within milliseconds of each other, but each kubelet reports its own. The pod that has the
-    cause may still seem to run. On a lost node it does so for long.
+    cause may still seem to run. On a lost node it does so for long. After training, the exit code of the first pod
+    counts.
     """
-    if not view.members or not is_group_lost(view.raw) or all(pod.ended or pod.deleting for pod in view.members):
+    if not view.members or all(pod.ended or pod.deleting for pod in view.members):
+        return None
+    raw, found = view.raw, outcome_of(view.raw)
+    is_late = view.member != view.first.member and found is not None and found.result == TRAINED
+    if not (is_late or is_group_lost(raw) or may_have_left(raw) or is_aborted(raw)):
         return None
     ends = [at for pod in view.members if (at := ended_at(pod)) is not None]
     return min(ends) + _CAUSE_WAIT if ends else None
@@ -307,12 +313,18 @@ def is_restored(view: PodView) -> bool:
 
 def silent_since(view: PodView) -> datetime | None:
     """Returns since when a pod runs without ever having been Ready; None for other pods. A pod is Ready when it has
-    joined."""
+    joined.
+
+    The pods of a rank join together, so their time begins when the last of them has started.
+    """
     started = started_at(view)
     if view.ready or view.ended or started is None:
         return None
     turned = _turned_at(view)
-    return None if turned is not None and turned > started else started
+    if turned is not None and turned > started:
+        return None
+    times = [started_at(pod) for pod in view.pods]
+    return None if None in times else max(at for at in times if at is not None)
 
 
 def unready_since(view: PodView) -> datetime | None:

@@ -118,9 +118,10 @@ def _judge_slot(facts: Facts, record: Record, slot: Slot, *, held: bool = False)
         cause_by = cause_due(pod)
         if cause_by is not None and facts.now < cause_by:
             return Decision(record, Effects(wake=cause_by))
-        has_followed = is_group_lost(pod.raw) or may_have_left(pod.raw)
-        verdict = GONE if has_followed and facts.absent(slot, current) else verdict_of(pod.raw)
-        return _die(facts, record, pod, verdict)
+        absent = facts.absent(slot, current)
+        if absent and (is_group_lost(pod.raw) or may_have_left(pod.raw)):
+            return _die(facts, record, replace(pod, name=absent[0]), GONE)
+        return _die(facts, record, pod, verdict_of(pod.raw))
     return _judge_unseen(facts, record, slot, current)
 
 
@@ -141,7 +142,8 @@ def _judge_incomplete(facts: Facts, record: Record, pod: PodView, absent: Sequen
         elif name not in facts.observed.missing:
             decided = decided.also(Effects(actions=(LookUpPod(name),), wake=facts.now + LOOK_UP_RETRY))
         elif name in facts.observed.witnessed or status.holds(facts.conditions, status.PODS_CREATED):
-            return Decision(record, _delete(pod, Cause.VANISHED)).then(_die(facts, record, pod, GONE))
+            gone = _die(facts, record, replace(pod, name=name), GONE)
+            return Decision(record, _delete(pod, Cause.VANISHED)).then(gone)
         else:  # it may never have existed, as in `_judge_unseen`
             return Decision(record, _delete(pod, "Superseded")).then(_create(facts, record, slot, None))
     if again:
@@ -190,6 +192,8 @@ def _judge_running(facts: Facts, record: Record, pod: PodView) -> Decision:
     """Judge a running pod. If it never joins, because its script hangs before `train`, it has a deadline (T8). Before
     the first update that ends the job; later the pod is replaced."""
     since = silent_since(pod)
+    if since is not None and facts.absent(pod.slot, pod.incarnation):
+        return Decision(record)  # it cannot join without the other pods of its rank, which are the obstacle
     # Only for a pod that seems late: in a large job, each of a thousand workers would look at all servers.
     if since is not None and facts.now >= since + _pending_limit(facts):
         since = max(since, _could_join(facts, record, pod.slot))

@@ -8,7 +8,14 @@ from datetime import timedelta
 from typing import Any, Final
 
 from backstay_spec import contract, manifests, names
-from backstay_spec.actions import Action, CreateNetworkPolicy, CreateSecret, CreateService, PatchService
+from backstay_spec.actions import (
+    Action,
+    CreateNetworkPolicy,
+    CreateSecret,
+    CreateService,
+    DeleteNetworkPolicy,
+    PatchService,
+)
 from backstay_spec.planner.creating import REFUSED_RETRY
 from backstay_spec.planner.deleting import deletions
 from backstay_spec.planner.effects import Effects
@@ -48,16 +55,17 @@ def _missing_secret(facts: Facts, lacks_config: bool) -> Effects:
 
 
 def _missing_policy(facts: Facts) -> Effects:
-    meta = facts.meta
-    name = names.network_policy_name(meta.name, meta.uid)
-    for found in facts.observed.network_policies:
-        if found["metadata"]["name"] == name and is_owned(found, meta.uid) and not is_deleting(found):
-            return Effects()
-    return _if_due(
-        facts,
-        name,
-        CreateNetworkPolicy(manifests.network_policy(meta, facts.settings, facts.spec.workers.pods_per_rank)),
-    )
+    meta, pods_per_rank = facts.meta, facts.spec.workers.pods_per_rank
+    name = names.network_policy_name(meta.name, meta.uid, pods_per_rank)
+    found = {
+        policy["metadata"]["name"]: policy["metadata"]["uid"]
+        for policy in facts.observed.network_policies
+        if is_owned(policy, meta.uid) and not is_deleting(policy)
+    }
+    if name in found:
+        # `podsPerRank` was changed while the job was suspended. One policy cannot forbid what another one allows.
+        return Effects(actions=tuple(DeleteNetworkPolicy(other, uid) for other, uid in found.items() if other != name))
+    return _if_due(facts, name, CreateNetworkPolicy(manifests.network_policy(meta, facts.settings, pods_per_rank)))
 
 
 def _missing_services(facts: Facts, record: Record) -> Effects:
