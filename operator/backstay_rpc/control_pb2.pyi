@@ -713,14 +713,6 @@ class CheckpointSettings(_message.Message):
     keep: int
     def __init__(self, every_steps: _Optional[int] = ..., every_seconds: _Optional[float] = ..., keep: _Optional[int] = ...) -> None: ...
 
-class Straggler(_message.Message):
-    __slots__ = ("rank", "delay_seconds")
-    RANK_FIELD_NUMBER: _ClassVar[int]
-    DELAY_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    rank: int
-    delay_seconds: float
-    def __init__(self, rank: _Optional[int] = ..., delay_seconds: _Optional[float] = ...) -> None: ...
-
 class Stalled(_message.Message):
     __slots__ = ("rank", "incarnation", "reason")
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -732,7 +724,7 @@ class Stalled(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ProgressReply(_message.Message):
-    __slots__ = ("incarnation", "term", "step", "world", "stalled", "stragglers", "lost", "done", "failed", "contributed", "live_workers", "standby", "beating", "worker_seconds", "recorded", "death_reports", "report")
+    __slots__ = ("incarnation", "term", "step", "world", "stalled", "done", "contributed", "standby", "beating", "worker_seconds", "recorded", "death_reports", "report")
     class ContributedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -752,12 +744,8 @@ class ProgressReply(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     WORLD_FIELD_NUMBER: _ClassVar[int]
     STALLED_FIELD_NUMBER: _ClassVar[int]
-    STRAGGLERS_FIELD_NUMBER: _ClassVar[int]
-    LOST_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
-    FAILED_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTED_FIELD_NUMBER: _ClassVar[int]
-    LIVE_WORKERS_FIELD_NUMBER: _ClassVar[int]
     STANDBY_FIELD_NUMBER: _ClassVar[int]
     BEATING_FIELD_NUMBER: _ClassVar[int]
     WORKER_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -769,19 +757,15 @@ class ProgressReply(_message.Message):
     step: int
     world: int
     stalled: _containers.RepeatedCompositeFieldContainer[Stalled]
-    stragglers: _containers.RepeatedCompositeFieldContainer[Straggler]
-    lost: _containers.RepeatedCompositeFieldContainer[Peer]
     done: bool
-    failed: str
     contributed: _containers.ScalarMap[int, int]
-    live_workers: int
     standby: int
     beating: _containers.ScalarMap[int, int]
     worker_seconds: _containers.RepeatedCompositeFieldContainer[WorkerSeconds]
     recorded: str
     death_reports: _containers.RepeatedCompositeFieldContainer[StoredReport]
     report: bytes
-    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., step: _Optional[int] = ..., world: _Optional[int] = ..., stalled: _Optional[_Iterable[_Union[Stalled, _Mapping]]] = ..., stragglers: _Optional[_Iterable[_Union[Straggler, _Mapping]]] = ..., lost: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., done: bool = ..., failed: _Optional[str] = ..., contributed: _Optional[_Mapping[int, int]] = ..., live_workers: _Optional[int] = ..., standby: _Optional[int] = ..., beating: _Optional[_Mapping[int, int]] = ..., worker_seconds: _Optional[_Iterable[_Union[WorkerSeconds, _Mapping]]] = ..., recorded: _Optional[str] = ..., death_reports: _Optional[_Iterable[_Union[StoredReport, _Mapping]]] = ..., report: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., step: _Optional[int] = ..., world: _Optional[int] = ..., stalled: _Optional[_Iterable[_Union[Stalled, _Mapping]]] = ..., done: bool = ..., contributed: _Optional[_Mapping[int, int]] = ..., standby: _Optional[int] = ..., beating: _Optional[_Mapping[int, int]] = ..., worker_seconds: _Optional[_Iterable[_Union[WorkerSeconds, _Mapping]]] = ..., recorded: _Optional[str] = ..., death_reports: _Optional[_Iterable[_Union[StoredReport, _Mapping]]] = ..., report: _Optional[bytes] = ...) -> None: ...
 
 class StoredReport(_message.Message):
     __slots__ = ("slot", "incarnation", "uri")

@@ -203,7 +203,7 @@ def test_a_pod_of_another_job_is_refused_and_states_the_reason(job) -> None:
     assert old.may_end_with(1).wait() == 1
     assert "incarnation 1" in old.output()
     reply = progress(tiny, world=4, stall_seconds=300)
-    assert (reply.term, reply.step, reply.world, reply.live_workers) == (1, 0, 3, 1)
+    assert (reply.term, reply.step, reply.world, dict(reply.beating)) == (1, 0, 3, {2: 1})
     assert not reply.stalled
     # The metrics of a pod need no token.
     with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=LONG) as answer:

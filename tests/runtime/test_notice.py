@@ -18,7 +18,7 @@ def test_a_worker_that_receives_sigterm_leaves_in_the_middle_of_a_step(job) -> N
     first.process.send_signal(signal.SIGTERM)
     assert first.may_end_with(143).wait() == 143
     reply = progress(tiny, world=1, stall_seconds=60)
-    assert (reply.live_workers, list(reply.lost), list(reply.stalled)) == (0, [], [])
+    assert (dict(reply.beating), list(reply.stalled)) == ({}, [])
     second = tiny.worker(0, 1)
     assert [server.wait(), second.wait()] == [0, 0]
     expected = tiny.reference()

@@ -332,7 +332,7 @@ class Coordinator:
         return self._conclusion.evaluated(now, step)
 
     def set_grace(self, now: float, grace: float | None) -> list[Decision]:
-        """Returns the operator set the grace; `grace` is as in `Rules`."""
+        """Take the grace that the operator has set; it is as in `Rules`."""
         self._grace.change(grace)
         return self._end_wait(now)
 

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-from backstay_rpc.control_pb2 import COMPILING, STARTING, Activity, Peer, Stalled, Straggler
+from backstay_rpc.control_pb2 import COMPILING, STARTING, Activity, Peer, Stalled
 from backstay_spec import contract, silence
 
 from ..._timeouts import Timeouts
@@ -132,8 +132,9 @@ class Liveness:
                 found.append(Stalled(rank=index, incarnation=known.peer.incarnation, reason=reason))
         return found
 
-    def stragglers(self, now: float, world: int) -> list[Straggler]:
-        """Living workers of the world whose gradient takes more than `_SLOW` times the median of the others."""
+    def stragglers(self, now: float, world: int) -> dict[int, float]:
+        """Returns the ranks whose gradient takes more than `_SLOW` times the median of the others, with the seconds
+        that it takes longer. They live, and are below `world`."""
         now = self._wake(now)
         times = {
             index: median(known.step_seconds)
@@ -143,11 +144,11 @@ class Liveness:
             and now - known.beat < self._times.silent
             and len(known.step_seconds) >= 3
         }
-        found = []
+        found = {}
         for rank, own in sorted(times.items()):
             others = [seconds for other, seconds in times.items() if other != rank]
             if others and own > _SLOW * median(others):
-                found.append(Straggler(rank=rank, delay_seconds=own - median(others)))
+                found[rank] = own - median(others)
         return found
 
     def lost(self, now: float) -> list[Peer]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from backstay_rpc.control_pb2 import Activity, Peer, Stalled, Straggler
+from backstay_rpc.control_pb2 import Activity, Peer, Stalled
 from backstay_spec import contract
 
 from ..._timeouts import Timeouts
@@ -60,13 +60,13 @@ class PeerTable:
             silent = {peer.index for peer in self._liveness.lost(now) if peer.role == contract.ROLE_WORKER}
             return len(live), silent | {hung.rank for hung in self._liveness.stalled(now, stall_seconds, world)}
 
-    def known(self, now: float) -> tuple[list[Peer], dict[int, int]]:
-        """Returns the peers that are lost, and the living workers: ranks with incarnations."""
+    def beating(self, now: float) -> dict[int, int]:
+        """Returns the ranks of the living workers, with their incarnations."""
         with self._lock:
-            return self._liveness.lost(now), self._liveness.live(now, contract.ROLE_WORKER)
+            return self._liveness.live(now, contract.ROLE_WORKER)
 
-    def slow(self, now: float, stall_seconds: float, world: int) -> tuple[list[Stalled], list[Straggler]]:
-        """Returns the workers that are stalled, and those that are slower than the others."""
+    def slow(self, now: float, stall_seconds: float, world: int) -> tuple[list[Stalled], dict[int, float]]:
+        """Returns the workers that are stalled, and `Liveness.stragglers`."""
         with self._lock:
             return self._liveness.stalled(now, stall_seconds, world), self._liveness.stragglers(now, world)
 

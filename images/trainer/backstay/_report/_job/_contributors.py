@@ -71,13 +71,11 @@ class Contributors:
         self._peers.moved(now, version)
 
     def fill(self, now: float, reply: ProgressReply, stall_seconds: float) -> None:
-        """Add the state of the ranks of `reply.world` to the reply to the operator, and log slow ranks."""
-        stalled, stragglers = self._peers.slow(now, stall_seconds, reply.world)
+        """Add the state of the ranks of `reply.world` to the reply to the operator, and report slow ranks."""
+        stalled, delays = self._peers.slow(now, stall_seconds, reply.world)
         with self._lock:
             reply.contributed.update(self._contributed)
         reply.stalled.extend(stalled)
-        reply.stragglers.extend(stragglers)
-        delays = {slow.rank: slow.delay_seconds for slow in stragglers}
         self._metrics.stragglers(delays)
         for rank, delay in delays.items():
             if now - self._slow_logged.get(rank, -_SLOW_LOG_SECONDS) >= _SLOW_LOG_SECONDS:

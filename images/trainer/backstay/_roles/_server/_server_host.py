@@ -140,7 +140,6 @@ class ServerHost:
             step=runtime.version,
             world=self._served.world,
             done=self._ending.complete,
-            failed=self._ending.failed,
         )
         self._observer.progress(request, reply, runtime.version)
         self._live.update(request)
@@ -148,10 +147,7 @@ class ServerHost:
         self._coordinator.fill(now, reply)
         if self._served.replication is not None:
             reply.standby = self._served.replication.standby
-        lost, beating = self._peers.known(now)
-        reply.lost.extend(lost)
-        reply.beating.update(beating)
-        reply.live_workers = len(reply.beating)
+        reply.beating.update(self._peers.beating(now))
         return reply
 
     def awaits_operator(self) -> bool:
