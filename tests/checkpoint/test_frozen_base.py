@@ -154,7 +154,7 @@ def test_frozen_model_state_is_not_in_a_checkpoint(tmp_path, frozen, still, begi
 
 @pytest.mark.parametrize("still", [0.9, np.zeros(3), np.float64(1), np.arange(3), 7])
 def test_numbers_of_python_and_numpy_are_frozen_as_jax_holds_them(tmp_path, still):
-    """Returns the digest was that of float64 or int64, which no file and no result of training has."""
+    """The digest was that of float64 or int64, which no file and no result of training has."""
 
     def pair(key):
         return {"w": jnp.ones(3)}, {"still": still, "count": jnp.int32(0)}
@@ -175,7 +175,7 @@ def test_numbers_of_python_and_numpy_are_frozen_as_jax_holds_them(tmp_path, stil
 
 
 def test_a_base_of_init_that_another_model_lacks_is_unexpected(tmp_path):
-    """Returns the same applies to a base in a file."""
+    """The same applies to a base in a file."""
     _, stored = trained(tmp_path)
     head = {"init": lambda key: {"head": (jnp.ones(4),)}, "loss": lambda params, batch: params["head"][0].sum()}
     with pytest.raises(CheckpointError, match=r"unexpected \(2\): base.codes, base.w"):
@@ -185,7 +185,7 @@ def test_a_base_of_init_that_another_model_lacks_is_unexpected(tmp_path):
 
 
 def test_a_base_of_float64_is_given_as_it_is(tmp_path):
-    """Returns the process that reads it may hold float32 only."""
+    """The process that reads it may hold float32 only."""
     wide = np.full((4, 4), 1 / 3)
     with enable_x64():
         changed = {"init": lambda key: init(key) | {"base": {"w": jnp.asarray(wide), "codes": jnp.asarray(CODES)}}}
@@ -259,7 +259,7 @@ def test_without_a_mapping_the_place_of_the_job_is_enough(tmp_path, capsys):
 
 
 def test_other_files_beside_a_base_do_not_change_it(tmp_path):
-    """Returns a README in the folder of a base, or checkpoints below it, ended the job with the next death of a
+    """A README in the folder of a base, or checkpoints below it, ended the job with the next death of a
     worker."""
     base = {"base.w": np.eye(4, dtype=np.float32), "base.codes": CODES, "head.0": np.ones(4, np.float32)}
     folder = tmp_path / "model"
@@ -419,7 +419,7 @@ def test_a_base_is_read_once(tmp_path, monkeypatch, names, most):
 
 
 def test_an_array_that_changes_while_a_base_is_read_is_refused(base, tmp_path, monkeypatch):
-    """Returns the digest of an array that is found under another name is compared with what is returned."""
+    """The digest of an array that is found under another name is compared with what is returned."""
     place, arrays = base
     (place / "1.safetensors").unlink()  # the names have the other order: the first search reads both
     safetensors.numpy.save_file({"b": arrays["w"], "c": arrays["w"] * 2}, place / "0.safetensors")
@@ -485,7 +485,7 @@ PARTS = {
 
 @pytest.mark.parametrize("part", PARTS)
 def test_what_init_made_of_a_base_is_made_again(tmp_path, part):
-    """Returns the file has no array for it, or another one."""
+    """The file has no array for it, or another one."""
     tensors, settings = PARTS[part]
     safetensors.numpy.save_file(tensors, tmp_path / "part.safetensors")
     start = backstay.StartFrom(str(tmp_path / "part.safetensors"), missing="init", **settings)
@@ -499,7 +499,7 @@ def test_what_init_made_of_a_base_is_made_again(tmp_path, part):
 
 
 def test_a_damaged_base_is_reported_as_damaged(tmp_path):
-    """Returns the job has translated its names, so the search reads all arrays."""
+    """The job has translated its names, so the search reads all arrays."""
 
     def product(params, batch):
         return jnp.sum(batch @ next(value for name, value in params.items() if name != "head") @ params["head"])
@@ -541,7 +541,7 @@ def test_a_dtype_that_safetensors_lacks_is_named(tmp_path):
 
 
 def test_one_array_of_an_orbax_checkpoint_may_begin_two_parameters(tmp_path):
-    """Returns a mapping may give it twice: only `init` must not."""
+    """A mapping may give it twice: only `init` must not."""
     pytest.importorskip("orbax.checkpoint")
     _, stored = trained(tmp_path, seed=7, frozen=None)
     backstay.export(stored, str(tmp_path / "orbax"), "orbax")

@@ -17,7 +17,7 @@ PLAIN = st.recursive(
 
 
 def bomb(width: int, height: int, merge: bool = False) -> str:
-    """Returns each level holds `width` aliases of the level below: width ** height nodes in all."""
+    """Returns a document whose levels hold `width` aliases of the level below: width ** height nodes in all."""
     lines = ["l0: &l0 {a: 1}"]
     for level in range(1, height):
         aliases = ", ".join([f"*l{level - 1}"] * width)

@@ -160,7 +160,7 @@ def test_a_submitted_script_is_forked(tmp_path, line, forked):
 
 
 def test_every_module_of_the_list_exists():
-    """Returns a name that is not installed is skipped without a word, so a module that moved would silently cost its
+    """A name that is not installed is skipped without a word, so a module that moved would silently cost its
     time."""
     from importlib.util import find_spec
 

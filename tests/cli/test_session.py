@@ -41,7 +41,7 @@ def lives(folder: Path) -> list[int]:
 
 
 def test_what_dies_again_and_again_is_given_up(module, tmp_path):
-    """Returns the caller gets the reason for the end: otherwise an operator that cannot start would look like a slow
+    """The caller gets the reason for the end: otherwise an operator that cannot start would look like a slow
     one."""
     keeper = session.Keeper()
     asyncio.run(session._keep(keeper, "operator", tmp_path, module(0), restarts=2))

@@ -48,7 +48,7 @@ def through(codec: Codec, values: np.ndarray, seed: tuple[int, ...] = (0, 0, 0),
 
 
 def check(codec: Codec, values: np.ndarray, **more: Any) -> np.ndarray:
-    """Returns every element is within the bound, and the tail is exact."""
+    """Returns the decoded values, of which each is within the bound, and the tail is exact."""
     decoded = through(codec, values, **more)
     bound = bound_of(codec.name, values.dtype)
     body = body_of(values.size)

@@ -374,7 +374,7 @@ def counts(cluster: Cluster, role: str) -> dict[str, int]:
 
 
 def whole(cluster: Cluster) -> bool:
-    """Returns all pods are ready, and a standby holds what the server does."""
+    """Returns whether all pods are ready, and a standby holds what the server does."""
     roles = cluster.status().get("roles") or {}
     conditions = {c["type"]: c["status"] for c in cluster.status().get("conditions") or ()}
     ready = all(r["ready"] == r["desired"] for r in roles.values())

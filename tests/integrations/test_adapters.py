@@ -309,7 +309,7 @@ def in_training(net, batch):
 
 @pytest.mark.parametrize("library", ["nnx", "linen", "equinox"])
 def test_statistics_that_are_frozen_stay(library):
-    """Returns all of them, and the means only."""
+    """All of them, and the means only."""
     if library == "nnx":
         make = partial(ours_nnx.adapt, Adapted, square)
     elif library == "linen":

@@ -199,7 +199,7 @@ def groups_of(job: Any) -> set[str]:
 
 
 def test_two_jobs_never_hold_a_part_of_the_room(make_job):
-    """Returns each of them alone fits. If each server and worker were admitted by itself, both could wait forever."""
+    """Each of them alone fits. If each server and worker were admitted by itself, both could wait forever."""
     one, two = make_job(name="one"), make_job(name="two")
     queue = Queue(SIZE + 2, one, two)
     turn(queue)
@@ -436,7 +436,7 @@ def test_other_pods_give_their_room_when_the_job_waits_again(make_job):
 
 
 def test_pods_that_left_after_training_are_not_waited_for(make_job):
-    """Returns the worker of a group ends in order, and Kueue would wait for another one."""
+    """The worker of a group ends in order, and Kueue would wait for another one."""
     job = make_job()
     queue = Queue(SIZE, job)
     turn(queue)

@@ -78,7 +78,7 @@ def test_a_job_that_stopped_early_succeeds_with_that_reason(running):
 
 
 def test_an_exception_fails_the_job_with_its_traceback_and_the_checkpoint(running):
-    """Returns the condition has the traceback, the event one line, both the checkpoint."""
+    """The condition has the traceback, the event one line, both the checkpoint."""
     cluster = after(running)
     cluster.end(leader(cluster), 1, json.dumps(RAISED))
     cluster.settle()
@@ -93,7 +93,7 @@ def test_an_exception_fails_the_job_with_its_traceback_and_the_checkpoint(runnin
 
 
 def test_a_long_exception_hides_neither_the_pod_nor_the_checkpoint(running):
-    """Returns the first line of the condition keeps its beginning and its end."""
+    """The first line of the condition keeps its beginning and its end."""
     cluster = after(running)
     cluster.end(leader(cluster), 1, json.dumps({**RAISED, "message": "x\n" * 500}))
     cluster.settle()
@@ -184,7 +184,7 @@ def test_t8_a_worker_without_the_result_is_replaced_from_the_checkpoint(running,
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_an_exception_before_train_returns_is_not_the_code_s_after_training(running, inside):
-    """Returns the worker has reported that it has the result; its final message shows whether `train` had returned."""
+    """The worker has reported that it has the result; its final message shows whether `train` had returned."""
     cluster = running(SPEC)
     cluster.end(leader(cluster), 1, json.dumps({"reason": "OSError", "message": "x"}) if inside else "log")
     cluster.train(returned=1)
@@ -199,7 +199,7 @@ def test_an_exception_before_train_returns_is_not_the_code_s_after_training(runn
 
 
 def test_a_result_that_was_lost_before_the_servers_left_is_not_made_again(running):
-    """Returns the worker with the result is replaced while the servers still run; then shard 0 names the one that had
+    """The worker with the result is replaced while the servers still run; then shard 0 names the one that had
     it."""
     cluster = running(SPEC)
     cluster.disrupt(leader(cluster), "EvictionByEvictionAPI")
@@ -215,7 +215,7 @@ def test_a_result_that_was_lost_before_the_servers_left_is_not_made_again(runnin
 
 @pytest.mark.parametrize("ready", [True, False])
 def test_a_replacement_runs_the_code_once_too(running, ready):
-    """Returns a worker that gets the result from the checkpoint is Ready as soon as it has it."""
+    """A worker that gets the result from the checkpoint is Ready as soon as it has it."""
     cluster = running(SPEC)
     cluster.disrupt(leader(cluster), "EvictionByEvictionAPI")
     cluster.train(returned=0)
@@ -255,7 +255,7 @@ def test_o10_a_replacement_that_dies_while_it_evaluates_is_replaced(running, cod
 
 
 def test_a_result_that_nothing_holds_fails_the_job(running):
-    """Returns the job cannot continue without a checkpoint and without a worker that has the result."""
+    """The job cannot continue without a checkpoint and without a worker that has the result."""
     cluster = running({**SPEC, "checkpoint": {}})
     cluster.end(leader(cluster), 137)
     cluster.train(returned=0, checkpoint="")
@@ -265,7 +265,7 @@ def test_a_result_that_nothing_holds_fails_the_job(running):
 
 
 def test_worker_0_may_be_seen_to_end_before_shard_0(running):
-    """Returns the last message of shard 0's server has the loss; it is waited for, but not for long (T8)."""
+    """The last message of shard 0's server has the loss; it is waited for, but not for long (T8)."""
     cluster = running(SPEC)
     cluster.end(leader(cluster), 0, RETURNED)
     cluster.settle()
@@ -283,7 +283,7 @@ def test_worker_0_may_be_seen_to_end_before_shard_0(running):
 
 
 def test_a_failed_script_may_be_seen_to_end_before_shard_0(running):
-    """Returns the job's failure names the checkpoint, which the last message of shard 0's server has."""
+    """The job's failure names the checkpoint, which the last message of shard 0's server has."""
     cluster = running(SPEC)
     cluster.end(leader(cluster), 1, json.dumps(RAISED))
     cluster.settle()
@@ -330,7 +330,7 @@ def suspended(running):
 
 
 def test_suspended_after_training_it_begins_again_from_the_checkpoint(running):
-    """Returns the spec may change in between, so the earlier messages of the pods do not count."""
+    """The spec may change in between, so the earlier messages of the pods do not count."""
     cluster = suspended(running)
     assert (cluster.status["phase"], cluster.condition("Trained")["status"]) == ("Suspended", "False")
     cluster.tick(500)
@@ -455,7 +455,7 @@ GROUP_LOST = json.dumps(
 
 @pytest.mark.parametrize("comes", [True, False])
 def test_a_rank_that_loses_a_pod_after_training_fails_with_the_cause(running, comes):
-    """Returns each kubelet reports its own pod, so the pod that has the cause may be seen last. A lost node is not
+    """Each kubelet reports its own pod, so the pod that has the cause may be seen last. A lost node is not
     charged."""
     spec = SPEC | {"workers": {"replicas": 1, "podsPerRank": 2}}
     cluster = running(spec)

@@ -59,7 +59,7 @@ def test_a_rank_that_crashes_before_its_first_gradient_backs_off(running):
 
 
 def test_o4_a_rank_that_is_ready_and_crashes_in_its_first_step_backs_off(running):
-    """Returns a pod is Ready before its first step; an answer of the servers from before its start says nothing about
+    """A pod is Ready before its first step; an answer of the servers from before its start says nothing about
     it."""
     cluster = running(SPEC)
     cluster.answer(step=0)
@@ -83,7 +83,7 @@ def test_o4_a_rank_that_is_ready_and_crashes_in_its_first_step_backs_off(running
 
 
 def test_o4_crashes_between_two_answers_of_the_servers_continue_the_count(running):
-    """Returns a pod that is Ready, and crashes before the servers can report what it did, has not worked."""
+    """A pod that is Ready, and crashes before the servers can report what it did, has not worked."""
     cluster = running(SPEC)
     cluster.answer(step=0)
     for crashes in range(1, 7):
@@ -121,7 +121,7 @@ def test_a_wait_survives_the_operator(running):
 
 
 def test_the_servers_report_which_ranks_contributed(running):
-    """Returns a contribution counts more than a probe that never ran."""
+    """A contribution counts more than a probe that never ran."""
     cluster = running(SPEC)
     name = cluster.named(WORKER, 0)
     cluster.run(name, ready=False)

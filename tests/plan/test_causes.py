@@ -98,7 +98,7 @@ def test_the_final_message_names_the_error_once(message):
 
 
 def test_the_progress_of_a_process_that_was_killed_does_not_explain_its_end():
-    """Returns the kubelet cuts the first line of a log's end anywhere."""
+    """The kubelet cuts the first line of a log's end anywhere."""
     progress = "06:36:33 worker-1: step 16952/60000  loss 0.000440761  accuracy 1  1101.1 examples/s"
     for log, shown in (
         (f"{progress[30:]}\n{progress}\n", ""),
@@ -112,7 +112,7 @@ def test_the_progress_of_a_process_that_was_killed_does_not_explain_its_end():
 
 
 def test_a_killed_pod_has_no_termination_message_only_a_log_and_lines_of_json_are_read():
-    """Returns the kubelet gives the log's end as the message of any that failed, however old it is."""
+    """The kubelet gives the log's end as the message of any that failed, however old it is."""
     log = '{"level": "info", "message": "checkpoint of step 5"}\n{"level": "info", "message": "step 7"}\nfree text\n[1]'
     states = {code: {"exitCode": code, "reason": "Error", "message": log} for code in (1, 137)}
     texts = {

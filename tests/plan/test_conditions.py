@@ -68,13 +68,13 @@ TRAINING_SPEC = {"parameterServers": {"replicas": 2}, "workers": {"replicas": 2}
 
 
 def train(cluster, step, **fields):
-    """Returns all servers answer and report `step`."""
+    """All servers answer and report `step`."""
     cluster.answer(step=step, reached=frozenset({0, 1}), examples_per_second=48.5, **fields)
     cluster.settle()
 
 
 def test_training_is_false_while_no_update_is_applied(running):
-    """Returns the phase and the conditions follow what trains: servers that are gone for minutes are not Running."""
+    """The phase and the conditions follow what trains: servers that are gone for minutes are not Running."""
     cluster = running(TRAINING_SPEC)
     assert cluster.condition("Training")["reason"] == "NotStarted"
     train(cluster, 71)
@@ -163,7 +163,7 @@ def test_pods_ready_counts_standbys(running):
 
 
 def test_a_standby_that_ends_with_its_server_has_an_event(running):
-    """Returns both servers of a shard are replaced: the standby hangs when its server dies, and is deleted by the
+    """Both servers of a shard are replaced: the standby hangs when its server dies, and is deleted by the
     way."""
     cluster = running({**TRAINING_SPEC, "parameterServers": {"replicas": 2, "standbys": 1}})
     train(cluster, 5)
@@ -177,7 +177,7 @@ def test_a_standby_that_ends_with_its_server_has_an_event(running):
 
 
 def test_o10_after_the_last_update_nothing_is_interrupted(running):
-    """Returns an evaluation may take minutes, and the servers leave before their pods are observed to end."""
+    """An evaluation may take minutes, and the servers leave before their pods are observed to end."""
     cluster = running(TRAINING_SPEC)
     train(cluster, 19, coordinator=1)
     for seconds in (10, 20, 70):
@@ -196,7 +196,7 @@ def test_o10_after_the_last_update_nothing_is_interrupted(running):
 
 
 def test_o10_a_lost_server_after_the_last_update_is_an_interruption(running):
-    """Returns the last update may be lost with it."""
+    """The last update may be lost with it."""
     cluster = running(TRAINING_SPEC)
     train(cluster, 20, coordinator=1, ending="trained to step 20; worker 0 evaluates, for 1 s")
     cluster.end(cluster.named(SERVER, 0), 137)

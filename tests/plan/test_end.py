@@ -83,7 +83,7 @@ def test_a_servers_failure_fails_the_job(running, shard):
     ],
 )
 def test_o8_a_failed_job_has_the_last_step_that_a_pod_reported(running, said, step):
-    """Returns the newest call of the operator was made before the last updates. Its number stayed in the status."""
+    """The newest call of the operator was made before the last updates. Its number stayed in the status."""
     cluster = running(TWO_SERVERS)
     cluster.answer(term=2, step=84)
     cluster.settle()
@@ -100,7 +100,7 @@ def test_o8_a_failed_job_has_the_last_step_that_a_pod_reported(running, said, st
 
 
 def test_o8_the_last_step_of_a_job_without_an_answer_is_in_the_message_of_a_worker(running):
-    """Returns a job of one second ends before the first call."""
+    """A job of one second ends before the first call."""
     cluster = running({"parameterServers": {"replicas": 1}, "workers": {"replicas": 1}})
     said = {"reason": "EmptyBatch", "message": "no rows", "result": "Refused", "step": 3, "term": 1}
     cluster.end(cluster.named(WORKER, 0), 1, json.dumps(said))
@@ -109,7 +109,7 @@ def test_o8_the_last_step_of_a_job_without_an_answer_is_in_the_message_of_a_work
 
 
 def test_the_step_of_a_running_job_is_that_of_its_servers(running):
-    """Returns a worker's message counts only at the end: the servers may have gone back since."""
+    """A worker's message counts only at the end: the servers may have gone back since."""
     cluster = running(TWO_SERVERS)
     cluster.answer(term=1, step=84)
     cluster.settle()
@@ -281,7 +281,7 @@ def test_a_resumed_job_trains_once_it_makes_updates(running, gone):
 
 @pytest.mark.parametrize("gone", [True, False])
 def test_a_late_report_of_a_server_from_before_a_suspension_starts_nothing(running, gone):
-    """Returns the step of the report is above that of the status, and no server of the resumed job has begun."""
+    """The step of the report is above that of the status, and no server of the resumed job has begun."""
     cluster = running(TWO_SERVERS)
     cluster.tick(11)
     cluster.answer(step=9, term=1, coordinator=1, term_start=TermStart(1, 0))

@@ -51,7 +51,7 @@ def last_message(slot, stores):
 
 
 def pause(cluster, kind):
-    """Returns the operator observes nothing, or the end, immediately, after a poll, before the next poll, or after a
+    """The operator observes nothing, or the end, immediately, after a poll, before the next poll, or after a
     pause."""
     if kind == "none":
         return

@@ -44,7 +44,7 @@ def test_of_a_log_the_line_that_states_the_reason_is_kept() -> None:
 
 
 def test_the_death_of_a_pod_states_the_reason_and_what_happens_next(running):
-    """Returns the whole text is in the conditions of a job that failed by it, and the log is in the pod."""
+    """The whole text is in the conditions of a job that failed by it, and the log is in the pod."""
     cluster = running({"workers": {"replicas": 2, "maxRestarts": 1}, "checkpoint": {"uri": "file:///c"}})
     pod = cluster.named(contract.ROLE_WORKER, 0)
     cluster.end(pod, 1, TAIL)
@@ -95,7 +95,7 @@ def test_the_history_in_the_status_is_bounded():
 
 
 def test_the_history_names_both_pods_of_a_slot_that_died_at_the_same_time():
-    """Returns the active server of a shard and its standby can die between two plans."""
+    """The active server of a shard and its standby can die between two plans."""
     now = datetime(2026, 11, 22, tzinfo=UTC)
     events = tuple(warning("Crashed", f"pod {n} died", "parameter-server-0", n) for n in (1, 2))
     status = with_history(PlannedStatus({"phase": "Running"}), TrainingJobStatus(), events, now).status
@@ -104,7 +104,7 @@ def test_the_history_names_both_pods_of_a_slot_that_died_at_the_same_time():
 
 
 def test_the_history_states_when_a_slot_took_part_in_training_again(running):
-    """Returns a worker's first contribution, or a server's next update, shows what the death cost."""
+    """A worker's first contribution, or a server's next update, shows what the death cost."""
     cluster = running({"workers": {"replicas": 2}, "checkpoint": {"uri": "file:///c"}})
     cluster.answer(term=1, step=5, contributed={0: 1, 1: 1})
     cluster.settle()
@@ -128,7 +128,7 @@ def test_the_history_states_when_a_slot_took_part_in_training_again(running):
 
 
 def test_a_server_takes_part_again_with_its_first_update_and_not_with_its_first_report(running):
-    """Returns the standby holds updates that no report to the operator contained before the server died."""
+    """The standby holds updates that no report to the operator contained before the server died."""
     cluster = running({"parameterServers": {"replicas": 1, "standbys": 1}, "checkpoint": {"uri": "file:///c"}})
     cluster.answer(term=1, step=5, coordinator=1, in_sync={0: 2})
     cluster.settle()

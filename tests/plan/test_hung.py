@@ -122,7 +122,7 @@ def test_o5_a_worker_without_heartbeats_is_hung_if_it_answers_no_call(running, u
 
 
 def test_a_hung_worker_does_not_outlive_an_operator_that_forgot_to_kill_it(running):
-    """Returns the operator dies after the status that counts the death, before the delete: the old incarnation still
+    """The operator dies after the status that counts the death, before the delete: the old incarnation still
     goes."""
     cluster = running(ONE_SERVER)
     name = cluster.named(WORKER, 1)
@@ -290,7 +290,7 @@ def test_a_worker_that_the_coordinator_does_not_miss_is_replaced(out_of_touch, b
 
 @pytest.mark.parametrize("case", ["hangs", "early", "beats", "answers", "earlier", "other"])
 def test_t8_a_worker_that_answers_no_call_after_a_promotion_is_replaced_after_the_limit_of_silence(running, case):
-    """Returns the new coordinator has no heartbeat from it, and it left a health request of the operator unanswered. A
+    """The new coordinator has no heartbeat from it, and it left a health request of the operator unanswered. A
     worker that holds the interpreter's lock does the same: it has `stallSeconds`."""
     cluster = running(SPEC | {"workers": {"replicas": 1, "stallSeconds": 14}})
     cluster.answer(step=7, reached=frozenset({0, 1}))

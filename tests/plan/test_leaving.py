@@ -11,7 +11,7 @@ SERVER, WORKER, EVALUATOR = contract.ROLE_SERVER, contract.ROLE_WORKER, contract
 
 
 def test_workers_that_leave_a_completed_job_are_not_deaths(running):
-    """Returns the end of a job has exit code 0 after `done`, and the pods end in any order."""
+    """The end of a job has exit code 0 after `done`, and the pods end in any order."""
     cluster = running(TWO_SERVERS)
     cluster.end(cluster.named(WORKER, 0), 0)
     cluster.settle()
@@ -30,7 +30,7 @@ def test_workers_that_leave_a_completed_job_are_not_deaths(running):
 
 
 def test_exit_0_before_done_is_a_crash(running):
-    """Returns the pod is ExitedEarly by a report of the servers, or after some time without them."""
+    """The pod is ExitedEarly by a report of the servers, or after some time without them."""
     cluster = running(TWO_SERVERS)
     cluster.end(cluster.named(WORKER, 0), 0)
     cluster.tick(3)

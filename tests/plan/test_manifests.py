@@ -119,7 +119,7 @@ def test_the_runtime_configuration_has_the_whole_spec():
 
 
 def test_a_dollar_in_a_uri_reaches_the_trainer():
-    """Returns the kubelet expands $(NAME) in values, but not after $$."""
+    """The kubelet expands $(NAME) in values, but not after $$."""
     assert "$$(HOME)" in environment(build(checkpoint={"uri": "file:///a$(HOME)"}))["BACKSTAY_CONFIG"]
 
 
@@ -140,7 +140,7 @@ def test_a_pod_has_no_rights_and_little_patience():
 
 
 def test_a_server_and_its_standby_would_rather_be_on_two_nodes():
-    """Returns the loss of a node must not end both; but one node is enough, and a template's own rule counts."""
+    """The loss of a node must not end both; but one node is enough, and a template's own rule counts."""
     mine = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": []}}}
     spec = {"parameterServers": {"replicas": 2, "standbys": 1, "template": {"spec": {"affinity": mine}}}}
     pod = build(SERVER, 1, 4, **spec)

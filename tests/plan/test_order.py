@@ -79,7 +79,7 @@ def test_servers_that_are_refused_hold_the_workers_back(make_cluster):
 
 
 def test_a_worker_makes_room_for_a_server_that_the_quota_refuses(running):
-    """Returns a server was lost, and meanwhile the quota was lowered: without it the workers train nothing."""
+    """A server was lost, and meanwhile the quota was lowered: without it the workers train nothing."""
     cluster = running({"parameterServers": {"replicas": 1}, "workers": {"replicas": 3}})
     quota = Quota(cluster, 3)
     cluster.vanish(cluster.named(SERVER, 0))
@@ -132,7 +132,7 @@ WEBHOOK = ("InternalError", 'failed calling webhook "gone.example.com"')
 
 
 def test_the_time_without_a_webhook_does_not_count_for_the_pods_that_it_held_back(make_cluster):
-    """Returns the server is refused, and the worker waits for it. Both are created when the webhook answers again."""
+    """The server is refused, and the worker waits for it. Both are created when the webhook answers again."""
     cluster = make_cluster({"parameterServers": {"replicas": 1}, "workers": {"replicas": 1}, "runPolicy": PENDING})
     cluster.refuse = {"mnist-ps-0-1-": WEBHOOK}
     cluster.settle()
@@ -150,7 +150,7 @@ def test_the_time_without_a_webhook_does_not_count_for_the_pods_that_it_held_bac
 
 @pytest.mark.parametrize("restarts", [False, True])
 def test_gates_do_not_count_against_the_pending_deadline(make_cluster, restarts):
-    """Returns a queue may keep a pod for hours, in which nothing changes. The time begins when the gates are gone."""
+    """A queue may keep a pod for hours, in which nothing changes. The time begins when the gates are gone."""
     cluster = make_cluster({"parameterServers": {"replicas": 1}, "workers": {"replicas": 1}, "runPolicy": PENDING})
     cluster.settle()
     names = sorted(cluster.pods)
@@ -176,7 +176,7 @@ def test_gates_do_not_count_against_the_pending_deadline(make_cluster, restarts)
 
 
 def test_the_time_of_a_queue_is_known_to_an_operator_that_starts_later(make_cluster):
-    """Returns the pods were scheduled after an hour in the queue, and pull their image."""
+    """The pods were scheduled after an hour in the queue, and pull their image."""
     spec = {"parameterServers": {"replicas": 1}, "workers": {"replicas": 1}, "runPolicy": PENDING}
     cluster = make_cluster({**spec, "scheduling": {"queue": "gpus"}})
     cluster.settle()
@@ -197,7 +197,7 @@ def test_the_time_of_a_queue_is_known_to_an_operator_that_starts_later(make_clus
 
 
 def test_a_worker_cannot_join_while_its_server_waits_in_a_queue(make_cluster):
-    """Returns the queue admits the worker first. Its time to join begins when the server may start."""
+    """The queue admits the worker first. Its time to join begins when the server may start."""
     cluster = make_cluster({"parameterServers": {"replicas": 1}, "workers": {"replicas": 1}, "runPolicy": PENDING})
     cluster.settle()
     server, worker = cluster.named(SERVER, 0), cluster.named(WORKER, 0)
@@ -235,7 +235,7 @@ def test_a_server_cannot_join_while_another_one_waits_in_a_queue(make_cluster):
 
 
 def test_a_worker_that_waits_for_a_server_in_a_queue_is_not_charged(running):
-    """Returns both were replaced; the queue admits the worker first."""
+    """Both were replaced; the queue admits the worker first."""
     cluster = running({"parameterServers": {"replicas": 1}, "workers": {"replicas": 1}, "runPolicy": PENDING})
     cluster.answer(step=5, contributed={0: 1})
     cluster.settle()

@@ -69,7 +69,7 @@ def test_most_workers_with_one_exception_fail_the_job_immediately(make_cluster):
     ids=["message", "log", "no file", "usage"],
 )
 def test_the_folder_of_the_script_may_differ_between_pods(make_cluster, said):
-    """Returns a node that runs pods as processes has another folder of `spec.code` for each."""
+    """A node that runs pods as processes has another folder of `spec.code` for each."""
     cluster = started(make_cluster)
     for index, (role, number) in enumerate([(SERVER, 0), (SERVER, 1), (WORKER, 0), (WORKER, 1), (WORKER, 2)]):
         if cluster.status["phase"] == "Failed":
@@ -80,7 +80,7 @@ def test_the_folder_of_the_script_may_differ_between_pods(make_cluster, said):
 
 
 def test_an_import_that_fails_is_read_from_the_log(make_cluster):
-    """Returns a script that fails before it imports backstay leaves its log's end; all servers are enough."""
+    """A script that fails before it imports backstay leaves its log's end; all servers are enough."""
     cluster = started(make_cluster)
     crash(cluster, SERVER, 0, LOG)
     crash(cluster, WORKER, 2, LOG)
@@ -157,7 +157,7 @@ def test_the_end_of_a_program_that_may_pass_is_tried_again(make_cluster, last):
 
 
 def test_a_slot_whose_newest_pod_works_no_longer_counts(make_cluster):
-    """Returns two replacements work, so the exception of the third worker is not one that every attempt raises."""
+    """Two replacements work, so the exception of the third worker is not one that every attempt raises."""
     cluster = started(make_cluster)
     for rank in (0, 1):
         crash(cluster, WORKER, rank, says())
@@ -201,7 +201,7 @@ def test_after_the_first_update_budgets_decide(make_cluster):
 
 
 def test_exceptions_from_before_a_suspension_do_not_count(make_cluster):
-    """Returns the dead pods of before are still there; the next ones run another spec."""
+    """The dead pods of before are still there; the next ones run another spec."""
     cluster = started(make_cluster)
     for rank in range(2):
         crash(cluster, WORKER, rank, says())

@@ -39,7 +39,7 @@ def test_addresses_come_before_pods(make_cluster):
 
 
 def test_pods_wait_for_every_address_and_the_secret(make_cluster):
-    """Returns a half-made job makes no pods, and dies of nothing while it waits."""
+    """A half-made job makes no pods, and dies of nothing while it waits."""
     cluster = make_cluster(TWO_SERVERS)
     cluster.refuse["mnist-ps-1"] = ("Forbidden", "exceeded quota: services")
     cluster.settle()

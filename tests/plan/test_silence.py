@@ -257,7 +257,7 @@ QUICK = settings(
 def test_o5_a_healthy_pod_is_never_replaced(
     make_world, shape, node, operator, kubelet, follows, starved, latency, own, which, later
 ):
-    """Returns the node and all its processes, the operator, the kubelet and one server stop for a while, alone and
+    """The node and all its processes, the operator, the kubelet and one server stop for a while, alone and
     together. The Lease is lost, and the node has too little CPU time. All of them continue afterwards, some later than
     others."""
     world = make_world(*shape, starved=starved, latency=latency, follows=follows)
@@ -283,7 +283,7 @@ def test_o5_a_healthy_pod_is_never_replaced(
     at=st.integers(5, 40),
 )
 def test_t8_a_dead_server_is_replaced_within_a_bound(make_world, shape, operator, follows, which, at):
-    """Returns the server's process is stopped permanently. Its pod is replaced 20 s after the operator's last
+    """The server's process is stopped permanently. Its pod is replaced 20 s after the operator's last
     interruption, and the death is charged.
     """
     world = make_world(*shape, follows=follows)

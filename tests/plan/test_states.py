@@ -8,7 +8,7 @@ from backstay_spec import contract, states
 
 
 def begun(cluster: Any) -> Any:
-    """Returns the first server's container runs, and is not ready."""
+    """Returns the cluster, in which the container of the first server runs, and is not ready."""
     cluster.settle()
     cluster.tick(5)
     cluster.run(cluster.named(contract.ROLE_SERVER, 0), ready=False)

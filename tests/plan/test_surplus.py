@@ -20,7 +20,7 @@ def test_scaling_up_adds_ranks_and_restarts_no_pod(running):
 
 
 def test_scaling_down_waits_for_the_smaller_world(running):
-    """Returns the world changes by commit: down, pods go after the new world is in force, the highest rank first."""
+    """The world changes by commit: down, pods go after the new world is in force, the highest rank first."""
     cluster = running(TWO_SERVERS | {"workers": {"replicas": 5}})
     cluster.answer(step=7, world=5)
     cluster.settle()

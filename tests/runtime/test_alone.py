@@ -143,7 +143,7 @@ def test_what_init_returned_is_not_consumed_and_no_steps_is_the_start():
 
 
 def test_large_gradients_are_clipped_to_the_norm():
-    """Returns the squares of these are infinite in float32."""
+    """The squares of these are infinite in float32."""
     result = train_alone(
         Script(
             init=lambda key: jnp.zeros(4),

@@ -67,7 +67,7 @@ def test_one_is_inside_and_the_next_follows(tmp_path):
 
 @pytest.mark.parametrize("number", [None, signal.SIGSTOP])
 def test_t8_the_wait_for_a_holder_ends(tmp_path, number):
-    """Returns whether it compiles for long or is stopped."""
+    """Whether it compiles for long or is stopped."""
     with holder(tmp_path) as process:
         assert process.stdout.readline() == "inside\n"
         if number is not None:

@@ -12,7 +12,7 @@ from backstay import testing
 
 
 def script(steps: int = 6):
-    """Returns the batch of step 3 is empty: its mean is NaN, and its gradient 0."""
+    """The batch of step 3 is empty: its mean is NaN, and its gradient 0."""
 
     def loss(params, batch):
         return jnp.sum(params["w"]) + jnp.mean(batch["x"][: batch["rows"].shape[0]]) - jnp.mean(batch["x"])

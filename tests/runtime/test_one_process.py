@@ -79,7 +79,7 @@ def arguments(case: str = "gradients", **more):
 
 
 def script():
-    """Returns one pod of a job. `STEPS` and `CASE` come from the test."""
+    """Runs one pod of a job. `STEPS` and `CASE` come from the test."""
     backstay.train(**arguments(os.environ["CASE"], steps=int(os.environ["STEPS"]), checkpoint="not-used"))
 
 

@@ -236,7 +236,7 @@ def test_t4_bit_for_bit_run_after_run():
 
 
 def test_what_a_reader_holds_never_changes():
-    """Returns a slow reader keeps every view over three more updates while JAX updates in place beside it."""
+    """A slow reader keeps every view over three more updates while JAX updates in place beside it."""
     for optimizer in (optax.adam(1e-1), optax.lamb(1e-1)):
         tree, _, _, (engine,) = make(optimizer, small())
         held, copies = [], []

@@ -196,7 +196,7 @@ def test_frozen_model_state_keeps_its_values(frozen, still, count):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_a_frozen_number_has_the_dtype_that_it_would_have_on_the_wire(dtype):
-    """Returns a weak type of JAX made the loss compute in another precision than with state that travels."""
+    """A weak type of JAX made the loss compute in another precision than with state that travels."""
 
     def model(key):
         return {"w": jnp.asarray([0.5, 0.25], dtype)}, {"factor": 0.9, "other": jnp.full((), 0.7)}
@@ -294,7 +294,7 @@ TREES = st.recursive(
 
 @given(TREES, TREES, st.data())
 def test_a_divided_pair_is_put_together_again(params, state, data):
-    """Returns all of a state may be frozen, and not all parameters."""
+    """All of a state may be frozen, and not all parameters."""
 
     def flags(tree):
         count = len(jax.tree.leaves(tree))

@@ -178,7 +178,7 @@ def test_four_devices_give_the_gradient_of_one():
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_call_after_compile_compiles_nothing(sharded):
-    """Returns a worker compiles while servers prepare the parameters; the first step must find that executable."""
+    """A worker compiles while servers prepare the parameters; the first step must find that executable."""
     function = GradientFn(Objective(loss, describe(PARAMS)))
     parameters = jax.device_put(PARAMS) if sharded else PARAMS
     function.compile(BATCH)

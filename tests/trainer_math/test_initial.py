@@ -50,7 +50,7 @@ def test_the_error_is_that_of_init() -> None:
 
 @pytest.mark.parametrize("size", [3, 1_500_000])
 def test_the_rest_is_not_computed_for_a_part(size):
-    """Returns a server has no memory for a frozen base."""
+    """A server has no memory for a frozen base."""
     computed = []
     base = Primitive("base")  # it has no compiled form
     base.def_impl(lambda: computed.append(size) or jnp.zeros(4))

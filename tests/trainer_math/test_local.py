@@ -59,7 +59,7 @@ def test_t4_the_plain_loop_is_optax(clip_norm):
 @pytest.mark.parametrize("clip_norm", [None, 0.3])
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_t4_shards_follow_the_plain_loop(shards, clip_norm):
-    """Returns a whole job without its wire averages gradients of three ranks on every shard, in 50 steps in float64."""
+    """A whole job without its wire averages gradients of three ranks on every shard, in 50 steps in float64."""
     with enable_x64():
         result = train_local(init, loss, batches, optax.adamw(1e-2), 50, seed=5, clip_norm=clip_norm, world=3)
         params = init(jax.random.key(5))

@@ -407,7 +407,7 @@ def test_what_is_exact_on_shards_and_what_is_refused_with_true_advice(name):
 
 @pytest.mark.parametrize("name", ["momentum", "adamw-masked", "lamb"])
 def test_t4_bfloat16_update_by_update(name):
-    """Returns the optimizer's own arithmetic in bfloat16 is rounded by the compiler where it likes: so to its
+    """The optimizer's own arithmetic in bfloat16 is rounded by the compiler where it likes: so to its
     precision."""
     make, _ = OPTIMIZERS[name]
     params = make_params(name, jnp.bfloat16)
@@ -447,7 +447,7 @@ def test_one_process_explains_what_it_cannot_compute(name):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of dpsgd, which optax gives up
 def test_every_transformation_of_optax_is_in_the_table():
-    """Returns a release of optax that adds one fails here until a developer has checked it."""
+    """A release of optax that adds one fails here until a developer has checked it."""
     public = {
         name
         for module in (optax, optax.contrib)

@@ -95,7 +95,7 @@ INNER = {
 )
 @settings(deadline=None, max_examples=8)
 def test_the_rest_is_updated_as_beside_what_stays(labels, inner, seed):
-    """Returns two updates of the whole tree and of the rest alone, bit for bit."""
+    """Two updates of the whole tree and of the rest alone, bit for bit."""
     optimizer = optax.multi_transform({**INNER, "trained": INNER[inner], "frozen": optax.set_to_zero()}, labels)
     spec = tree()
     found = unchanged_parameters(trace(optimizer, spec))
@@ -184,7 +184,7 @@ def test_a_checkpoint_has_what_trains(tmp_path):
 
 
 def test_a_checkpoint_with_all_parameters_is_refused_with_the_cure(tmp_path):
-    """Returns a version that froze nothing by itself has stored it."""
+    """A version that froze nothing by itself has stored it."""
     train(**ARGUMENTS, checkpoint=tmp_path, frozen=False)
     more = {**ARGUMENTS, "steps": 8, "checkpoint": tmp_path}
     with pytest.raises(CheckpointError, match=r"base was not frozen beside it, and is frozen now\. .*frozen=False"):
@@ -202,7 +202,7 @@ def test_a_checkpoint_without_what_trains_now_is_refused_with_the_cure(tmp_path)
 
 @pytest.mark.parametrize("count", [3, 600])
 def test_a_long_program_is_read(count):
-    """Returns a chain of many operations, and one in which the same zeros are used again."""
+    """A chain of many operations, and one in which the same zeros are used again."""
 
     def update(gradients, state, params=None):
         total = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(gradients) * count)

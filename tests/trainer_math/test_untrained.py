@@ -95,7 +95,7 @@ def test_one_process_warns_once(used, caplog):
     ],
 )
 def test_leaves_that_are_received_again_are_found_once(steps, versions, found):
-    """Returns the second leaf changes with each version; the last one is empty."""
+    """The second leaf changes with each version; the last one is empty."""
     assert examined(steps, versions, lambda version: (1.0, 0.5 + version)) == found
 
 

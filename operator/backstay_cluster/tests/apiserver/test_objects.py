@@ -129,7 +129,7 @@ def test_an_unknown_field_is_pruned_with_a_warning(clean):
 
 
 def test_a_running_pod_is_marked_and_goes_when_its_kubelet_reports_it(clean):
-    """Returns the order of things that the kubelet and the operator live by (O2)."""
+    """The order of things that the kubelet and the operator live by (O2)."""
     made(clean.post(PODS, pod("a", nodeName="n1", terminationGracePeriodSeconds=7)))
     marked = clean.delete(f"{PODS}/a").json["metadata"]
     assert marked["deletionGracePeriodSeconds"] == 7

@@ -175,7 +175,7 @@ PATCHES = st.sampled_from(
 
 @given(st.data(), PATHS, st.sampled_from(["POST", "POST", "PUT", "PATCH", "DELETE"]), PATCHES)
 def test_no_body_makes_the_server_fail(data, where, method, content_type):
-    """Returns every body of any shape is taken or refused with a status: nothing raises anything but the API's own
+    """Every body of any shape is taken or refused with a status: nothing raises anything but the API's own
     errors."""
     path, valid = where
     body = data.draw(bodies(valid))
@@ -267,7 +267,7 @@ def test_ages_are_written_as_kubectl_does(seconds, text):
 
 
 def test_a_change_costs_only_the_watches_that_can_see_it(embedded):
-    """Returns a thousand pods do not make it quadratic: what is counted is work, not time."""
+    """A thousand pods do not make it quadratic: what is counted is work, not time."""
     api = embedded.server.api
     maps = api.registry.must("", "configmaps")
     called = {"default": 0, "kube-system": 0}

@@ -94,7 +94,7 @@ async def test_no_process_is_left_however_the_cluster_ends(tmp_path, number):
 
 
 async def test_a_handler_of_sigterm_has_five_seconds_at_the_end_of_the_cluster(tmp_path):
-    """Returns the documentation promises them."""
+    """The documentation promises them."""
     clean_up = "trap 'sleep 0.5; echo cleaned; exit' TERM; echo 1 2 3; while :; do sleep 0.05; done"
     with ClusterProcess(tmp_path / "data", log_file=tmp_path / "log") as cluster:
         await pids_of(cluster, "slow", clean_up)
@@ -224,7 +224,7 @@ async def test_an_api_server_that_is_away_costs_no_pod_and_no_status(tmp_path):
 
 
 async def test_what_one_pod_compiled_its_replacement_loads(cluster, driver):
-    """Returns a shared place for JAX's persistent compilation cache, which a job may turn off."""
+    """A shared place for JAX's persistent compilation cache, which a job may turn off."""
     said = "echo [$JAX_COMPILATION_CACHE_DIR]"
     first, second = await driver.pod(said), await driver.pod(said)
     off = await driver.pod(said, container={"env": [{"name": "JAX_COMPILATION_CACHE_DIR", "value": ""}]})

@@ -32,7 +32,7 @@ def test_references_expand_as_kubernetes_documents(text, expected):
 
 @given(st.dictionaries(NAMES, st.text(max_size=8)), st.text(alphabet="$()AB_ x", max_size=20))
 def test_expansion_is_not_repeated_and_escaping_is_its_inverse(variables, text):
-    """Returns a value that looks like a reference stays as it is; `$` doubled always comes back as it was."""
+    """A value that looks like a reference stays as it is; `$` doubled always comes back as it was."""
     assert expand(text.replace("$", "$$"), variables) == text
     assert expand("$(X)", {**variables, "X": "$(X)$$"}) == "$(X)$$"
 

@@ -190,7 +190,7 @@ WORKERS = """
 
 
 async def both(bench: Bench, *commands: Sequence[str], **env: str) -> list[list[tuple[int, str]]]:
-    """Returns a new Python and forked processes do the same with each command."""
+    """Returns the ends and the outputs of each command in a new Python, and in forked processes."""
     results = []
     for preload in (False, True):
         async with bench.runtime(preload=preload) as runtime:
@@ -209,7 +209,7 @@ async def test_scripts_do_the_same(bench, capfd):
 
 
 async def test_one_reason_is_reported_once(bench, capfd):
-    """Returns a job may have hundreds of pods with one command."""
+    """A job may have hundreds of pods with one command."""
     bench.write("wrong.py", "1 +")
     async with bench.runtime(preload=True) as runtime:
         codes = [(await bench.run(runtime, ["python", "wrong.py"]))[0] for _ in range(3)]
@@ -379,7 +379,7 @@ async def test_random_numbers_are_each_containers_own(bench):
     ],
 )
 async def test_a_module_that_cannot_be_shared_is_left_out(bench, text):
-    """Returns the others are preloaded still; where the import ends the process itself, containers are executed."""
+    """The others are preloaded still; where the import ends the process itself, containers are executed."""
     (bench.site / "unfit.py").write_text(text)
     bench.preload = Preload(("unfit", "not_installed", "early"))
     bench.write("script.py", WAS_PRELOADED)
@@ -408,7 +408,7 @@ async def first_lines(read: int, count: int) -> list[str]:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
 async def test_the_death_of_the_forkserver_touches_no_container(bench, number):
-    """Returns the containers run on and report their ends; new ones start, whether the forkserver is dead or only
+    """The containers run on and report their ends; new ones start, whether the forkserver is dead or only
     stopped."""
     bench.write("sleeps.py", SLEEPS)
     bench.write("script.py", WAS_PRELOADED)

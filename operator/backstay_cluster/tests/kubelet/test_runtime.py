@@ -69,7 +69,7 @@ async def test_exit_codes(runtime, pipe, script, code):
 
 
 async def test_output_environment_and_folder(runtime, pipe, tmp_path, monkeypatch):
-    """Returns the environment has only the given variables, and it may be larger than a message of the socket."""
+    """The environment has only the given variables, and it may be larger than a message of the socket."""
     monkeypatch.setenv("SECRET", "not for containers")
     env = {**ENV, "A": "1", **{f"B{i}": "x" * 100_000 for i in range(8)}}
     script = "echo $A ${#B7}; pwd; env | grep -c SECRET; exit 0"
