@@ -185,7 +185,8 @@ async def choose(cluster: FoundCluster) -> str:
         return str(names[0])
     if not names:
         raise BadInput(f"there is no TrainingJob in namespace {cluster.namespace} of {cluster.name}")
-    raise BadInput(f"name one of the jobs: {', '.join(sorted(names))}")
+    where = f"namespace {cluster.namespace} has {len(names)} jobs"
+    raise BadInput(f"no job was named, and {where}: name one of {', '.join(sorted(names))}")
 
 
 def _where(

@@ -20,7 +20,6 @@ from backstay_cli.script_command import ScriptCommand
 from backstay_cli.serve_command import add_serve
 from backstay_client.creating import HELD, claims_of
 from backstay_client.jobfiles.jobfile import (
-    LOCAL_IMAGE,
     BadInput,
     ScriptOptions,
     check,
@@ -243,7 +242,9 @@ def run(
         refuse_what_cannot_run(job, file)
         if trace is not None:
             refuse_unwritable(trace, "--trace")
-        folder = new_folder(job["metadata"]["name"]) if data_dir is None and not dry_run else None
+        folder: Path | None = None
+        if data_dir is None and not dry_run:
+            folder = new_folder(job["metadata"]["name"], option="--data-dir")
     except BadInput as error:
         refuse(str(error))
     for one in others:
@@ -251,7 +252,8 @@ def run(
             name = (one.get("metadata") or {}).get("name", "")
             print(f"note: {file}: the {one.get('kind')} {name} is ignored on this machine", file=sys.stderr)
     if dry_run:
-        chosen = _chosen(job, servers)
+        own = job["spec"].get("parameterServers") or {}
+        chosen = servers is not None if runs_script else "replicas" in own
         raise typer.Exit(_dry_run(job, others, user_environment=runs_script, preloaded=preload, chosen=chosen))
     folder = folder or Path(data_dir or "").resolve()
     volumes_in = folder if claims_of(job) and data_dir is None else None
@@ -271,13 +273,6 @@ def run(
     except BadInput as error:
         refuse(str(error))
     raise typer.Exit(ended)
-
-
-def _chosen(job: dict[str, Any], servers: int | None) -> bool:
-    """Returns whether the user chose the number of servers, by an option for a script or by a field of a
-    TrainingJob."""
-    runs_script = job["spec"].get("image") == LOCAL_IMAGE
-    return servers is not None if runs_script else "replicas" in (job["spec"].get("parameterServers") or {})
 
 
 def _dry_run(
@@ -347,7 +342,7 @@ def up(
     from backstay_client.embedded.run_folder import new_folder
 
     try:
-        folder = new_folder("up") if data_dir is None else data_dir.resolve()
+        folder = new_folder("up", option="--data-dir") if data_dir is None else data_dir.resolve()
         ended = keep_up(folder, lambda line: print(line, flush=True), preloaded=preload)
     except BadInput as error:
         refuse(str(error))

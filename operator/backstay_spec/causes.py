@@ -17,6 +17,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from backstay_spec import contract
+from backstay_spec.contract import AFTER_TRAINING_FAILED, ALREADY_COMPLETE, TRAINED
 from backstay_spec.events import shortened
 from backstay_spec.job_report import MOST, JobReport
 from backstay_spec.observed import Manifest
@@ -109,10 +110,6 @@ _JAX_LOST: Final = "another task died"
 SIGNALLED: Final = 128
 UNKNOWN_STATE: Final = "ContainerStatusUnknown"
 """The reason of a container's end that its node does not know."""
-TRAINED: Final = "Trained"
-AFTER_TRAINING_FAILED: Final = "AfterTrainingFailed"
-STOPPED_EARLY: Final = "StoppedEarly"
-ALREADY_COMPLETE: Final = "AlreadyComplete"
 FAILED: Final = "Failed"
 _RESULTS: Final = ("Succeeded", ALREADY_COMPLETE, FAILED, "Refused", TRAINED, AFTER_TRAINING_FAILED)
 _PERMANENT_REFUSALS: Final = frozenset({"Invalid", "BadRequest"})

@@ -95,6 +95,26 @@ SECRET_KEY_TOKEN: Final = "token"  # noqa: S105  # the key inside the job's Secr
 # How a server's report of a worker begins whose heartbeats have stopped.
 NO_HEARTBEAT: Final = "no heartbeat"
 
+TRAINED: Final = "Trained"
+AFTER_TRAINING_FAILED: Final = "AfterTrainingFailed"
+ALREADY_COMPLETE: Final = "AlreadyComplete"
+"""Results in the termination messages of workers whose training has ended. The last one is also one of servers."""
+STOPPED_EARLY: Final = "StoppedEarly"
+"""A reason in the termination message of a server, beside its result."""
+
+DOES: Final = {
+    "batch_wait": "waits for its input batch",
+    "compute": "computes",
+    "compile": "compiles",
+    "evaluate": "evaluates",
+    "exchange": "sends its contribution, or waits for the servers",
+    "join": "tries to join the servers",
+    "first_pull": "receives the parameters",
+    "frozen": "reads the frozen arrays",
+    "script": "runs other code of the script",
+}
+"""The activity of a worker or an evaluator at each point of the timeline, as the words after its name."""
+
 STEP_PARTS: Final = {
     "batch_wait": "data",
     "compute": "compute",

@@ -33,6 +33,7 @@ __all__ = [
     "ReportRow",
     "ReportedStatus",
     "TermStart",
+    "UpdateWait",
     "WaitedForStatus",
     "exported_rows",
     "readable",
@@ -113,6 +114,19 @@ class CheckpointStatus(StatusModel):
         if known is None or known.time is None or (known.step, known.uri) != (self.step, self.uri):
             return self
         return known
+
+
+class UpdateWait(StatusModel):
+    """The wait for the next update at this moment. It changes all the time, so only the page `/status` has it."""
+
+    seconds: float = 0.0
+    """Seconds since the last update, or since the pods began."""
+
+    text: str = ""
+    """The ranks or servers that the update waits for, and their activity; after the last update, the end of the job."""
+
+    over: bool = False
+    """Whether the last update was made."""
 
 
 class WaitedForStatus(StatusModel):

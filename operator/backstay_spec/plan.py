@@ -95,14 +95,14 @@ def plan(job: TrainingJob, observed: Observed, now: datetime, settings: PlanSett
         return Plan()  # the garbage collector does the rest
     facts = facts_of(job, observed, now, settings)
     record = Record.of(job.status).including(facts.pods)
-    said = LastMessages() if end.has_ended(facts.conditions) else last_messages(facts, record)
+    said = LastMessages() if status.has_ended(facts.conditions) else last_messages(facts, record)
     facts = said.over(facts)
     outline = _outline(facts, record, said)
     updated, events = conditions.updated(facts.conditions, outline.statements, now, job.metadata.generation)
     if not facts.has_standbys and not job.spec.run_policy.suspend:
         updated.pop(status.STANDBYS_IN_SYNC, None)
     effects = outline.effects
-    if end.has_ended(updated):
+    if status.has_ended(updated):
         completed = outline.fields.get("completion_time", job.status.completion_time) or now
         cleaned = end.clean_up(facts, updated, completed)
         effects = replace(effects, actions=cleaned.actions, wake=earliest((effects.wake, cleaned.wake)))
@@ -132,7 +132,7 @@ def refuse(
         pods: as in `Observed`; some may run when a running job is edited.
     """
     before = {c.type: c for c in old.conditions}
-    ended_before = end.has_ended(before)
+    ended_before = status.has_ended(before)
     updated, record, fields = before, Record.of(old), {}
     events: tuple[Event, ...] = ()
     if not ended_before:
@@ -169,7 +169,7 @@ def _plan(written: new_status.PlannedStatus, effects: Effects, old: TrainingJobS
 
 
 def _outline(facts: Facts, record: Record, said: LastMessages) -> _Outline:
-    if end.has_ended(facts.conditions):
+    if status.has_ended(facts.conditions):
         return _Outline(record)
     changes = history.judge(facts)
     outline = _Outline(

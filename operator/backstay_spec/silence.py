@@ -1,7 +1,8 @@
-"""How long a process may be silent before it is replaced: the one place with these numbers (decision 0073).
+"""How long a process may be silent before it is replaced: the times that several programs share (decision 0073).
 
-The coordinator, the planner and the operator's calls take their times, in seconds, from here. `docs/generate.py` writes
-a page from `table`. A process that has ended is not silent: its connection is closed, and its pod has ended.
+The coordinator, the planner and the operator's calls take them, in seconds, from here. `planner.hung` has what only the
+planner waits for. `docs/generate.py` writes a page from `table`. A process that has ended is not silent: its connection
+is closed, and its pod has ended.
 """
 
 from __future__ import annotations

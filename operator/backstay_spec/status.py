@@ -79,6 +79,11 @@ def holds(conditions: Mapping[str, Condition], kind: str) -> bool:
     return found is not None and found.status == "True"
 
 
+def has_ended(conditions: Mapping[str, Condition]) -> bool:
+    """Returns whether the conditions say that the job has ended."""
+    return holds(conditions, FAILED) or holds(conditions, SUCCEEDED)
+
+
 def phase_of(conditions: Mapping[str, Condition]) -> Phase:
     """Returns the phase of a job, one word."""
     if holds(conditions, FAILED):

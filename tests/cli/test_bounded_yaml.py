@@ -76,7 +76,7 @@ def test_json_may_be_indented_with_tabs() -> None:
 @pytest.mark.parametrize("merge", [False, True])
 @pytest.mark.parametrize(("width", "height"), [(10, 9), (2, 60), (50, 200)])
 def test_o7_aliases_that_stand_for_too_much_are_refused(width: int, height: int, merge: bool) -> None:
-    with pytest.raises(yaml.YAMLError, match="aliases expand to more than"):
+    with pytest.raises(yaml.YAMLError, match=r"has more than .* with its aliases expanded"):
         bounded_yaml.load_all(bomb(width, height, merge))
 
 

@@ -82,7 +82,7 @@ def test_all_mistakes_of_a_file_are_named_with_their_paths(tmp_path: Path) -> No
         (
             b"l0: &l0 [1]\n"
             + b"".join(b"l%d: &l%d [%s]\n" % (n, n, b",".join([b"*l%d" % (n - 1)] * 9)) for n in range(1, 9)),
-            "aliases expand to more than",
+            "with its aliases expanded",
         ),
         (b"- 1\n", "must be a mapping"),
         (b"kind: TrainingJob\n---\nkind: TrainingJob\n", "holds 2 TrainingJobs"),

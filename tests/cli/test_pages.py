@@ -21,7 +21,7 @@ from backstay_client.show.html import job_card, job_rows
 from backstay_client.show.lines import LineDisplay
 from backstay_client.view import explain
 from backstay_client.view.facts import facts
-from backstay_client.view.follow import JobView, PodActivity, view_of, with_page
+from backstay_client.view.follow import JobView, PodActivity, ShownEntry, view_of, with_page
 from backstay_client.view.pods import doing_words, rows
 from backstay_client.view.status import status_of
 from backstay_client.words import clock, duration
@@ -31,7 +31,7 @@ from backstay_spec.job_report import JobReport, shown_rows
 def test_a_pod_of_a_rank_that_waits_for_another_one_says_for_which() -> None:
     assert (
         doing_words(PodActivity("batch_wait", 30, 3.0, member=1))
-        == "waits for pod 1, which waits for its batch, its step 30"
+        == "waits for pod 1, which waits for its input batch, its step 30"
     )
 
 
@@ -47,7 +47,7 @@ def test_the_page_of_a_job_states_what_it_does_what_died_and_what_that_cost(widt
     assert "worker 1 died: exit code 137 (SIGKILL); trains again after 4 s" in said
     assert "server 0 died: out of memory; back to the checkpoint of step 200: 12" in said
     assert "no updates for 5 s or longer" in said
-    assert "waits for its batch, its step 245, for 25 s" in said
+    assert "waits for its input batch, its step 245, for 25 s" in said
     assert "checkpoint of step 200, 30 s ago" in said
     assert "1:20 ago  Running: training has begun" in said
     assert said.count("server 0") == 2, "the pod that was replaced is no row"
@@ -121,6 +121,32 @@ def test_a_fact_is_in_all_formats_that_have_its_section() -> None:
         assert [pair for pair in named if not all(text in words for text in pair)] == []
 
 
+@pytest.mark.parametrize(
+    ("recovered", "slots", "costs"),
+    [
+        (None, ["parameter-server-0", "worker-1"], ["12 updates are redone", ""]),
+        (40.0, ["parameter-server-0", "worker-1"], ["12 updates are redone", ""]),
+        (25.0, ["parameter-server-0", "worker-1"], ["", ""]),
+        (None, ["worker-0", "worker-1"], ["", ""]),
+        (None, [], []),
+    ],
+)
+def test_updates_that_are_redone_are_the_cost_of_a_server_or_an_event_of_the_job(
+    recovered: float | None, slots: list[str], costs: list[str]
+) -> None:
+    """A worker may die in between, or a job is resumed from an older checkpoint, without any death."""
+    history = [
+        ShownEntry(20.0 + at, "Warning", "Crashed", f"{slot} died: exit code 1", slot, recovered)
+        for at, slot in enumerate(slots)
+    ]
+    back = ShownEntry(30.0, "Warning", "RolledBack", "12 updates are redone")
+    shown = replace(view(), history=(ShownEntry(1.0, "Normal", "Running", "training"), *history, back))
+    assert [death.redone for death in explain.deaths(shown)] == costs
+    events = [event.text for event in explain.job_events(shown)]
+    assert sum(back.message in text for text in events) == 1
+    assert (events[-1] == back.message) == (not any(costs))
+
+
 def test_the_object_for_scripts_has_finite_numbers_only() -> None:
     found = explain.as_object(view(), NOW)
     json.dumps(found, allow_nan=False)
@@ -138,7 +164,7 @@ def test_the_object_for_scripts_has_finite_numbers_only() -> None:
     )
     assert [one["does"] for one in found["pods"]][1:] == [
         "computes, its step 245",
-        "waits for its batch, its step 245, for 25 s",
+        "waits for its input batch, its step 245, for 25 s",
     ]
     diverged = explain.as_object(view(loss=None), NOW)
     assert diverged["loss"] == 0.2

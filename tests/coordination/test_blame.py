@@ -10,7 +10,10 @@ from backstay._coordination._observation import AsyncBlame, Blame, Charge
 
 
 def update(blame: Blame, version: int, ends: dict[int, float], *, shards: int = 1, late: float = 0.0) -> Charge | None:
-    """Returns the charge of an update. Each rank's contribution is complete at its time; on the last shard `late` seconds later."""
+    """Returns the charge of an update.
+
+    Each rank's contribution is complete at its time, and on the last shard `late` seconds later.
+    """
     for rank, when in ends.items():
         for shard in range(shards):
             blame.staged(when + (late if shard == shards - 1 else 0.0), shard, rank, (1, version), 1, version)

@@ -295,7 +295,8 @@ def test_the_pod_that_was_evicted_may_be_seen_last(running, code, comes):
     for name in names[:2]:
         cluster.end(name, code)
     todo = cluster.plan()
-    assert not (todo.events or todo.actions)
+    assert not todo.events
+    assert not todo.actions
     assert 0 < todo.requeue_after.total_seconds() <= 5
     if comes:
         cluster.pods[names[2]]["status"]["conditions"].append(
@@ -382,7 +383,7 @@ def test_a_pod_that_ends_in_order_before_the_first_one_has_not_died(running, mes
 
 
 @pytest.mark.parametrize("how", ["exit", "signal", "deleted"])
-def test_after_training_the_first_pod_decides_whichever_is_seen_first(running, how):
+def test_after_training_the_first_pod_decides_although_another_is_seen_before(running, how):
     """O10: its exit code is that of the rank. The others may end in another way, once `train` has returned in them."""
     cluster = running({**GROUPS, "workers": {"replicas": 1, "podsPerRank": 2}})
     first, second = pods_of(cluster, 0)
@@ -437,7 +438,7 @@ def test_after_training_a_restored_rank_gets_all_its_pods(running, late):
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_the_time_to_join_begins_when_the_last_pod_of_a_rank_has_started(make_cluster, gated):
-    """The last one waits for a node or in a queue, and the others for it: that is no hang."""
+    """The last one waits for a node or in a queue, and the others for it. They do not hang."""
     spec = GROUPS | {"update": {"mode": "Async"}, "runPolicy": {"pendingDeadlineSeconds": 600}}
     cluster = make_cluster(spec)
     cluster.settle()

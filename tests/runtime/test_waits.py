@@ -14,6 +14,7 @@ from backstay_rpc.control_pb2 import (
     Peer,
     Staged,
 )
+from backstay_spec.job_report import UpdateWait
 
 
 def beat(rank: int, **more: object) -> HeartbeatRequest:
@@ -49,7 +50,7 @@ def test_the_missing_ranks_are_named_with_what_they_do() -> None:
         "worker 3 has sent no heartbeat for 27 s (2 of these 3 contributions are needed)"
     )
     assert [(entry.rank, entry.part, entry.updates) for entry in report.waited_for] == [(2, "send", 1)]
-    assert waits.status(42.0)["waits"] == {"seconds": 30.0, "text": report.waits_for}
+    assert waits.now(42.0) == UpdateWait(seconds=30.0, text=report.waits_for)
 
 
 def test_a_short_wait_is_not_worth_a_message() -> None:
@@ -90,10 +91,10 @@ def test_o10_after_the_last_update_the_end_of_the_job_is_described() -> None:
     waits.beat(27.0, beat(1))
     report = waits.report(40.0)
     assert (report.waits_for, report.ending) == ("", "trained to step 20; worker 0 evaluates, for 30 s")
-    assert waits.status(40.0)["waits"] == {"seconds": 30.0, "text": report.ending, "over": True}
+    assert waits.now(40.0) == UpdateWait(seconds=30.0, text=report.ending, over=True)
     waits.beat(41.0, beat(0))
-    assert "the servers store the last checkpoint" in waits.status(41.0)["waits"]["text"]
+    assert "the servers store the last checkpoint" in waits.now(41.0).text
     waits.restarted(50.0, CoordinatorState(term=2, version=10, world=4))
-    assert "over" not in waits.status(50.0)["waits"], "a rollback: there are updates again"
+    assert not waits.now(50.0).over, "a rollback: there are updates again"
     waits.restarted(60.0, CoordinatorState(term=2, version=20, world=4))
-    assert "over" in waits.status(60.0)["waits"], "a server that took over after the last update"
+    assert waits.now(60.0).over, "a server that took over after the last update"

@@ -231,7 +231,7 @@ def test_members_disagree_about_a_contribution_and_the_job_fails(kit: SimpleName
 
 
 def test_the_traffic_of_a_contribution_is_that_of_all_members(kit: SimpleNamespace, shard: Any) -> None:
-    """Each member counts the bytes of its own blocks."""
+    """Each member counts its own bytes."""
     gradient = kit.gid(0)
     parts = [begin(kit, shard, member, gradient) for member in range(MEMBERS)]
     for member, incoming in enumerate(parts):

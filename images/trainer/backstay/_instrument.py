@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CAPACITY",
-    "DOES",
     "Doing",
     "FaultInjector",
     "Span",
@@ -45,19 +44,6 @@ __all__ = [
 
 CAPACITY: Final = 16_384
 """Spans that a pod keeps; the oldest are dropped. A span takes about 250 bytes."""
-
-DOES: Final = {
-    "batch_wait": "waits for its input batch",
-    "compute": "computes",
-    "compile": "compiles",
-    "evaluate": "evaluates",
-    "exchange": "sends its contribution, or waits for the servers",
-    "join": "tries to join the servers",
-    "first_pull": "receives the parameters",
-    "frozen": "reads the frozen arrays",
-    "script": "runs other code of the script",
-}
-"""The activity of a worker at each point, as the words after its name."""
 
 _T = TypeVar("_T")
 

@@ -85,7 +85,7 @@ class AsyncClient:
             namespace: the namespace; None: ``default``.
         """
         client = cls(namespace=namespace)
-        client._folder = new_folder("client") if folder is None else Path(folder).resolve()
+        client._folder = new_folder("client", option="folder=") if folder is None else Path(folder).resolve()
         return client
 
     async def __aenter__(self) -> Self:

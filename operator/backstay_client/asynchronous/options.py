@@ -120,7 +120,7 @@ def _whole_job(what: Any, options: Mapping[str, Any], cluster: FoundCluster) -> 
         name for name, value in options.items() if value is not None and name not in {"name", "labels", "env"}
     )
     if given:
-        raise BadInput(f"{given[0]}= is for a function or a script: a TrainingJob has a field for it")
+        raise BadInput(f"{given[0]}= is for a function or a script: change the TrainingJob instead")
     folder = Path.cwd()
     if isinstance(what, str | Path):
         folder, job = folder_of(Path(what)), read_job(Path(what))

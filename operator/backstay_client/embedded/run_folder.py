@@ -26,10 +26,13 @@ __all__ = ["lasting_session", "new_folder", "store_result"]
 _KEEP_SECONDS = 2.0
 
 
-def new_folder(name: str, base: Path | None = None) -> Path:
+def new_folder(name: str, base: Path | None = None, *, option: str = "") -> Path:
     """Returns a new folder for one run, ``.backstay/runs/<job>-<time>-<pid>`` in the current folder.
 
     It is kept after the run, for the logs of all pods and the volumes with the checkpoints.
+
+    Args:
+        option: names another folder, as the caller writes it; empty: there is no such option.
 
     Raises:
         BadInput: the current folder cannot be written.
@@ -39,7 +42,8 @@ def new_folder(name: str, base: Path | None = None) -> Path:
     except OSError as error:
         raise BadInput(
             f"the folder for logs and volumes cannot be created in {error.filename or 'the current folder'}: "
-            f"{error.strerror or error}. Name another one with --data-dir, or change to a folder of yours"
+            f"{error.strerror or error}. {f'Name another one with {option}, or change' if option else 'Change'} to a "
+            "folder of yours"
         ) from None
 
 

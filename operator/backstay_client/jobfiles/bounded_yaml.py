@@ -213,7 +213,7 @@ def _expanded_nodes(root: yaml.Node) -> None:
         depth = 1 + max((depth for _, depth in measures), default=0)
         if count > MAX_NODES or depth > MAX_DEPTH:
             what = f"{MAX_NODES} nodes" if count > MAX_NODES else f"{MAX_DEPTH} levels"
-            why = f"its aliases expand to more than {what}: write them out, or use fewer"
+            why = f"it has more than {what}, with its aliases expanded: write less into one document"
             raise yaml.composer.ComposerError(None, None, why, node.start_mark)
         known[id(node)] = count, depth
         return count, depth

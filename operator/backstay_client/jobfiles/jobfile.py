@@ -403,8 +403,8 @@ def job_of_command(
         metric, colon, extreme = (part.strip() for part in options.keep_best.rpartition(":"))
         if not colon:
             raise BadInput(
-                f"--keep-best {extreme} lacks the metric or the direction: must be METRIC:Max to keep the largest "
-                "value, such as accuracy:Max, or METRIC:Min"
+                f"{written('keep_best')} {extreme} lacks the metric or the direction: must be METRIC:Max to keep the "
+                "largest value, such as accuracy:Max, or METRIC:Min"
             )
         best = {"metric": metric, "mode": _spelled(extreme, BestMode)}
     if options.evaluator or best is not None:

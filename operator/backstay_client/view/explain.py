@@ -75,16 +75,32 @@ class JobEvent:
 
 def deaths(view: JobView) -> list[DeadPod]:
     """Returns the deaths in the job's history, oldest first, each with its cost."""
+    costs = {id(cause): entry.message for cause, entry in _rollbacks(view)}
     found: list[DeadPod] = []
     for entry in view.history:
         if _is_death(entry):
             after = None
             if entry.at is not None and entry.recovered is not None:
                 after = max(0.0, round(entry.recovered - entry.at, 3))
-            found.append(DeadPod(entry.at, entry.slot, entry.reason, entry.message, after))
-        elif entry.reason == "RolledBack" and found:
-            found[-1] = replace(found[-1], redone=entry.message)
+            redone = costs.get(id(entry), "")
+            found.append(DeadPod(entry.at, entry.slot, entry.reason, entry.message, after, redone))
     return found
+
+
+def _rollbacks(view: JobView) -> Iterator[tuple[ShownEntry, ShownEntry]]:
+    """Yields each death of a server after which updates were made again, with the entry about them.
+
+    A job also goes back without a death, such as one that is resumed from an older checkpoint. A server that took part
+    in training again before is not the cause, and a worker never is.
+    """
+    dead: ShownEntry | None = None
+    for entry in view.history:
+        if _is_death(entry) and entry.slot.startswith(contract.ROLE_SERVER):
+            dead = entry
+        elif entry.reason == "RolledBack" and dead is not None:
+            if dead.recovered is None or entry.at is None or dead.recovered >= entry.at:
+                yield dead, entry
+            dead = None
 
 
 def _is_death(entry: ShownEntry) -> bool:
@@ -95,6 +111,7 @@ def job_events(view: JobView) -> list[JobEvent]:
     """Returns the job's history, oldest first. A death with its cost is one line, and so is an interruption with its
     length."""
     died = iter(deaths(view))
+    shown = {id(entry) for _, entry in _rollbacks(view)}
     found: list[JobEvent] = []
     interrupted: int | None = None
     for entry in view.history:
@@ -113,8 +130,8 @@ def job_events(view: JobView) -> list[JobEvent]:
                 lasted = f"no updates for {duration(entry.at - before.at)} or longer"
                 found[interrupted] = replace(before, what=lasted)
             interrupted = None
-        elif entry.reason == "ReportStored" or (entry.reason == "RolledBack" and found):
-            continue  # it belongs to the previous death
+        elif entry.reason == "ReportStored" or id(entry) in shown:
+            continue  # it belongs to a death
         else:
             found.append(JobEvent(entry.at, entry.reason, on_one_line(entry.message), bad))
     return found

@@ -141,9 +141,11 @@ def _traffic(view: JobView) -> str:
 
 def _spent(view: JobView) -> str:
     """Returns the goodput in words, such as ``81 % of 90 worker seconds: wait 12 %``; empty if not known."""
+    if view.goodput is None:
+        return ""
     total = sum(view.worker_seconds.values())
-    if view.goodput is None or total <= 0:
-        return "" if view.goodput is None else f"{100 * view.goodput:.0f} %"
+    if total <= 0:
+        return f"{100 * view.goodput:.0f} %"
     shares = {part: seconds / total for part, seconds in view.worker_seconds.items() if part != "applied"}
     named = {part: share for part, share in shares.items() if share >= _LEAST_SHARE}
     if (other := sum(shares.values()) - sum(named.values())) >= _LEAST_SHARE:

@@ -16,7 +16,7 @@ from backstay_client.kube import JobApi
 from backstay_client.view.starting import newest_line
 from backstay_spec import contract
 from backstay_spec.causes import parsed
-from backstay_spec.job_report import NO_RATES, JobReport
+from backstay_spec.job_report import NO_RATES, JobReport, UpdateWait
 
 STOPPED = "Stopped"
 """The phase of a job, and of a pod, whose run on this machine ended first. Only these commands have it."""
@@ -104,7 +104,7 @@ class JobView:
     completed: float | None = None
     history: tuple[ShownEntry, ...] = ()  # oldest first
     doings: Mapping[str, PodActivity] = field(default_factory=dict)  # by the name of the pod
-    waits: Mapping[str, Any] = field(default_factory=dict)  # what the next update waits for
+    waits: UpdateWait = field(default_factory=UpdateWait)
     newest_line: tuple[str, str] = ("", "")  # of the log of a pod that starts, after its name, if it takes long
     live: bool = False  # shard 0's server answered: the numbers are current
     folder: str = ""  # of its run on this machine; empty: it is a job of another cluster
@@ -338,11 +338,11 @@ def with_page(view: JobView, page: dict[str, Any]) -> JobView:
         )
         for pod in page.get("pods") or []
     }
-    view = replace(view, doings=doings, live=True, waits=page.get("waits") or {})
+    view = replace(view, doings=doings, live=True, waits=UpdateWait.model_validate(page.get("waits") or {}))
     report, known = JobReport.model_validate(page), view.report
     if not report.step:
         return replace(view, report=JobReport(goal_steps=report.goal_steps).over(known))
     # The rates are means of 30 s. Without updates, they and the remaining time are no longer correct.
-    stands = float(view.waits.get("seconds") or 0.0) >= LONG_WAIT
+    stands = view.waits.seconds >= LONG_WAIT
     merged = report.over(known).model_copy(update=NO_RATES if stands else {})
     return replace(view, report=merged)

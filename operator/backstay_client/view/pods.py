@@ -12,20 +12,10 @@ from backstay_client.words import duration, on_one_line
 from backstay_spec import contract
 from backstay_spec.causes import condition_of
 
-__all__ = ["PodRow", "active_pods", "has_ended", "rows", "slot_of", "slot_words"]
+__all__ = ["NAMES", "PodRow", "active_pods", "has_ended", "rows", "slot_of", "slot_words"]
 
 _ORDER = {contract.ROLE_SERVER: 0, contract.ROLE_WORKER: 1, contract.ROLE_EVALUATOR: 2}
-_NAMES = {contract.ROLE_SERVER: "server", contract.ROLE_WORKER: "worker", contract.ROLE_EVALUATOR: "evaluator"}
-_POINTS = {
-    "batch_wait": "waits for its batch",
-    "compute": "computes",
-    "compile": "compiles",
-    "exchange": "sends, waits for the update, receives",
-    "join": "joins the servers",
-    "first_pull": "receives the parameters",
-    "frozen": "reads the frozen arrays",
-    "evaluate": "evaluates",
-}
+NAMES = {contract.ROLE_SERVER: "server", contract.ROLE_WORKER: "worker", contract.ROLE_EVALUATOR: "evaluator"}
 _ACTIVITIES = {
     "STARTING": "starts",
     "COMPILING": "compiles",
@@ -47,7 +37,6 @@ class PodRow:
         does: its current activity; empty: not known.
         node: where it runs.
         incarnation: its number in its slot.
-        since: Unix time at which it became ready; None: it is not.
     """
 
     slot: str
@@ -56,7 +45,6 @@ class PodRow:
     does: str
     node: str
     incarnation: int
-    since: float | None = None
 
 
 def slot_of(pod: dict[str, Any]) -> tuple[str, int, int]:
@@ -79,7 +67,7 @@ def member_of(pod: dict[str, Any]) -> int | None:
 def slot_words(key: str) -> str:
     """``worker-3`` as ``worker 3``, ``parameter-server-0`` as ``server 0``."""
     role, _, index = key.rpartition("-")
-    return f"{_NAMES.get(role, role)} {index}"
+    return f"{NAMES.get(role, role)} {index}"
 
 
 def active_pods(pods: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -108,7 +96,7 @@ def _row(view: JobView, pod: dict[str, Any], active: dict[str, int]) -> PodRow:
     state = _state(pod)
     own = "" if (member := member_of(pod)) is None else f".{member}"
     return PodRow(
-        slot=f"{_NAMES.get(role, role)} {index}" + own + (" (standby)" if standby else ""),
+        slot=f"{NAMES.get(role, role)} {index}" + own + (" (standby)" if standby else ""),
         pod=pod["metadata"]["name"],
         state=state,
         does=_does(view, pod, role, state, standby=standby),
@@ -155,7 +143,7 @@ def doing_words(doing: PodActivity) -> str:
     """Returns the current activity in words, such as ``computes step 12, for 3 s``."""
     if doing.heartbeat >= _SILENT_SECONDS:
         return f"no heartbeat for {duration(doing.heartbeat)}"
-    text = _POINTS.get(doing.point) or doing.point.replace("_", " ") or _ACTIVITIES.get(doing.activity, "")
+    text = contract.DOES.get(doing.point) or doing.point.replace("_", " ") or _ACTIVITIES.get(doing.activity, "")
     if text and doing.member:
         text = f"waits for pod {doing.member}, which {text}"
     if text and doing.step is not None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from backstay_client.view.follow import LONG_WAIT, JobView, unix_time
+from backstay_client.view.pods import NAMES, slot_of
 from backstay_client.view.pods import obstacle as obstacle_of
-from backstay_client.view.pods import slot_of
 from backstay_client.view.starting import is_ready
 from backstay_client.words import count, duration, on_one_line
 from backstay_spec import contract
@@ -18,7 +18,6 @@ from backstay_spec.status import TRAINED
 _ENDING = 3.0
 WROTE = " wrote: "
 """The words between the stage of a long start and the newest line in the log of a pod."""
-_NAMES = {contract.ROLE_SERVER: "server", contract.ROLE_WORKER: "worker", contract.ROLE_EVALUATOR: "evaluator"}
 
 
 def waiting_for(view: JobView) -> str:
@@ -45,8 +44,8 @@ def waiting_for(view: JobView) -> str:
     if len(running) < len(pods) or len(pods) < desired:
         return f"starting pods: {len(running)} of {max(desired, len(pods))} run"
     ready = [pod for pod in running if is_ready(pod)]
-    servers = [pod for pod in running if _role(pod) == contract.ROLE_SERVER]
-    ready_servers = [pod for pod in ready if _role(pod) == contract.ROLE_SERVER]
+    servers = [pod for pod in running if slot_of(pod)[0] == contract.ROLE_SERVER]
+    ready_servers = [pod for pod in ready if slot_of(pod)[0] == contract.ROLE_SERVER]
     if not ready:
         stage = f"starting Python and JAX in {count(len(running), 'pod')}"
     elif len(ready_servers) < len(servers):
@@ -61,11 +60,10 @@ def waiting_for(view: JobView) -> str:
 def no_update(view: JobView) -> str:
     """Returns the rank or server that the next update waits for, after a long wait; after the last one, the end of the
     job."""
-    if view.waits.get("over"):
-        shown = not view.ended and float(view.waits.get("seconds") or 0.0) >= _ENDING
-        return str(view.waits.get("text", "")) if shown else ""
-    seconds = float(view.waits.get("seconds") or 0.0)
-    return f"no update for {duration(seconds)}: {view.waits.get('text', '')}" if seconds >= LONG_WAIT else ""
+    waits = view.waits
+    if waits.over:
+        return waits.text if waits.seconds >= _ENDING and not view.ended else ""
+    return f"no update for {duration(waits.seconds)}: {waits.text}" if waits.seconds >= LONG_WAIT else ""
 
 
 def _script(view: JobView, pods: Sequence[dict[str, Any]]) -> str:
@@ -73,17 +71,13 @@ def _script(view: JobView, pods: Sequence[dict[str, Any]]) -> str:
     conditions = (view.job.get("status") or {}).get("conditions") or []
     trained = [condition for condition in conditions if condition["type"] == TRAINED and condition["status"] == "True"]
     since = unix_time(trained[0].get("lastTransitionTime")) if trained else None
-    if since is None or time.time() - since < _ENDING or view.waits.get("over"):
+    if since is None or time.time() - since < _ENDING or view.waits.over:
         return ""
     if not any(slot_of(pod)[:2] == (contract.ROLE_WORKER, 0) for pod in pods):
         return ""
     return "training is complete: the script of worker 0 still runs (at most afterTrainingSeconds)"
 
 
-def _role(pod: dict[str, Any]) -> str:
-    return str(pod["metadata"].get("labels", {}).get(contract.LABEL_ROLE, ""))
-
-
 def _name(pod: dict[str, Any]) -> str:
-    index = pod["metadata"].get("labels", {}).get(contract.LABEL_INDEX, "")
-    return f"{_NAMES.get(_role(pod), 'pod')} {index}"
+    role, index, _ = slot_of(pod)
+    return f"{NAMES.get(role, 'pod')} {index}"

@@ -19,17 +19,8 @@ from enum import Enum
 from typing import Any, Final, TypeAlias
 
 from backstay_spec import end_of_job, runtime, status
-from backstay_spec.causes import (
-    AFTER_TRAINING_FAILED,
-    ALREADY_COMPLETE,
-    STOPPED_EARLY,
-    PodOutcome,
-    finite,
-    outcome_of,
-    parsed,
-    terminated_state,
-    verdict_of,
-)
+from backstay_spec.causes import PodOutcome, finite, outcome_of, parsed, terminated_state, verdict_of
+from backstay_spec.contract import AFTER_TRAINING_FAILED, ALREADY_COMPLETE, STOPPED_EARLY
 from backstay_spec.events import normal, warning
 from backstay_spec.job_report import CheckpointStatus
 from backstay_spec.planner import replacement
@@ -267,10 +258,10 @@ def _judge_worker_0(facts: Facts, record: Record, end: TrainingEnded) -> Verdict
         return _complete(facts, record, end, before)
     if end.returned and current > end.returned and not (pod is not None and is_restored(pod)):
         return _lost(end, f"incarnation {end.returned} of worker 0 had the result and was lost")
-    if pod is not None and pod.alive and is_restored(pod) and facts.absent(WORKER_0, current):
+    joins = pod is not None and pod.alive and is_restored(pod) and not has_worked(pod, None)
+    if joins and facts.absent(WORKER_0, current):
         # Not all pods of its rank were created. None of them has the result before all have joined.
-        if not has_worked(pod, None):
-            return replacement.judge(facts, record, WORKER_0)
+        return replacement.judge(facts, record, WORKER_0)
     act = AFTER_TRAINING[_worker_0_pod(facts, record, pod)][_has_result(facts, end, pod)]
     if act is Act.LOOK_UP:
         return Decision(record, look_up(facts, WORKER_0, current))

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 from backstay_spec import contract, end_of_job, names, status
 from backstay_spec.actions import Action, DeleteJob, DeleteNetworkPolicy, DeletePod, DeleteSecret, DeleteService
-from backstay_spec.causes import ALREADY_COMPLETE, Blocked, outcome_of
+from backstay_spec.causes import Blocked, outcome_of
+from backstay_spec.contract import ALREADY_COMPLETE
 from backstay_spec.planner.deleting import deletions
 from backstay_spec.planner.effects import Effects, JobFailure, Obstructed
 from backstay_spec.planner.facts import Facts
@@ -17,7 +18,7 @@ from backstay_spec.planner.pods import PodView, gone_by, has_worked, is_deleting
 from backstay_spec.planner.record import Record
 from backstay_spec.types_status import Condition
 
-__all__ = ["Success", "active_deadline", "clean_up", "failure", "has_ended", "pending_deadline", "suspended"]
+__all__ = ["Success", "active_deadline", "clean_up", "failure", "pending_deadline", "suspended"]
 
 # When the last step is stored, the pods leave by themselves; deleting them immediately would lose their last log lines.
 LEAVING: Final = timedelta(seconds=end_of_job.LEAVING)
@@ -30,11 +31,6 @@ class Success:
     reason: str
     message: str
     fields: Mapping[str, Any] = field(default_factory=dict)
-
-
-def has_ended(conditions: Mapping[str, Any]) -> bool:
-    """Returns whether the conditions say that the job has ended."""
-    return status.holds(conditions, status.FAILED) or status.holds(conditions, status.SUCCEEDED)
 
 
 def failure(facts: Facts, record: Record) -> JobFailure | None:

@@ -41,8 +41,8 @@ HEARTBEAT_TIMEOUT: Final = timedelta(seconds=LOST_SECONDS)
 SEARCH: Final = timedelta(seconds=20)
 SHORTEST_STALL: Final = timedelta(seconds=60)
 
-LOST: Final = "it has lost the connection to a server"
-NO_HEARTBEAT: Final = "no server has received a heartbeat from it"
+TEXT_LOST: Final = "it has lost the connection to a server"
+TEXT_NO_HEARTBEAT: Final = "no server has received a heartbeat from it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +69,10 @@ Liveness: TypeAlias = Alive | Hung
 def judge_server(facts: Facts, record: Record, pod: PodView, who: str) -> Liveness:
     """Returns whether a server's pod, active or standby, is hung.
 
-    Three facts are needed. The kubelet reports that the pod is not Ready. The pod does not answer several calls of this
-    operator. It does not answer one request with a long deadline. If no server of the job answers, the operator,
-    the node or the network may be the cause. A worker that reports the same is a witness; without a witness, the pod
-    has minutes.
+    The kubelet reports that the pod is not Ready, and the pod does not answer this operator (`is_unanswered`). One more
+    fact is needed, in this order: another server answers; only this server is silent, and a worker reports the
+    same; or no server answers, and a worker reports the same about this active one. Otherwise the operator, the node or
+    the network may be the cause, and the pod has minutes.
 
     Args:
         who: the subject of the message: ``it``, ``its server``.
@@ -97,8 +97,8 @@ def judge_server(facts: Facts, record: Record, pod: PodView, who: str) -> Livene
 
 
 def is_unanswered(silence: Silence) -> bool:
-    """Returns whether a pod left enough calls unanswered: several short ones, and a long one that a slow process
-    answers."""
+    """Returns whether a pod left enough calls unanswered: several short ones, and a long one, which a slow process
+    answers; or short ones for minutes."""
     return silence.calls >= MISSED_CALLS and (silence.long_calls >= 1 or silence.calls >= NO_WITNESS_CALLS)
 
 
@@ -130,8 +130,8 @@ def judge_worker(facts: Facts, record: Record, pod: PodView) -> Liveness:
         and pod.first.uid in facts.contact.hung_workers
         and facts.now >= unready + limit
     ):
-        return Hung(_verdict(pod, f"{NO_HEARTBEAT} for {(facts.now - unready).total_seconds():.0f} s"))
-    patience, what = max(timedelta(seconds=facts.spec.workers.stall_seconds), SHORTEST_STALL), LOST
+        return Hung(_verdict(pod, f"{TEXT_NO_HEARTBEAT} for {(facts.now - unready).total_seconds():.0f} s"))
+    patience, what = max(timedelta(seconds=facts.spec.workers.stall_seconds), SHORTEST_STALL), TEXT_LOST
     if (
         progress is not None
         and 0 in progress.reached
@@ -139,7 +139,7 @@ def judge_worker(facts: Facts, record: Record, pod: PodView) -> Liveness:
         and progress.taken >= since + HEARTBEAT_TIMEOUT
         and progress.beating.get(pod.slot.index) != pod.incarnation
     ):
-        patience, what = max(SEARCH, limit), NO_HEARTBEAT
+        patience, what = max(SEARCH, limit), TEXT_NO_HEARTBEAT
     if facts.now >= since + patience:
         seconds = (facts.now - unready).total_seconds()
         return Hung(_verdict(pod, f"{what} for {seconds:.0f} s"))

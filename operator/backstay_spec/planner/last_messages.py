@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from backstay_spec import contract
-from backstay_spec.causes import ALREADY_COMPLETE, FAILED, STOPPED_EARLY, PodOutcome, outcome_of
+from backstay_spec.causes import FAILED, PodOutcome, outcome_of
+from backstay_spec.contract import ALREADY_COMPLETE, STOPPED_EARLY
 from backstay_spec.job_report import JobReport
 from backstay_spec.names import Slot
 from backstay_spec.observed import Progress

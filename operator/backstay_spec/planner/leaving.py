@@ -7,7 +7,8 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from backstay_spec import contract, end_of_job
-from backstay_spec.causes import AFTER_TRAINING_FAILED, TRAINED, outcome_of, terminated_state
+from backstay_spec.causes import outcome_of, terminated_state
+from backstay_spec.contract import AFTER_TRAINING_FAILED, TRAINED
 from backstay_spec.names import Slot
 from backstay_spec.planner.facts import Facts
 from backstay_spec.planner.pods import PodView, ended_at

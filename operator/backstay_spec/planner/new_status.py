@@ -76,7 +76,7 @@ def judge(meta: ObjectMeta, old: TrainingJobStatus, new: NewStatus, observed: Ob
     if counted == old:
         return PlannedStatus()
     written = observed.status_written
-    if written is not None and now < written + PROGRESS_INTERVAL and not _has_ended(new.conditions):
+    if written is not None and now < written + PROGRESS_INTERVAL and not status.has_ended(new.conditions):
         # Seconds pass in any case: they alone do not cause another plan.
         return PlannedStatus(wake=None if after == old else written + PROGRESS_INTERVAL)
     return PlannedStatus(counted.to_dict())
@@ -181,7 +181,7 @@ def _with_progress(
     now: datetime,
 ) -> TrainingJobStatus:
     """Returns the status with the answers of the servers; the decisions of this plan stay."""
-    if _has_ended({c.type: c for c in old.conditions}):
+    if status.has_ended({c.type: c for c in old.conditions}):
         return after
     progress = observed.progress
     late = with_progress(after, progress, now).model_copy(
@@ -193,10 +193,6 @@ def _with_progress(
     before = new.conditions.get(kind)
     created = status.conditioned(before, kind, "True", "AllCreated", ALL_CREATED, now, meta.generation)
     return late.model_copy(update={"conditions": list({**new.conditions, kind: created}.values())})
-
-
-def _has_ended(conditions: Mapping[str, Condition]) -> bool:
-    return status.holds(conditions, status.FAILED) or status.holds(conditions, status.SUCCEEDED)
 
 
 def with_progress(before: TrainingJobStatus, progress: Progress | None, now: datetime) -> TrainingJobStatus:

@@ -9,7 +9,6 @@ from typing import Any, Final
 
 from backstay_spec import contract
 from backstay_spec.causes import (
-    TRAINED,
     UNKNOWN_STATE,
     Blocked,
     condition_of,
@@ -23,6 +22,7 @@ from backstay_spec.causes import (
     parsed,
     terminated_state,
 )
+from backstay_spec.contract import TRAINED
 from backstay_spec.goodput import WorkerPod, is_measured
 from backstay_spec.names import ROLE_OF_LABEL, Slot
 from backstay_spec.observed import Manifest, Progress

@@ -260,10 +260,9 @@ class CheckpointStore:
         inside = [name for name in mine if name not in outside]
         kept = inside[: max(1, keep)]
         old = inside[max(1, keep) :]
-        if best is not None:
-            found = best_of(self.evaluations(contents, inside), best)
-            kept += [name for name in old if name in (found, pinned)]
-            old = [name for name in old if name not in kept]
+        found = None if best is None else best_of(self.evaluations(contents, inside), best)
+        kept += [name for name in old if name in (found, pinned)]
+        old = [name for name in old if name not in kept]
         needed = {info.name for name in kept for info in self._files_of(str(name))}
         loose = [
             str(name)

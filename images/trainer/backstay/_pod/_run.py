@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from backstay_rpc.refusals import RefusalCode
 from backstay_spec import contract
+from backstay_spec.contract import AFTER_TRAINING_FAILED, STOPPED_EARLY
 from backstay_spec.names import ROLE_OF_LABEL
 
 from .. import _faults, _instrument
 from .._process import (
-    AFTER_TRAINING_FAILED,
     SIGTERM_EXIT,
-    STOPPED_EARLY,
     Environment,
     Stop,
     configure,

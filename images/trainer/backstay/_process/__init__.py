@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from ._after import AFTER_TRAINING_FAILED, ALREADY_COMPLETE, STOPPED_EARLY, TRAINED, hand_over
+from ._after import hand_over
 from ._bar import Bar, on_terminal
 from ._callers import Bounds, Caller, Callers, Unwelcome
 from ._compiling import one_compiles
@@ -26,13 +26,9 @@ from ._sockets import NO_LINGER, Address, listening_socket, peer_address, reset_
 from ._title import show_role
 
 __all__ = [
-    "AFTER_TRAINING_FAILED",
-    "ALREADY_COMPLETE",
     "HANGS",
     "NO_LINGER",
     "SIGTERM_EXIT",
-    "STOPPED_EARLY",
-    "TRAINED",
     "Address",
     "Bar",
     "Bounds",

@@ -18,15 +18,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, TextIO
 
+from backstay_spec.contract import AFTER_TRAINING_FAILED, TRAINED
+
 from ._exit import Stop, write_termination
 from ._failure import describe
 
-__all__ = ["AFTER_TRAINING_FAILED", "ALREADY_COMPLETE", "STOPPED_EARLY", "TRAINED", "hand_over"]
+__all__ = ["hand_over"]
 
-TRAINED: Final = "Trained"
-AFTER_TRAINING_FAILED: Final = "AfterTrainingFailed"
-STOPPED_EARLY: Final = "StoppedEarly"
-ALREADY_COMPLETE: Final = "AlreadyComplete"
 _KEPT: Final = 1000
 _PATIENCE: Final = 10.0  # seconds
 _LOG = logging.getLogger(__name__)

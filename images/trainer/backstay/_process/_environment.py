@@ -120,17 +120,16 @@ class Environment:
         try:
             config = RuntimeConfig.model_validate_json(text(contract.ENV_CONFIG))
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            at = ".".join(str(part) for part in first["loc"]) or "the whole"
-            why = f"{contract.ENV_CONFIG} is not a runtime configuration: {at}: {first['msg']}"
+            why = f"{contract.ENV_CONFIG} is not a runtime configuration: {_first_of(error)}"
             raise ConfigurationError(why) from None
         trained: Trained | None = None
         if ended := variables.get(contract.ENV_TRAINED):
             try:
                 trained = Trained.model_validate_json(ended)
             except ValidationError as error:
-                first = error.errors(include_url=False)[0]
-                raise ConfigurationError(f"{contract.ENV_TRAINED} is malformed: {first['msg']}") from None
+                raise ConfigurationError(
+                    f"{contract.ENV_TRAINED} is not the result of a training: {_first_of(error)}"
+                ) from None
         # The operator wrote all of these, so a contradiction comes from another version of it.
         servers = tuple(part for part in text(contract.ENV_SERVERS).split(",") if part)
         if len(servers) != config.shards:
@@ -175,3 +174,9 @@ class Environment:
             most_steps=number(contract.ENV_MOST_STEPS) if contract.ENV_MOST_STEPS in variables else None,
             member=member,
         )
+
+
+def _first_of(error: ValidationError) -> str:
+    """Returns the first error of a value, with its place."""
+    first = error.errors(include_url=False)[0]
+    return f"{'.'.join(str(part) for part in first['loc']) or 'the whole'}: {first['msg']}"

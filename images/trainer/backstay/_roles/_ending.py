@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from backstay_rpc.control_pb2 import Done, Written
 from backstay_rpc.refusals import JOIN_AGAIN
+from backstay_spec.contract import ALREADY_COMPLETE, STOPPED_EARLY
 
 from .. import _instrument
-from .._process import ALREADY_COMPLETE, STOPPED_EARLY, end_now
+from .._process import end_now
 from .._script import Script
 from .._transport import ALONE, TEXT, ControlClient, Form, Heartbeats, JobState, Members
 from .._watchdog import at_most

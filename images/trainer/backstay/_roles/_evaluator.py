@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from backstay_rpc.control_pb2 import TRAINING, WAITING
+from backstay_spec.contract import ALREADY_COMPLETE
 
 from .. import _instrument
 from .._checkpoint import load
 from .._compute import Placement
-from .._process import ALREADY_COMPLETE, Environment, Stop
+from .._process import Environment, Stop
 from .._script import FrozenPart, Script, ScriptPlan
 from .._transport import ControlClient, Heartbeats, JobState
 from ..errors import CheckpointError, ConfigurationError, PeerLost, Refused

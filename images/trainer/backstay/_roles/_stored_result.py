@@ -6,8 +6,10 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from backstay_spec.contract import TRAINED
+
 from .._checkpoint import load, patiently
-from .._process import TRAINED, write_termination
+from .._process import write_termination
 from .._result import Result
 from .._script import FrozenPart, evaluated
 from ..errors import CheckpointError

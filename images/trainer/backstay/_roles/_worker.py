@@ -21,10 +21,11 @@ from backstay_rpc.control_pb2 import (
     JoinReply,
 )
 from backstay_rpc.refusals import JOIN_AGAIN
+from backstay_spec.contract import ALREADY_COMPLETE
 
 from .. import _instrument
 from .._compute import ComputedContribution, Encoder
-from .._process import ALREADY_COMPLETE, SIGTERM_EXIT, Environment, Stop, end_after_script, hang_report
+from .._process import SIGTERM_EXIT, Environment, Stop, end_after_script, hang_report
 from .._result import Result
 from .._script import FrozenPart, Script, ScriptPlan
 from .._transport import (

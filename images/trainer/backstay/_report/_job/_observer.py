@@ -292,7 +292,7 @@ class JobObserver:
 
     def status(self, now: float) -> dict[str, Any]:
         """Returns the job's part of the page `/status`, of the newest update."""
-        waits = {} if self._waits is None else self._waits.status(now)
+        waits = {} if self._waits is None else {"waits": self._waits.now(now).model_dump(mode="json")}
         return self.report(now).model_dump(mode="json", by_alias=True) | waits
 
 

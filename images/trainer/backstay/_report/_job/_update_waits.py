@@ -9,11 +9,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from backstay_rpc.control_pb2 import Commit, Doing, HeartbeatRequest, Staged
 from backstay_spec import contract
-from backstay_spec.job_report import JobReport, WaitedForStatus
+from backstay_spec.job_report import JobReport, UpdateWait, WaitedForStatus
 
 from ... import _instrument
 from ..._coordination import AsyncBlame, Blame
@@ -104,12 +104,12 @@ class UpdateWaits:
             self._blame.restarted(now)
             self._term, self._version, self._world = state.term, state.version, state.world
 
-    def status(self, now: float) -> dict[str, Any]:
-        """Returns the part of `/status` that is not a row of the report: what the next update waits for now."""
+    def now(self, now: float) -> UpdateWait:
+        """Returns the wait for the next update."""
         with self._lock:
             seconds, text = self._waiting(now)
             over = self._over
-        return {"waits": {"seconds": round(seconds, 1), "text": text} | ({"over": True} if over else {})}
+        return UpdateWait(seconds=round(seconds, 1), text=text, over=over)
 
     def report(self, now: float) -> JobReport:
         """Returns the rows about waits."""
@@ -181,4 +181,4 @@ class UpdateWaits:
         if doing is None:
             return f"worker {rank} is in no part of a step"
         who = f"pod {doing.member} of worker {rank}" if doing.member else f"worker {rank}"
-        return f"{who} {_instrument.DOES.get(doing.point, doing.point)}, for {doing.seconds + now - at:.0f} s"
+        return f"{who} {contract.DOES.get(doing.point, doing.point)}, for {doing.seconds + now - at:.0f} s"

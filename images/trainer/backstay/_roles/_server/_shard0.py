@@ -142,8 +142,8 @@ class Shard0(CoordinatorAccess):
             reply.began = self.threaded.start_of_term.version
 
     def other_frozen(self, digests: Sequence[str], source: str, peer: str) -> str:
-        if len(digests) != len(self._beginning.tree.frozen_leaves):
-            return f"{peer} has {len(digests)} frozen arrays, and this server has another number"
+        if len(digests) != (own := len(self._beginning.tree.frozen_leaves)):
+            return f"{peer} has {len(digests)} frozen arrays, and this server has {own}"
         return self._storage.frozen.join(self._beginning.record(digests, source), peer)
 
     def left(self, peer: Peer) -> None:

@@ -115,7 +115,7 @@ def pulled_together(
         version, held = agreed.newest.version, own
         agreed = together(partial(again, version) if held.version < version else lambda held=held: held)  # type: ignore[misc]
     # Without a push, older answers are about older updates. But the received selection is always that of the newest
-    # one: a member that pulled again has all, and the others have the fragments of all updates until this version.
+    # one. A member that pulled again has all, and the others have the fragments of all updates until this version.
     about = about if pushed else agreed.newest
     return replace(
         agreed.newest,

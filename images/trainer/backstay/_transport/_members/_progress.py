@@ -10,7 +10,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
-from ..._instrument import DOES, Doing
+from backstay_spec import contract
+
+from ..._instrument import Doing
 
 __all__ = ["LONG", "SCRIPT", "MemberActivity", "MemberProgress"]
 
@@ -135,7 +137,8 @@ class MemberProgress:
         lines: dict[str, list[str]] = {}
         for member, one in sorted(self._members.items()):
             step = "" if one.step is None else f" (step {one.step})"
-            does = f"waits for the others at {one.point!r}" if one.waits else DOES.get(one.point, one.point) + step
+            does = contract.DOES.get(one.point, one.point) + step
+            does = f"waits for the others at {one.point!r}" if one.waits else does
             lines.setdefault(f"{does}, for {now - one.began:.0f} s", []).append(str(member))
         for does, members in lines.items():
             yield f"pod {', '.join(members)}: {does}"
