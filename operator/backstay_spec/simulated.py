@@ -154,7 +154,7 @@ class SimulatedJob:
     def act(self, action: Action) -> None:
         """Carry out one action."""
         self.actions.append(action)
-        match action:
+        match action:  # each kind of action is one case
             case CreateSecret():
                 if not self.refuses(action.manifest):
                     self.memory.secret_at = self._now()
@@ -184,8 +184,9 @@ class SimulatedJob:
             case DeleteService():
                 self._remove(self.services, action.name, action.uid)
             case DeleteNetworkPolicy():
+                is_last = len(self.policies) == 1
                 _require(
-                    self.memory.secret_deleted or len(self.policies) > 1,
+                    self.memory.secret_deleted or not is_last,
                     "nothing would show the next operator that there is a Secret",
                 )
                 self._remove(self.policies, action.name, action.uid)

@@ -155,7 +155,10 @@ def test_files_that_will_be_written_are_tried_and_left_as_they_were(tmp_path: Pa
 
 def test_a_folder_that_cannot_be_written_names_the_option(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
+    """Not each caller has one."""
     with pytest.raises(BadInput, match=f"in {tmp_path}/file/runs.*: .*Name another one with --data-dir"):
+        new_folder("a", tmp_path / "file", option="--data-dir")
+    with pytest.raises(BadInput, match=r"Not a directory\. Change to a folder of yours"):
         new_folder("a", tmp_path / "file")
 
 

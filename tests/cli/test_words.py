@@ -25,7 +25,7 @@ from backstay_client.view.starting import newest_line
 from backstay_client.view.waiting import no_update, waiting_for
 from backstay_client.words import number, on_one_line, plain, printable, shortened, without_folder
 from backstay_spec import contract
-from backstay_spec.job_report import CheckpointStatus, JobReport
+from backstay_spec.job_report import CheckpointStatus, JobReport, UpdateWait
 
 TRACEBACK = """Traceback (most recent call last):
   File "/x/train.py", line 3, in <module>
@@ -300,7 +300,7 @@ def test_a_long_wait_is_a_line_once_a_minute() -> None:
     display = LineDisplay(lambda line: lines.append(line.partition("] ")[2]), clock=lambda: now)
     for at, waited in ((10.0, 5), (30.0, 25), (31.0, 26), (91.0, 86), (92.0, 0), (120.0, 21)):
         now = at
-        waits: dict[str, Any] = {"seconds": waited, "text": "worker 1 waits for its input batch"} if waited else {}
+        waits = UpdateWait(seconds=waited, text="worker 1 waits for its input batch" if waited else "")
         display.show(JobView("a", "default", phase="Running", report=JobReport(step=3), waits=waits))
     said = "worker 1 waits for its input batch"
     assert [line for line in lines if said in line] == [
@@ -311,13 +311,11 @@ def test_a_long_wait_is_a_line_once_a_minute() -> None:
 
 
 def test_o10_after_the_last_update_the_line_describes_the_end() -> None:
-    waits = {"seconds": 18.0, "text": "trained to step 20; worker 0 evaluates, for 18 s", "over": True}
-    assert no_update(JobView("a", "default", phase="Running", report=JobReport(step=20), waits=waits)) == waits["text"]
-    assert (
-        no_update(JobView("a", "default", phase="Running", report=JobReport(step=20), waits={**waits, "seconds": 1.0}))
-        == ""
-    )
-    assert no_update(JobView("a", "default", phase="Succeeded", report=JobReport(step=20), waits=waits)) == ""
+    waits = UpdateWait(seconds=18.0, text="trained to step 20; worker 0 evaluates, for 18 s", over=True)
+    view = JobView("a", "default", phase="Running", report=JobReport(step=20), waits=waits)
+    assert no_update(view) == waits.text
+    assert no_update(replace(view, waits=waits.model_copy(update={"seconds": 1.0}))) == ""
+    assert no_update(replace(view, phase="Succeeded")) == ""
 
 
 def test_a_script_that_does_not_end_after_training_is_what_the_job_waits_for() -> None:
@@ -328,7 +326,9 @@ def test_a_script_that_does_not_end_after_training_is_what_the_job_waits_for() -
     worker = pod(contract.ROLE_WORKER, 0, "Running")
     view = view_of(job, [worker], [])
     assert waiting_for(view).startswith("training is complete: the script of worker 0 still runs")
-    assert waiting_for(replace(view, waits={"over": True, "text": "trained to step 20"})) == "", "the page says more"
+    assert waiting_for(replace(view, waits=UpdateWait(over=True, text="trained to step 20"))) == "", (
+        "the page says more"
+    )
     assert waiting_for(replace(view, pods=(pod(contract.ROLE_WORKER, 1, "Running"),))) == ""
     assert waiting_for(replace(view, pods=(pod(contract.ROLE_WORKER, 0, "Succeeded"),))) == ""
     trained["status"] = "False"
