@@ -25,6 +25,7 @@ from rich.live import Live
 
 from backstay_cli.interrupts import on_signals
 from backstay_cli.program import FAILED, INTERRUPTED, StrictCommand, is_of_output, refuse
+from backstay_client.errors import BadInput
 from backstay_client.finding.clusters import (
     FoundCluster,
     NoSuchJob,
@@ -36,7 +37,6 @@ from backstay_client.finding.clusters import (
 )
 from backstay_client.finding.known_runs import KnownRun
 from backstay_client.jobfiles.bounded_yaml import as_yaml
-from backstay_client.jobfiles.jobfile import BadInput
 from backstay_client.kube import ApiRequestError
 from backstay_client.pod_ends import PodsRemain, until_gone
 from backstay_client.view.follow import JobView, look

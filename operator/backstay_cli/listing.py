@@ -12,9 +12,9 @@ import aiohttp
 from rich.table import Table
 from rich.text import Text
 
+from backstay_client.errors import BadInput
 from backstay_client.finding.clusters import ANSWER_SECONDS, open_run
 from backstay_client.finding.known_runs import KnownRun
-from backstay_client.jobfiles.jobfile import BadInput
 from backstay_client.kube import ApiRequestError
 from backstay_client.show.curve import bar
 from backstay_client.view import explain

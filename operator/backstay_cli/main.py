@@ -19,8 +19,8 @@ from backstay_cli.program import BAD_INPUT, FAILED, INTERRUPTED, OK, StrictComma
 from backstay_cli.script_command import ScriptCommand
 from backstay_cli.serve_command import add_serve
 from backstay_client.creating import HELD, claims_of
+from backstay_client.errors import BadInput
 from backstay_client.jobfiles.jobfile import (
-    BadInput,
     ScriptOptions,
     check,
     folder_of,

@@ -28,9 +28,9 @@ from backstay_client.embedded import program_store
 from backstay_client.embedded.preload import preload
 from backstay_client.embedded.run_folder import lasting_session, store_result
 from backstay_client.embedded.session import RESTARTS, Session, SessionError, start_session
+from backstay_client.errors import BadInput
 from backstay_client.finding.known_runs import KnownRun, register
 from backstay_client.finding.stored_run import StateFile
-from backstay_client.jobfiles.jobfile import BadInput
 from backstay_client.kube import ApiCalls, ApiRequestError
 from backstay_client.show.lines import Display, LineDisplay
 from backstay_client.view.follow import JobView, look

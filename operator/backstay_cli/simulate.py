@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import yaml
 
+from backstay_client.errors import BadInput
 from backstay_client.jobfiles.bounded_yaml import load_all
-from backstay_client.jobfiles.jobfile import BadInput
 from backstay_client.reading.records import read_file, unpacked
 from backstay_client.reading.trace import write_trace
 from backstay_client.words import duration, size

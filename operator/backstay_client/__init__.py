@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from backstay_client.blocking.job import JobHandle
     from backstay_client.embedded.session import SessionError
     from backstay_client.errors import (
+        BadInput,
         ClusterUnreachable,
         JobDeleted,
         JobExists,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
         TrainingFailed,
     )
     from backstay_client.finding.clusters import NoSuchJob
-    from backstay_client.jobfiles.jobfile import BadInput
     from backstay_client.kube import ApiRequestError
     from backstay_client.pod_ends import PodsRemain
     from backstay_client.reading.curve import TrainingCurve
@@ -72,7 +72,7 @@ _HOMES: Final = {
     "ApiRequestError": "kube",
     "AsyncClient": "asynchronous.client",
     "AsyncJobHandle": "asynchronous.job",
-    "BadInput": "jobfiles.jobfile",
+    "BadInput": "errors",
     "Client": "blocking.client",
     "ClusterUnreachable": "errors",
     "JobDeleted": "errors",

@@ -1,8 +1,9 @@
-"""The errors of the client. The two others are `BadInput` for invalid input and `ApiRequestError` for a refusal."""
+"""The errors of the client. One more is `ApiRequestError`, for a refusal of the API server."""
 
 from __future__ import annotations
 
 __all__ = [
+    "BadInput",
     "ClusterUnreachable",
     "JobDeleted",
     "JobExists",
@@ -12,6 +13,10 @@ __all__ = [
     "SweepInUse",
     "TrainingFailed",
 ]
+
+
+class BadInput(Exception):  # noqa: N818  # nothing failed in this program
+    """The input cannot be run; the message has the error and the valid values."""
 
 
 class JobExists(Exception):  # noqa: N818

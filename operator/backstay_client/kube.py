@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 import aiohttp
 import yaml
 
-from backstay_client.jobfiles.jobfile import BadInput
+from backstay_client.errors import BadInput
 from backstay_cluster.client import MERGE_PATCH, ApiRequestError, Connection
 from backstay_spec import contract
 

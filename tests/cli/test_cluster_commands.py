@@ -29,8 +29,8 @@ from backstay_cli import cluster_commands
 from backstay_cli.cluster_commands import with_cluster
 from backstay_cli.main import app
 from backstay_cli.plugin import app as plugin
+from backstay_client.errors import BadInput
 from backstay_client.finding.clusters import Where, default_kubeconfig, named_kubeconfig, runs_of
-from backstay_client.jobfiles.jobfile import BadInput
 from backstay_spec import contract
 
 RUNNER = CliRunner()

@@ -24,8 +24,8 @@ from backstay_cli.main import app
 from backstay_cli.run import LineWriter
 from backstay_cli.view import LiveDisplay
 from backstay_client.creating import claims_of
+from backstay_client.errors import BadInput
 from backstay_client.jobfiles.jobfile import (
-    BadInput,
     ScriptOptions,
     folder_of,
     job_of_script,

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trace_format import check, spans, timeline
 
-from backstay_client.jobfiles.jobfile import BadInput
+from backstay_client.errors import BadInput
 from backstay_client.reading.jax_profile import joined, read_profile
 from backstay_client.reading.records import unpacked
 from backstay_client.reading.timeline import chrome_trace, read

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from backstay_client.creating import HELD
 from backstay_client.embedded.run_folder import new_folder
 from backstay_client.embedded.session import for_scripts
+from backstay_client.errors import BadInput
 from backstay_client.finding.clusters import Where, default_kubeconfig
 from backstay_client.finding.known_runs import state_folder
 from backstay_client.jobfiles.jobfile import (
-    BadInput,
     ScriptOptions,
     check,
     escaped,

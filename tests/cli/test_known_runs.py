@@ -22,11 +22,11 @@ from typer.testing import CliRunner
 from backstay_cli.main import app
 from backstay_cli.plugin import app as plugin
 from backstay_cli.run import keep_result
+from backstay_client.errors import BadInput
 from backstay_client.finding import clusters
 from backstay_client.finding.known_runs import KnownRun, ProcessMark, known_runs, register, state_folder
 from backstay_client.finding.selection import select
 from backstay_client.finding.stored_run import StateFile, StoredApi, jobs_in
-from backstay_client.jobfiles.jobfile import BadInput
 
 RUNNER = CliRunner()
 DEAD = ProcessMark(1, 0, "another start of this machine")

@@ -14,7 +14,7 @@ import pytest
 from between import LONG
 
 from backstay_client.blocking.thread import LoopThread
-from backstay_client.jobfiles.jobfile import BadInput
+from backstay_client.errors import BadInput
 
 
 @pytest.fixture

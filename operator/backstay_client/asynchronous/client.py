@@ -18,10 +18,9 @@ from backstay_client.creating import create_job_once
 from backstay_client.embedded.preload import preload
 from backstay_client.embedded.run_folder import lasting_session, new_folder, store_result
 from backstay_client.embedded.session import Session, SessionError
-from backstay_client.errors import JobExists
+from backstay_client.errors import BadInput, JobExists
 from backstay_client.finding.clusters import FoundCluster, NoSuchJob, Where, open_cluster
 from backstay_client.finding.known_runs import register
-from backstay_client.jobfiles.jobfile import BadInput
 from backstay_client.kube import ApiCalls, ApiRequestError
 from backstay_client.pod_ends import until_gone
 from backstay_client.show.job_list import Jobs

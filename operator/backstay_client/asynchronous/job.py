@@ -12,9 +12,8 @@ from typing import Any, Protocol
 
 import aiohttp
 
-from backstay_client.errors import ClusterUnreachable, JobDeleted, NoResult, TrainingFailed
+from backstay_client.errors import BadInput, ClusterUnreachable, JobDeleted, NoResult, TrainingFailed
 from backstay_client.finding.clusters import FoundCluster
-from backstay_client.jobfiles.jobfile import BadInput
 from backstay_client.kube import ApiCalls, ApiRequestError, is_transient
 from backstay_client.pod_ends import until_gone, until_stopped
 from backstay_client.reading.curve import TrainingCurve, curve_of_job

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from backstay_client.code.sources import SourceFiles, of_function, of_script
+from backstay_client.errors import BadInput
 from backstay_client.finding.clusters import FoundCluster
 from backstay_client.jobfiles.jobfile import (
     LOCAL_IMAGE,
-    BadInput,
     ScriptOptions,
     check,
     escaped,

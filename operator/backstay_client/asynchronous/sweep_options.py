@@ -9,8 +9,8 @@ from typing import Any
 
 from backstay_client.asynchronous.job import PATIENCE
 from backstay_client.asynchronous.options import SubmitOptions, submission_of
+from backstay_client.errors import BadInput
 from backstay_client.finding.clusters import FoundCluster
-from backstay_client.jobfiles.jobfile import BadInput
 from backstay_client.sweeps.runner import SweepRunner, TrialJobs
 from backstay_client.sweeps.space import distributions_of, example_of
 from backstay_client.sweeps.store import SweepPlan, SweepStore

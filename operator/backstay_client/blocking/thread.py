@@ -11,7 +11,7 @@ import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from typing import Any, Generic, TypeVar
 
-from backstay_client.jobfiles.jobfile import BadInput
+from backstay_client.errors import BadInput
 
 __all__ = ["LoopThread"]
 

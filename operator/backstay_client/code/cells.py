@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from backstay_client.jobfiles.jobfile import BadInput
+from backstay_client.errors import BadInput
 
 __all__ = ["MODULE", "names_from_outside", "source_of_cell"]
 

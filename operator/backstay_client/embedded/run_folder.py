@@ -15,9 +15,9 @@ from typing import Any
 import aiohttp
 
 from backstay_client.embedded.session import RESTARTS, Session, start_session
+from backstay_client.errors import BadInput
 from backstay_client.finding.known_runs import RESULT, KnownRun, write_json
 from backstay_client.finding.stored_run import StateFile
-from backstay_client.jobfiles.jobfile import BadInput
 from backstay_client.kube import ApiCalls, ApiRequestError
 from backstay_spec import contract
 

@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 import aiohttp
 import yaml
 
+from backstay_client.errors import BadInput
 from backstay_client.finding.known_runs import KnownRun, known_runs
 from backstay_client.finding.selection import is_path, select
 from backstay_client.finding.stored_run import StoredApi, jobs_in
-from backstay_client.jobfiles.jobfile import BadInput
 from backstay_client.kube import ApiCalls, ApiRequestError, JobApi
 from backstay_client.words import count, current_folder, shortened
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
-from backstay_client.jobfiles.jobfile import BadInput
+from backstay_client.errors import BadInput
 from backstay_client.words import current_folder, shortened
 
 __all__ = [

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from backstay_client.errors import BadInput
 from backstay_client.finding.known_runs import KnownRun
-from backstay_client.jobfiles.jobfile import BadInput
 from backstay_client.words import shortened
 
 __all__ = ["SelectedRun", "is_path", "select"]

@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
+from backstay_client.errors import BadInput
 from backstay_client.finding.known_runs import KnownRun, read_json, write_json
-from backstay_client.jobfiles.jobfile import BadInput
 from backstay_client.kube import ApiRequestError
 from backstay_client.view.follow import STOPPED, TERMINAL
 from backstay_client.words import shortened

@@ -21,6 +21,7 @@ from typing import Any, get_args
 
 import yaml
 
+from backstay_client.errors import BadInput
 from backstay_client.jobfiles import bounded_yaml
 from backstay_spec import contract
 from backstay_spec.advice import args_without_command
@@ -35,10 +36,6 @@ LOCAL_IMAGE = "backstay.dev/trainer:local"  # the embedded cluster runs every im
 
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
-
-
-class BadInput(Exception):  # noqa: N818  # the input is invalid; nothing failed in this program
-    """The input cannot be run; the message has the error and the valid values."""
 
 
 def is_standard_input(path: Path) -> bool:

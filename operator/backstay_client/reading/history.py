@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from backstay_client.errors import BadInput
 from backstay_client.finding.clusters import FoundCluster, NoSuchJob
-from backstay_client.jobfiles.jobfile import BadInput
 from backstay_client.kube import ApiRequestError
 from backstay_client.reading.records import all_of, places_of, read_file
 from backstay_client.view.explain import deaths, job_events, who

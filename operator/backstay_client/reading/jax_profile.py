@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from backstay_client.jobfiles.jobfile import BadInput
+from backstay_client.errors import BadInput
 from backstay_client.reading.records import unpacked
 from backstay_client.reading.timeline import JobTimeline, PodClock, TimelinePod, in_order
 from backstay_rpc.spans import PodSpan

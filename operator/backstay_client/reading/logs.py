@@ -12,8 +12,8 @@ from typing import Any
 
 import aiohttp
 
+from backstay_client.errors import BadInput
 from backstay_client.finding.clusters import FoundCluster
-from backstay_client.jobfiles.jobfile import BadInput
 from backstay_client.kube import ApiRequestError
 from backstay_client.view.follow import TERMINAL
 from backstay_client.view.pods import active_pods, member_of, slot_of

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from backstay_client.errors import BadInput
 from backstay_client.finding.clusters import FoundCluster
-from backstay_client.jobfiles.jobfile import BadInput
 from backstay_client.view.pods import slot_of
 from backstay_spec import contract
 from backstay_spec.records import RECORD_NAME

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from backstay_client.errors import BadInput
 from backstay_client.finding.clusters import FoundCluster
-from backstay_client.jobfiles.jobfile import BadInput
 from backstay_client.reading.history import history_of_place
 from backstay_client.reading.jax_profile import joined, read_profile
 from backstay_client.reading.records import newest_of_each_server, places_of, read_file, servers_of_shard_0, unpacked

@@ -8,8 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from backstay_client.errors import SweepFailed
-from backstay_client.jobfiles.jobfile import BadInput
+from backstay_client.errors import BadInput, SweepFailed
 from backstay_client.show.frames import frame
 from backstay_client.show.html import line_chart, table
 from backstay_client.sweeps.store import SweepPlan, TrialResult

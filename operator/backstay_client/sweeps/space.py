@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from backstay_client.jobfiles.jobfile import BadInput
+from backstay_client.errors import BadInput
 from backstay_client.show.frames import needed
 from backstay_spec.whole import whole
 

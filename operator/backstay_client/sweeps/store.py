@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self
 
-from backstay_client.errors import SweepInUse
-from backstay_client.jobfiles.jobfile import BadInput
+from backstay_client.errors import BadInput, SweepInUse
 from backstay_client.sweeps.space import as_text, number_of_choices, optuna
 
 __all__ = ["SweepPlan", "SweepStore", "TrialResult", "not_evaluated"]
