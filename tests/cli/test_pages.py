@@ -122,25 +122,23 @@ def test_a_fact_is_in_all_formats_that_have_its_section() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recovered", "slots", "costs"),
+    ("between", "slots", "costs"),
     [
-        (None, ["parameter-server-0", "worker-1"], ["12 updates are redone", ""]),
-        (40.0, ["parameter-server-0", "worker-1"], ["12 updates are redone", ""]),
-        (25.0, ["parameter-server-0", "worker-1"], ["", ""]),
-        (None, ["worker-0", "worker-1"], ["", ""]),
-        (None, [], []),
+        ("TrainingInterrupted", ["parameter-server-1", "worker-1"], ["12 updates are redone", ""]),
+        ("Suspended", ["parameter-server-0", "worker-1"], ["", ""]),
+        ("Running", ["worker-0", "worker-1"], ["", ""]),
+        ("Running", [], []),
     ],
 )
 def test_updates_that_are_redone_are_the_cost_of_a_server_or_an_event_of_the_job(
-    recovered: float | None, slots: list[str], costs: list[str]
+    between: str, slots: list[str], costs: list[str]
 ) -> None:
     """A worker may die in between, or a job is resumed from an older checkpoint, without any death."""
     history = [
-        ShownEntry(20.0 + at, "Warning", "Crashed", f"{slot} died: exit code 1", slot, recovered)
-        for at, slot in enumerate(slots)
+        ShownEntry(20.0 + at, "Warning", "Crashed", f"{slot} died: exit code 1", slot) for at, slot in enumerate(slots)
     ]
     back = ShownEntry(30.0, "Warning", "RolledBack", "12 updates are redone")
-    shown = replace(view(), history=(ShownEntry(1.0, "Normal", "Running", "training"), *history, back))
+    shown = replace(view(), history=(*history, ShownEntry(25.0, "Normal", between, "between"), back))
     assert [death.redone for death in explain.deaths(shown)] == costs
     events = [event.text for event in explain.job_events(shown)]
     assert sum(back.message in text for text in events) == 1

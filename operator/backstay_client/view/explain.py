@@ -20,6 +20,7 @@ __all__ = ["DeadPod", "JobEvent", "as_object", "deaths", "job_events", "next_ste
 
 _CAUSES = {str(cause) for cause in Cause}
 _BUDGET = 0.8
+_NEW_START = {"RolledBack", "Suspended", "Resumed"}
 _SHOWN_OTHERWISE = {"checkpoint"}
 _CHECKPOINTS_LATE = 3  # intervals
 
@@ -90,16 +91,15 @@ def deaths(view: JobView) -> list[DeadPod]:
 def _rollbacks(view: JobView) -> Iterator[tuple[ShownEntry, ShownEntry]]:
     """Yields each death of a server after which updates were made again, with the entry about them.
 
-    A job also goes back without a death, such as one that is resumed from an older checkpoint. A server that took part
-    in training again before is not the cause, and a worker never is.
+    A job that is resumed from an older checkpoint goes back without a death. The death of a worker is never the cause.
     """
     dead: ShownEntry | None = None
     for entry in view.history:
         if _is_death(entry) and entry.slot.startswith(contract.ROLE_SERVER):
             dead = entry
         elif entry.reason == "RolledBack" and dead is not None:
-            if dead.recovered is None or entry.at is None or dead.recovered >= entry.at:
-                yield dead, entry
+            yield dead, entry
+        if entry.reason in _NEW_START:
             dead = None
 
 

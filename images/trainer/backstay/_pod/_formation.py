@@ -197,7 +197,7 @@ class _Meeting:
             raise Stopped
         now = time.monotonic()
         if now - self._answered > self._times.join:
-            raise WaitedTooLong(f"{why}, and no server has answered for {self._times.join:.0f} s")
+            raise WaitedTooLong(f"{why}, and nothing has answered for {self._times.join:.0f} s")
         if now - self._said > self._times.silent:
             self._said = now
             _LOG.warning("waiting: %s", why)
