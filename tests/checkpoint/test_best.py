@@ -133,6 +133,42 @@ def test_an_evaluation_of_a_term_that_ended_is_not_stored_later(tmp_path: Path, 
     assert stored_evaluations(store) == {}
 
 
+def test_a_manifest_of_a_term_that_has_ended_is_not_stored(tmp_path: Path, storage: ManifestStorage) -> None:
+    """T6: it was excluded and deleted immediately, but the status and the evaluator had its name."""
+    store = CheckpointStore(str(tmp_path))
+    before, _ = storage.newest(0)
+    state, _ = storage.newest(before.term)
+    with pytest.raises(CheckpointError, match=r"step 5 of term 1 is not stored: the term has ended"):
+        store_version(storage, store, before, 5)
+    store_version(storage, store, state, 4)
+    newest = store.newest().manifest
+    assert newest is not None
+    assert (newest.term, newest.version) == (2, 4)
+
+
+def test_a_late_report_of_an_evaluation_leaves_the_next_checkpoint_that_is_evaluated(
+    tmp_path: Path, storage: ManifestStorage
+) -> None:
+    """The folder was slow, and the evaluator has begun with the next one."""
+    store = CheckpointStore(str(tmp_path))
+    state, _ = storage.newest(0)
+    names = []
+    for version in (1, 2):
+        store_version(storage, store, state, version)
+        found = store.newest().manifest
+        assert found is not None
+        names.append(found.name)
+    storage.pin(names[1])
+    storage.evaluated(1, {"accuracy": 0.5}, names[0])
+    for version in (3, 4, 5, 6, 7):
+        store_version(storage, store, state, version)
+    left = [name.version for name in store.contents().manifests]
+    assert 2 in left
+    storage.evaluated(2, {"accuracy": 0.25}, names[1])
+    store_version(storage, store, state, 8)
+    assert 2 not in [name.version for name in store.contents().manifests]
+
+
 def test_an_evaluation_is_stored_once_and_belongs_to_one_checkpoint(write: Write, tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path))
     first = write(store, {"a": np.zeros(2)}, version=1, metrics={"accuracy": 0.1})

@@ -41,7 +41,7 @@ def test_the_last_version_is_stored_again_until_it_is_or_the_job_fails() -> None
     assert job.tick(4) == []
     (again,) = job.tick(5)
     (write,) = job.report(13, 0, Written(term=1, version=1))
-    assert job.manifest(13, 1, "the-uri") == []
+    assert job.manifest(13, write, "the-uri") == []
     assert write.version == 1
     assert job.tick(600) == []
     done, finished = job.tick(613)
@@ -80,14 +80,41 @@ def test_a_job_of_no_steps_ends_with_the_initial_parameters() -> None:
     assert done.message.version == 1
 
 
+def test_t7_a_manifest_of_a_term_that_has_ended_does_not_stand_for_one_of_the_next() -> None:
+    """It is stored slowly, while the next term reaches the same version."""
+    rules = Rules(mode="Sync", shards=1, steps=100, stores=True)
+    job = Coordinator(rules, CoordinatorState(term=1, version=0, world=1), intervals=Intervals(every_steps=1))
+    job.report(1, 0, staged(0, 0))
+    (old,) = job.report(2, 0, Written(term=1, version=1))
+    job.restart(3, CoordinatorState(term=2, version=0, world=1), "")
+    again = staged(0, 0)
+    again.id.term = 2
+    job.report(4, 0, again)
+    assert job.manifest(5, old, "old") == []
+    assert job.checkpoint == ""
+    (new,) = job.report(6, 0, Written(term=2, version=1))
+    job.manifest(7, new, "new")
+    assert job.checkpoint == "new"
+
+
+def test_t8_a_job_that_has_ended_does_not_begin_again() -> None:
+    """A server is lost while the last manifest is being stored."""
+    job = Coordinator(Rules(mode="Sync", shards=1, steps=1, stores=True), CoordinatorState(term=1, version=0, world=1))
+    job.report(1, 0, staged(0, 0))
+    (write,) = job.report(2, 0, Written(term=1, version=1))
+    assert any(isinstance(decision, Finished) for decision in job.manifest(3, write, "uri"))
+    assert job.restart(4, CoordinatorState(term=2, version=0, world=1), "") == []
+    assert job.finished is not None
+
+
 def test_seconds_and_stopping_make_checkpoints() -> None:
     rules = Rules(mode="Sync", shards=1, steps=100, stores=True)
     job = Coordinator(rules, CoordinatorState(term=1, version=0, world=1), intervals=Intervals(every_seconds=10))
     assert not commits(job.report(9, 0, staged(0, 0)))[0].checkpoint
     assert commits(job.report(10, 0, staged(0, 1)))[0].checkpoint
     assert not commits(job.report(30, 0, staged(0, 2)))[0].checkpoint  # one at a time
-    job.report(31, 0, Written(term=1, version=2))
-    job.manifest(31, 2, "two")
+    (order,) = job.report(31, 0, Written(term=1, version=2))
+    job.manifest(31, order, "two")
     assert [d.message for d in job.save(32)] == [Save(term=1, version=3)]
     assert job.save(32) == []
     assert job.checkpoint == "two"

@@ -92,7 +92,7 @@ class Job:
                     assert decision.state["version"] == decision.version
                     self.saved = CoordinatorState.from_json(decision.state)
                     self.saved_uri = f"at-{decision.version}-{decision.term}"
-                    self.carry_out(self.coordinator.manifest(self.now, decision.version, self.saved_uri))
+                    self.carry_out(self.coordinator.manifest(self.now, decision, self.saved_uri))
                 case Restart():
                     state = self.saved.copy()
                     state.term = self.coordinator.state.term + 1

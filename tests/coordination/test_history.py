@@ -138,3 +138,4 @@ def test_the_last_decision_is_final_and_a_withdrawn_end_is_open_again(early: boo
     assert (last.commit.final, made.over) == (early, early)
     made.take_back()
     assert (made.state.version, made.over) == (0, False)
+    assert made.last_version == (2 if early else 3), "the request to stop early is older than the decision"

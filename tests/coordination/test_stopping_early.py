@@ -27,8 +27,8 @@ def test_the_next_update_is_the_last_one_and_is_stored() -> None:
     assert job.over
     assert after(mirror, commit).last == job.state.last == 2
     saved = job.state.copy().to_json()
-    job.report(1.0, 0, Written(term=1, version=2, files=[File(name="f")]))
-    decisions = job.manifest(1.0, 2, "uri")
+    (order,) = job.report(1.0, 0, Written(term=1, version=2, files=[File(name="f")]))
+    decisions = job.manifest(1.0, order, "uri")
     assert [(d.version, d.reason) for d in decisions if isinstance(d, Finished)] == [(2, "")]
     state = CoordinatorState.from_json(saved)
     state.term = 2

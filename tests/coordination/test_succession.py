@@ -374,10 +374,25 @@ def test_a_stale_standby_begins_a_new_term() -> None:
 
     assert resumed().worker_at(0.0, 1, 3) == [Restart(0)]
     assert resumed().worker_at(0.0, 1, 2) == []
+    newer = resumed()
+    assert newer.worker_at(0.0, 2, 1) == [Restart(0)], "a worker has a term that this history lacks"
+    assert newer.worker_at(0.0, 2, 1) == []
+    assert newer.restart(0.0, CoordinatorState(term=2, version=0, world=1), "") == [Restart(0)]
     ahead = Commit(term=1, version=2, contributions=[Contribution(id=GradientId(term=1, version=2))], world=1)
     assert resumed().hello(0.0, ServerPosition(1, 1, 3, incarnation=1, last=ahead)) == [Restart(1)]
     far = Commit(term=1, version=4, world=1)
     assert resumed().hello(0.0, ServerPosition(1, 1, 5, incarnation=1, last=far)) == [Restart(1)]
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_t1_a_standby_with_a_mean_waits_for_another_shard_that_received_the_update(shards: int) -> None:
+    """With one shard no other one can report the commit. Another set of contributions would make another version."""
+    rules = Rules(mode="Async", shards=shards, steps=STEPS, replicates=True)
+    prepared = (Contribution(id=GradientId(term=1, version=2)),)
+    start, state = Rollback(term=1, version=0, world=1), CoordinatorState(term=1, version=2, world=2)
+    job = Coordinator.resume(rules, state, start, last=None, prepared=prepared)
+    assert job.worker_at(0.0, 1, 3) == ([] if shards > 1 else [Restart(0)])
+    assert job.worker_at(0.0, 1, 4) == ([Restart(0)] if shards > 1 else [])
 
 
 def test_t8_a_standby_receives_nothing_of_an_abandoned_history() -> None:

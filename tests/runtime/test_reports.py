@@ -166,6 +166,18 @@ def test_stop_when_is_called_for_each_evaluation_and_its_errors_do_not_stop_trai
     assert [metrics["accuracy"] for metrics in asked] == [0.0, 0.5, 0.95]
 
 
+@pytest.mark.parametrize(("begins", "times"), [(2, 2), (3, 2), (1, 1)])
+def test_an_early_stop_is_requested_again_when_training_continues_after_its_evaluation(begins: int, times: int) -> None:
+    """A rollback withdraws the request, and no further report of that evaluation arrives."""
+    requests: list[int] = []
+    reports = Reports(None, None, lambda metrics: True)
+    reports.stop = lambda: requests.append(1)
+    reports.evaluated(2, {"accuracy": 0.95})
+    reports.begin(begins)
+    reports.close()
+    assert len(requests) == times
+
+
 def settings(**more: Any) -> dict[str, Any]:
     def loss(params: Any, batch: Any) -> Any:
         return ((params - batch.mean()) ** 2).sum(), {"distance": abs(params - batch.mean()).sum()}

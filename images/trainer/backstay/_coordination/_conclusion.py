@@ -119,9 +119,11 @@ class Conclusion:
         files: tuple[tuple[File, ...], ...] = tuple(flight.files[index] for index in range(self._rules.shards))
         return [WriteManifest(flight.term, written.version, flight.state, files)]
 
-    def manifest(self, now: float, version: int, uri: str, error: str) -> list[Decision]:
-        """The manifest of `version` is stored at `uri`, or could not be stored."""
-        if not self.schedule.in_flight(version):
+    def manifest(self, now: float, order: WriteManifest, uri: str, error: str) -> list[Decision]:
+        """Record that the manifest of `order` is stored at `uri`, or could not be stored."""
+        version = order.version
+        # A term that ends while its manifest is being written may reach the same version again.
+        if order.term != self._history.state.term or not self.schedule.in_flight(version):
             return []
         if error:
             return self._failed(now, version, error)

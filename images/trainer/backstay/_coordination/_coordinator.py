@@ -35,7 +35,7 @@ from backstay_rpc.control_pb2 import (
 )
 
 from ._conclusion import Conclusion
-from ._decisions import Decision, Finished, Restart, Send, Updated
+from ._decisions import Decision, Finished, Restart, Send, Updated, WriteManifest
 from ._history import UpdateHistory, start_of
 from ._intake import Intake
 from ._modes import MODES, Choosing, Counting, Grace, change_batches, effective_world, next_world
@@ -249,6 +249,8 @@ class Coordinator:
 
     def restart(self, now: float, state: CoordinatorState, checkpoint: str) -> list[Decision]:
         """Begin a new term at `state`, whose term is higher than any before."""
+        if self.finished is not None:  # a server was lost while the last checkpoint was being stored
+            return []
         if state.term <= self.state.term:
             raise ValueError(f"term {state.term} is not above the term {self.state.term} in force")
         if not self._succession.begin(state):
@@ -289,9 +291,9 @@ class Coordinator:
             out += self._judge_uncertain(now)
         return [*out, *self._conclusion.end_if_over(now)]
 
-    def manifest(self, now: float, version: int, uri: str, error: str = "") -> list[Decision]:
-        """The manifest of `WriteManifest` is stored at `uri`, or could not be stored."""
-        return self._conclusion.manifest(now, version, uri, error)
+    def manifest(self, now: float, order: WriteManifest, uri: str, error: str = "") -> list[Decision]:
+        """Record that the manifest of `order` is stored at `uri`, or could not be stored."""
+        return self._conclusion.manifest(now, order, uri, error)
 
     # ---- Workers, the evaluator, the operator, the clock ----
 

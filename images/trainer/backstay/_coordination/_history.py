@@ -265,8 +265,10 @@ class UpdateHistory:
         if taken:
             before = taken[0].before
             assert before is not None, "only with standbys"
-            # A request to stop early stays; the end that a decision made is withdrawn with it.
-            before.last = 0 if any(pending.commit.final for pending in taken) else self.state.last
+            # A request to stop early stays. The end that the final decision, which is the last one, made is withdrawn.
+            newest = taken[-1].before if taken[-1].commit.final else self.state
+            assert newest is not None
+            before.last = newest.last
             self.state = before
         for pending in taken:
             self._before.pop(pending.commit.version, None)

@@ -115,17 +115,20 @@ class Succession:
         """Record that a worker that joins has parameters of (term, version), from before it lost its servers.
 
         Updates that the worker has and this history lacks were lost with an earlier coordinator, and are made again.
-        With standbys, a worker that is ahead in the same term shows that the coordinator lacks a part of the history.
-        Then a new term begins.
+        With standbys, a worker that is ahead in the same term, or has a newer one, shows that a part of the history is
+        missing here. Then a new term begins.
         """
         state = self._history.state
-        ahead = term == state.term and version > state.version
-        if term == state.term and not ahead:
+        if term == state.term and version <= state.version:
             return []
-        if not self._rules.replicates or not ahead:
+        if not self._rules.replicates or term < state.term:
             return self._redo(version)
-        if self._prepared and version == state.version + 1:
-            return []  # a shard sent that version, and will report its commit
+        if term > state.term:
+            self._above = max(self._above, term)
+            return [] if self._history.lost else self.lose(0)
+        # Another shard sent that version, and will report its commit.
+        if self._prepared and version == state.version + 1 and self._rules.shards > 1:
+            return []
         self._ahead = max(self._ahead, version)
         return [] if self._history.lost else self.lose(0)
 

@@ -121,7 +121,8 @@ class Reports:
         self._newest: _QueuedReport | None = None  # a slow `on_update` misses updates, and delays none
         self._queue: list[_QueuedReport] = []
         self._closed = False
-        self._raised = self._stopped = False
+        self._raised = False
+        self._stopped: int | None = None  # the step of the evaluation for which `stop_when` returned true
         self._evaluated: dict[int, str] = {}  # by step: the scalars that `files` has
         self._thread: threading.Thread | None = None
         if on_update is not None or files is not None or stop_when is not None:
@@ -216,8 +217,13 @@ class Reports:
 
     def _judge(self, report: _QueuedReport) -> None:
         if report.begins:
-            self._stopped = False
-        if self._stop_when is None or report.begins or self._stopped:
+            # The evaluation of a step before the updates that are made again counts. The end may have been withdrawn.
+            if self._stopped is not None and self._stopped < report.step:
+                self.stop()
+            else:
+                self._stopped = None
+            return
+        if self._stop_when is None or self._stopped is not None:
             return
         try:
             stops = bool(self._stop_when(report.metrics))
@@ -227,7 +233,7 @@ class Reports:
             return
         if stops:
             _LOG.info("stop_when ends training: the evaluation of step %d", report.step)
-            self._stopped = True
+            self._stopped = report.step
             self.stop()
 
     def _call(self, report: _QueuedReport) -> None:

@@ -238,7 +238,7 @@ class ThreadedCoordinator:
                 self._observer.checkpoint_stored(self._clock(), order, uri)
             except Exception:  # noqa: BLE001  # the checkpoint is stored all the same
                 _LOG.exception("the stored checkpoint of step %d could not be reported", order.version)
-        self.do(Coordinator.manifest, order.version, uri, error)
+        self.do(Coordinator.manifest, order, uri, error)
 
     def _restart(self, order: Restart) -> None:
         now = self._clock()
@@ -259,7 +259,8 @@ class ThreadedCoordinator:
 
         def restart(coordinator: Coordinator, now: float) -> Sequence[Decision]:
             decisions = coordinator.restart(now, state, uri)
-            self._observer.restarted(now, coordinator.state)
+            if coordinator.state.term == state.term:  # else it did not begin again
+                self._observer.restarted(now, coordinator.state)
             return decisions
 
         self.do(restart)

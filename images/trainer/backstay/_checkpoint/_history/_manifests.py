@@ -106,6 +106,8 @@ class ManifestStorage:
         with self._lock:
             self._hold()
             self._lease.check()
+            if order.term != self._tenure.term:
+                raise CheckpointError(f"step {order.version} of term {order.term} is not stored: the term has ended")
             manifest = self._store.write_manifest(self._manifest(order))
             # A process that took the lease meanwhile ignores this manifest, so it must not be reported (decision 0075).
             self._lease.check()
@@ -211,7 +213,8 @@ class ManifestStorage:
         try:
             self._hold()
             self._lease.check()
-            self._pinned = None
+            if self._pinned == name:  # the evaluator may have begun with the next one
+                self._pinned = None
             if self._store.write_evaluation(record) and best is not None and self._last is not None:
                 self._prune(self._last)  # another checkpoint may be the best one now
         except BackstayError as error:

@@ -223,7 +223,7 @@ class CoordinatorHost:
     def _store_manifest(self, order: WriteManifest) -> None:
         if self.alive:
             uri = self._store.store(order)
-            self.do(Coordinator.manifest, order.version, uri)
+            self.do(Coordinator.manifest, order, uri)
 
     def _restart(self) -> None:
         if self.alive and self.coordinator.finished is None:
