@@ -240,6 +240,8 @@ class Executor:
             created = False
         except (errors.Invalid, errors.Forbidden, errors.NotFound, errors.Conflict) as error:
             # The planner decides which refusals are final, and when to try the others again.
+            if name not in memory.refused:
+                log.warning("job %s/%s: the API server refuses %s: %s", *key, name, error)
             memory.refuse(name, *error.reason_and_message, self._now())
             self._metrics.errors.labels(error.kind).inc()
             return False

@@ -68,12 +68,13 @@ class KnownJobs:
         self._parsed.pop(key, None)
 
     def took_over(self) -> None:
-        """Drop the outdated records of which pods answer, and the accounts. Called when this operator begins to act.
+        """Drop what the servers answered before, and the accounts. Called when this operator begins to act.
 
-        Another operator may have counted the same seconds, so the accounts continue from the statuses.
+        It has called no server since then, so the training of each job would seem to stand still. Another operator may
+        have counted the same seconds, so the accounts continue from the statuses.
         """
         for memory in self._memories.values():
-            memory.contact = None
+            memory.contact = memory.progress = memory.updates = None
             memory.account = None
 
     def spec(self, key: JobKey, job: Json) -> TrainingJobSpec | SpecErrors:
@@ -98,7 +99,8 @@ class KnownJobs:
         pods = self.cluster.objects(PODS, key)
         spent: Spent | None = None
         if not isinstance(spec, SpecErrors):
-            memory.prune(key[1], status.incarnations, status.active, spec.workers.pods_per_rank)
+            workers = spec.workers
+            memory.prune(key[1], status.incarnations, status.active, workers.replicas, workers.pods_per_rank)
             if spec.run_policy.suspend and not pods and status.phase == "Suspended":
                 # The status has the last report, and the progress before the suspension is outdated.
                 memory.progress = memory.updates = None

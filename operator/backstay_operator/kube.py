@@ -27,7 +27,7 @@ MERGE_PATCH: Final = "application/merge-patch+json"
 JSON_PATCH: Final = "application/json-patch+json"
 METADATA_ONLY: Final = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,application/json"
 
-_CONNECTIONS: Final = 32
+CONNECTIONS: Final = 32
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Kube:
         async with self._opening:
             if self._client is None:
                 credentials = await access.load(self._kubeconfig)
-                connector = aiohttp.TCPConnector(limit=_CONNECTIONS, ssl=credentials.tls())
+                connector = aiohttp.TCPConnector(limit=CONNECTIONS, ssl=credentials.tls())
                 # With `trust_env` aiohttp searches for proxies and a netrc file in a thread, twice for each request.
                 proxies = bool(getproxies())
                 session = aiohttp.ClientSession(connector=connector, headers=self._headers, trust_env=proxies)
@@ -230,6 +230,12 @@ class Kube:
                 code = answer.status
         except (aiohttp.ClientError, TimeoutError, OSError, access.AccessError) as error:
             raise errors.Unreachable(f"{what}: no answer: {type(error).__name__}: {error}") from error
+        except asyncio.CancelledError:
+            # Another request got 401 and closed the session while this one waited for a connection.
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise errors.Unreachable(f"{what}: its connection was closed") from None
         finally:
             self._observe(verb, kind, code, time.monotonic() - started)
         document = _parse(raw)

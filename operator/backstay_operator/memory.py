@@ -36,8 +36,10 @@ class OperatorMemory(JobMemory):
     ended: dict[tuple[str, int], float] = field(default_factory=dict)
     planned_at: float | None = None
 
-    def prune(self, job: str, incarnations: dict[str, int], active: dict[str, int], pods_per_rank: int) -> None:
-        """Drop entries about pods that are neither the newest of their slot nor serve it, and the oldest events."""
-        super().prune(job, incarnations, active, pods_per_rank)
+    def prune(
+        self, job: str, incarnations: dict[str, int], active: dict[str, int], workers: int, pods_per_rank: int
+    ) -> None:
+        """Drop what `JobMemory.prune` drops, and the oldest events."""
+        super().prune(job, incarnations, active, workers, pods_per_rank)
         while len(self.sent_events) > _MOST_EVENTS:
             del self.sent_events[next(iter(self.sent_events))]

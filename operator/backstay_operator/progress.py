@@ -282,6 +282,9 @@ class Poller:
             poll.calls.reset()
             poll.hung.clear()
             return  # the counts were reset: calls during the pause prove nothing
+        current = self._what(key)
+        if current is None or current.token != todo.token:
+            return  # the job was deleted meanwhile, and another one may have its name
         now = self._now()
         answered = [(server, reply) for server, reply in zip(todo.servers, answers, strict=True) if reply is not None]
         self._bus.send(Called(key, poll.calls.contact(now, reachable, unreachable, frozenset(poll.hung))))

@@ -19,6 +19,7 @@ from backstay_operator.watching import JobKey
 from backstay_rpc.answers import carried, urgent
 from backstay_spec import contract, names
 from backstay_spec.observed import PlanSettings, Progress
+from backstay_spec.planner.pods import is_owned
 from backstay_spec.supervision import settle
 from backstay_spec.token import token_for
 from backstay_spec.types_status import slot_key
@@ -126,8 +127,8 @@ class Reconciler:
     def _progressed(self, event: Progressed) -> None:
         key, progress = event.key, event.progress
         memory, report = self._known.memory(key), progress.report
-        if memory is None:
-            return
+        if memory is None or not self._leads():
+            return  # a follower reports nothing, and another operator plans this job
         if memory.account is not None:
             memory.account.report(progress.worker_seconds)
             if (start := report.term_start) is not None:
@@ -161,7 +162,9 @@ class Reconciler:
         memory, job = self._known.memory(event.key), self._cluster.job(event.key)
         labels = event.raw["metadata"].get("labels") or {}
         role, index = labels.get(contract.LABEL_ROLE), labels.get(contract.LABEL_INDEX, "")
-        if memory is None or job is None or role not in names.ROLE_OF_LABEL or not index.isdigit():
+        if memory is None or job is None or not is_owned(event.raw, memory.uid):
+            return  # an earlier job may have had this name
+        if role not in names.ROLE_OF_LABEL or not index.isdigit():
             return
         memory.stopped(event.raw)
         status, key = job.get("status") or {}, slot_key(role, int(index))
@@ -174,7 +177,7 @@ class Reconciler:
 
     def _report(self, key: JobKey) -> None:
         job = self._cluster.job(key)
-        if job is None:
+        if job is None or not self._leads():
             return
         spec = self._known.spec(key, job)
         memory = self._known.memory(key)

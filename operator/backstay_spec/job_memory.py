@@ -125,14 +125,24 @@ class JobMemory:
         if None not in (report.term, report.step) and known.report.reached <= report.reached:
             self.progress = replace(known, report=report.over(known.report))
 
-    def prune(self, job: str, incarnations: dict[str, int], active: dict[str, int], pods_per_rank: int) -> None:
-        """Drop entries about pods that are neither the newest of their slot nor serve it."""
+    def prune(
+        self, job: str, incarnations: dict[str, int], active: dict[str, int], workers: int, pods_per_rank: int
+    ) -> None:
+        """Drop entries about pods that are neither the newest of their slot nor serve it.
+
+        Args:
+            workers: the number of ranks. When the job is scaled up again, an old refusal of a higher rank no longer
+                counts.
+        """
         current = set()
         for key, incarnation in (*incarnations.items(), *active.items()):
             role, _, index = key.rpartition("-")
             if role in names.ROLE_OF_LABEL and index.isdigit():
                 slot = names.Slot(role, int(index))
-                current |= set(names.pod_names(job, self.uid, slot, incarnation, pods_per_rank))
+                found = names.pod_names(job, self.uid, slot, incarnation, pods_per_rank)
+                current |= set(found)
+                if role == contract.ROLE_WORKER and slot.index >= workers:
+                    self.refused = {name: why for name, why in self.refused.items() if name not in found}
         self.missing &= current
         self.witnessed &= current
 

@@ -115,8 +115,9 @@ def plan(job: TrainingJob, observed: Observed, now: datetime, settings: PlanSett
         fields={**outline.fields, **_scale(facts, effects.actions)},
         all_created=outline.all_created,
     )
-    written = new_status.judge(job.metadata, job.status, new, facts.observed, now)
-    return _plan(written, replace(effects, events=effects.events + events), job.status, now)
+    effects = replace(effects, events=effects.events + events)
+    written = new_status.judge(job.metadata, job.status, new, facts.observed, now, effects.events)
+    return _plan(written, effects, job.status, now)
 
 
 def refuse(
@@ -304,9 +305,11 @@ def _judge_slots(facts: Facts, record: Record, slots: Sequence[Slot]) -> Decisio
     for slot in slots:
         if decided.effects.failure is not None:
             return decided
-        decided = decided.then(replacement.judge(facts, decided.record, slot, hold=ordered.hold, given_up=given_up))
+        hold = ordered.holds(facts, slot)
+        decided = decided.then(replacement.judge(facts, decided.record, slot, hold=hold, given_up=given_up))
     if decided.effects.failure is not None:
         return decided
+    decided = decided.also(services.refused(facts))
     return decided.also(end.pending_deadline(facts, decided.effects.obstructed))
 
 

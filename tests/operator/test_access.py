@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from aiohttp import web
+from between import LONG
 
-from backstay_operator import access
+from backstay_operator import access, errors
+from backstay_operator.kube import CONNECTIONS, Kube
+from backstay_operator.rights import PODS
 
 PEM = "-----BEGIN CERTIFICATE-----\nx\n-----END CERTIFICATE-----\n"
 
@@ -101,3 +107,67 @@ def test_the_token_of_a_service_account_is_read_again(tmp_path: Path) -> None:
     now = 200.0
     with pytest.raises(access.AccessError, match="is empty"):
         asyncio.run(token())
+
+
+@contextlib.asynccontextmanager
+async def answering(folder: Path, answer: Callable[[web.Request], Awaitable[web.Response]]) -> AsyncIterator[Kube]:
+    """An API server that answers each GET so, and a client of it."""
+    app = web.Application()
+    app.router.add_route("GET", "/{tail:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0][:2]
+        async with Kube(kubeconfig(folder, {"server": f"http://{host}:{port}"}, {"token": "t"})) as kube:
+            yield kube
+    finally:
+        await runner.cleanup()
+
+
+def test_a_rotated_token_costs_each_open_request_an_error_and_no_task(tmp_path: Path) -> None:
+    """One of them gets 401, and the session is closed. Those that waited for a connection were cancelled, and with them
+    the reconciliation and its next time."""
+
+    async def story() -> list[Any]:
+        arrived, free = asyncio.Event(), asyncio.Event()
+        held: list[str] = []
+
+        async def answer(request: web.Request) -> web.Response:
+            held.append(request.path)
+            if len(held) == CONNECTIONS:
+                arrived.set()
+            if request.path.endswith("/pod-0"):
+                await arrived.wait()
+                return web.Response(status=401, text="{}")
+            await free.wait()
+            return web.Response(text="{}")
+
+        async with answering(tmp_path, answer) as kube:
+            requests = [kube.get(PODS, "team", f"pod-{number}") for number in range(2 * CONNECTIONS)]
+            found = await asyncio.wait_for(asyncio.gather(*requests, return_exceptions=True), LONG)
+            free.set()
+            return found
+
+    found = asyncio.run(story())
+    assert {type(one) for one in found} == {errors.Unreachable, errors.Unauthorized}, found
+
+
+def test_a_request_whose_task_is_cancelled_ends(tmp_path: Path) -> None:
+    async def story() -> None:
+        arrived, free = asyncio.Event(), asyncio.Event()
+
+        async def answer(request: web.Request) -> web.Response:
+            arrived.set()
+            await free.wait()
+            return web.Response(text="{}")
+
+        async with answering(tmp_path, answer) as kube:
+            task = asyncio.create_task(kube.get(PODS, "team", "pod"))
+            await asyncio.wait_for(arrived.wait(), LONG)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            free.set()
+
+    asyncio.run(story())

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import copy
+import json
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from prometheus_client import generate_latest
 
 from backstay_operator import errors
-from backstay_operator.bus import Changed, Progressed
+from backstay_operator.bus import Changed, LeadChanged, PodEnded, Progressed
 from backstay_operator.rights import EVENTS, JOBS, NETWORK_POLICIES, PODS, SECRETS, SERVICES
 from backstay_spec import contract
 from backstay_spec.job_report import JobReport
@@ -19,6 +22,16 @@ from backstay_spec.observed import Progress
 from backstay_spec.token import token_for
 
 from .fake_pods import KEY, Json, MakeJob, crash, names, of_role, run_all, status
+
+
+def running_on(kube: Any, operator_on: Any, job: Json) -> Any:
+    """Returns an operator whose job has pods that run."""
+    kube.put(JOBS, "team", job)
+    operator = operator_on(kube)
+    operator.settle()
+    run_all(kube)
+    operator.settle()
+    return operator
 
 
 def test_a_job_becomes_its_objects_all_owned_by_it(kube: Any, operator_on: Any, make_job: MakeJob) -> None:
@@ -82,11 +95,7 @@ def test_incarnations_are_on_record_before_their_pods_are_created(
 
 
 def test_a_dead_worker_is_replaced_and_only_it(kube: Any, operator_on: Any, make_job: MakeJob) -> None:
-    kube.put(JOBS, "team", make_job())
-    operator = operator_on(kube)
-    operator.settle()
-    run_all(kube)
-    operator.settle()
+    operator = running_on(kube, operator_on, make_job())
     dead = of_role(kube, "worker")[1]["metadata"]["name"]
     others = set(names(kube)) - {dead}
     crash(kube, dead, 137)
@@ -107,11 +116,7 @@ def test_the_time_of_a_replacement_begins_with_the_end_of_the_pod_that_it_replac
     kube: Any, operator_on: Any, make_job: MakeJob
 ) -> None:
     """An older pod of the slot may end, and be deleted, after it has got its replacement."""
-    kube.put(JOBS, "team", make_job())
-    operator = operator_on(kube)
-    operator.settle()
-    run_all(kube)
-    operator.settle()
+    operator = running_on(kube, operator_on, make_job())
     slot = {"backstay.dev/role": "worker", "backstay.dev/index": "1"}
 
     def dies() -> str:
@@ -141,6 +146,72 @@ def test_the_time_of_a_replacement_begins_with_the_end_of_the_pod_that_it_replac
     value = operator.metrics.registry.get_sample_value
     assert value("backstay_operator_replacement_duration_seconds_count") == 2
     assert value("backstay_operator_replacement_duration_seconds_sum") < 60
+
+
+def test_a_pod_of_an_earlier_job_with_the_same_name_reports_nothing(
+    kube: Any, operator_on: Any, make_job: MakeJob
+) -> None:
+    """The server may store for a minute after the job was replaced, and its last message has another step."""
+    operator = running_on(kube, operator_on, make_job())
+    memory = operator.reconciler._known.memory(KEY)
+    operator.bus.send(
+        Progressed(KEY, Progress(operator.now(), reached=frozenset({0}), report=JobReport(term=1, step=3)))
+    )
+    server = copy.deepcopy(of_role(kube, "parameter-server")[0])
+    server["metadata"]["uid"] = "of-the-old-job"
+    message = json.dumps({"term": 9, "step": 100})
+    state = {"terminated": {"exitCode": 143, "message": message}}
+    server["status"] = {"phase": "Failed", "containerStatuses": [{"name": "trainer", "state": state}]}
+    for uid, step in (("another", 3), (server["metadata"]["ownerReferences"][0]["uid"], 100)):
+        server["metadata"]["ownerReferences"][0]["uid"] = uid
+        operator.bus.send(PodEnded(KEY, server))
+        assert memory.progress.report.step == step
+        assert bool(memory.ended) == (step == 100)
+
+
+def test_an_operator_that_does_not_act_reports_no_job(kube: Any, operator_on: Any, make_job: MakeJob) -> None:
+    """A round of calls, or a reconciliation, may end after the Lease was lost."""
+    kube.put(JOBS, "team", make_job())
+    operator = operator_on(kube)
+    operator.settle()
+    operator.metrics.job.clear()
+    operator.leads = False
+    operator.bus.send(
+        Progressed(KEY, Progress(operator.now(), reached=frozenset({0}), report=JobReport(term=1, step=3)))
+    )
+    operator.reconciler._report(KEY)
+    assert b'training_job="digits"' not in generate_latest(operator.metrics.registry)
+
+
+def test_an_operator_that_acts_again_does_not_report_an_interruption(
+    kube: Any, operator_on: Any, make_job: MakeJob
+) -> None:
+    """It called no server in the meantime, and training continued."""
+    operator = running_on(kube, operator_on, make_job())
+
+    def progress(step: int) -> Progressed:
+        report = JobReport(term=1, step=step, world=3)
+        return Progressed(KEY, Progress(operator.now(), reached=frozenset({0, 1}), report=report))
+
+    for step in (1, 2):
+        operator.bus.send(progress(step))
+        operator.seconds += 11
+        operator.settle()
+    assert condition(kube, "Training")["status"] == "True"
+    operator.seconds += 400
+    operator.bus.send(LeadChanged(True))
+    operator.settle()
+    assert condition(kube, "Training")["status"] == "True"
+    operator.bus.send(progress(60))
+    operator.seconds += 11
+    operator.settle()
+    assert status(kube)["step"] == 60
+    assert not [entry for entry in status(kube)["history"] if entry["reason"] == "TrainingInterrupted"]
+
+
+def condition(kube: Any, kind: str) -> Json:
+    """Returns a condition of the job."""
+    return next(found for found in status(kube)["conditions"] if found["type"] == kind)
 
 
 def test_a_pod_of_a_queue_is_created_when_the_old_one_has_ended(kube: Any, operator_on: Any, make_job: MakeJob) -> None:
@@ -192,11 +263,7 @@ def test_a_worker_that_did_no_work_waits_and_is_counted_when_it_is_replaced(
 
 def test_a_restarted_operator_changes_nothing(kube: Any, operator_on: Any, make_job: MakeJob) -> None:
     """O5: no pod restarted, none doubled, no count lost."""
-    kube.put(JOBS, "team", make_job())
-    operator = operator_on(kube)
-    operator.settle()
-    run_all(kube)
-    operator.settle()
+    operator = running_on(kube, operator_on, make_job())
     crash(kube, of_role(kube, "worker")[0]["metadata"]["name"])
     operator.settle()
     before, pods = status(kube), names(kube)
@@ -211,11 +278,7 @@ def test_a_restarted_operator_changes_nothing(kube: Any, operator_on: Any, make_
 def test_a_pod_deleted_while_the_operator_was_away_is_found_missing_by_a_live_get(
     kube: Any, operator_on: Any, make_job: MakeJob
 ) -> None:
-    kube.put(JOBS, "team", make_job())
-    first = operator_on(kube)
-    first.settle()
-    run_all(kube)
-    first.settle()
+    first = running_on(kube, operator_on, make_job())
     gone = of_role(kube, "worker")[2]["metadata"]["name"]
     kube.remove(PODS, "team", gone)
     again = operator_on(kube)
@@ -232,11 +295,7 @@ def test_a_deletion_without_a_watch_event_is_found_by_comparing_with_a_list(
     """Kopf lists again after a gap, and does not report the deletions in between."""
     from backstay_operator.verify import Verifier
 
-    kube.put(JOBS, "team", make_job())
-    operator = operator_on(kube)
-    operator.settle()
-    run_all(kube)
-    operator.settle()
+    operator = running_on(kube, operator_on, make_job())
     gone = of_role(kube, "worker")[0]["metadata"]["name"]
     kube.remove(PODS, "team", gone)
     operator.shown = len(kube.history)  # the watch missed it

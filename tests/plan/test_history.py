@@ -111,6 +111,16 @@ def test_a_run_that_continues_is_reported_before_its_first_update(running: Any) 
     assert [reason for reason, _ in sent_events(job, "SettingsChanged")] == ["SettingsChanged"]
 
 
+def test_changes_that_are_known_late_are_reported_once(running: Any) -> None:
+    """An event that no status recorded would be sent by each plan until the next paced write."""
+    job = running()
+    for step, changes in ((105, ()), (106, ()), (107, ("b",)), (108, ("b",)), (109, ("b",))):
+        job.answer(term=4, step=step, last=(4, step), term_start=TermStart(4, 105, URI, changes=changes))
+        job.settle()
+        job.tick(1)
+    assert [reason for reason, _ in sent_events(job, "SettingsChanged")] == ["SettingsChanged"]
+
+
 def test_a_lease_that_was_taken_over_is_named_once(running: Any) -> None:
     """T8: also in a folder without a checkpoint."""
     job = running()

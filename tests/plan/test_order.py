@@ -106,7 +106,8 @@ def test_a_worker_makes_room_for_a_server_that_the_quota_refuses(running):
     assert all(not death.charged for death in cluster.deaths)
 
 
-def test_a_server_has_its_own_time_after_another_pod_was_refused_for_hours(running):
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_server_has_its_own_time_after_another_pod_was_refused_for_hours(running, restarts):
     cluster = running({"parameterServers": {"replicas": 1}, "workers": {"replicas": 2}, "update": {"backups": 1}})
     quota = Quota(cluster, 2)
     cluster.disrupt(cluster.named(WORKER, 1), "EvictionByEvictionAPI")
@@ -120,11 +121,69 @@ def test_a_server_has_its_own_time_after_another_pod_was_refused_for_hours(runni
     cluster.end(cluster.named(SERVER, 0), 143)
     cluster.settle()
     cluster.tick(6)
+    if restarts:
+        cluster.restart_operator()
     cluster.settle()
     assert cluster.status["phase"] != "Failed"
     cluster.tick(700)
     cluster.settle()
     assert cluster.status["phase"] == "Failed"
+
+
+def test_a_rank_that_is_wanted_again_has_its_own_time(running):
+    """The job was scaled down while a quota refused the rank, and up again an hour later."""
+    cluster = running({"parameterServers": {"replicas": 1}, "workers": {"replicas": 2}})
+    quota = Quota(cluster, 3)
+    for workers in (3, 2):
+        cluster.edit(workers={"replicas": workers})
+        cluster.settle()
+        cluster.answer(world=2, step=3)
+        cluster.settle()
+    cluster.tick(3600)
+    cluster.settle()
+    quota.limit = 4
+    cluster.edit(workers={"replicas": 3})
+    cluster.settle()
+    assert cluster.status["phase"] != "Failed"
+    assert roles(cluster) == [SERVER, WORKER, WORKER, WORKER]
+
+
+@pytest.mark.parametrize("more", [{"evaluator": {}}, {"parameterServers": {"replicas": 1, "standbys": 1}}])
+def test_the_rest_does_not_take_the_room_of_the_quorum(make_cluster, more):
+    """A hold lasts until the refused pod was created, and not only until the next attempt."""
+    spec = {"parameterServers": {"replicas": 1}, "workers": {"replicas": 2}, **more}
+    cluster = make_cluster(spec)
+    quota = Quota(cluster, 2)
+    cluster.settle()
+    assert roles(cluster) == [SERVER, WORKER]
+    first = cluster.refuses
+    cluster.refuses = quota.refuses
+    cluster.refuse = {"mnist-worker-1-": QUOTA}  # it needs more than the rest, which would fit
+    for _ in range(4):
+        cluster.tick(6)
+        cluster.settle()
+    assert roles(cluster) == [SERVER, WORKER]
+    cluster.refuse, cluster.refuses, quota.limit = {}, first, 3
+    cluster.tick(6)
+    cluster.settle()
+    assert roles(cluster) == [SERVER, WORKER, WORKER]
+
+
+@pytest.mark.parametrize("prefix", ["mnist-ps-1-", "mnist-token-"])
+def test_an_object_that_pods_need_and_that_is_refused_is_named_and_ends_the_job(make_cluster, prefix):
+    """T8: the job was Pending without a reason, and without an end."""
+    cluster = make_cluster({"parameterServers": {"replicas": 2}, "workers": {"replicas": 2}})
+    cluster.refuse = {prefix: ("Forbidden", "exceeded quota: services=1")}
+    cluster.settle()
+    assert "exceeded quota: services=1" in cluster.condition("PodsCreated")["message"]
+    assert "exceeded quota: services=1" in str(cluster.events)
+    cluster.tick(300)
+    cluster.settle()
+    assert cluster.status["phase"] == "Pending"
+    cluster.tick(301)
+    cluster.settle()
+    assert cluster.condition("Failed")["reason"] == "PodRefused"
+    assert "exceeded quota: services=1" in cluster.condition("Failed")["message"]
 
 
 PENDING = {"pendingDeadlineSeconds": 20}

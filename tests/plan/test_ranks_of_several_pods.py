@@ -348,6 +348,21 @@ def test_a_pod_that_cannot_be_created_is_an_obstacle_and_no_death(make_cluster):
     assert cluster.status["incarnations"]["worker-1"] == 1
 
 
+def test_a_rank_of_which_several_pods_are_refused_is_missing_once(running):
+    """The quorum is complete without this rank."""
+    cluster = running(GROUPS | {"workers": {"replicas": 4, "podsPerRank": 3}, "update": {"backups": 1}})
+    cluster.answer(world=4, step=9)
+    cluster.refuse = {f"mnist-worker-3-{member}-2": ("Forbidden", "exceeded quota") for member in (1, 2)}
+    end(cluster, pods_of(cluster, 3)[0], 137)
+    for _ in range(4):
+        cluster.settle()
+        cluster.tick(200)
+        cluster.answer(world=4, step=9)
+    cluster.settle()
+    assert len(pods_of(cluster, 3, 2)) == 1
+    assert cluster.status["phase"] == "Running"
+
+
 def test_a_vanished_pod_replaces_its_rank_once(running):
     cluster = running(GROUPS)
     gone = pods_of(cluster, 0)[1]

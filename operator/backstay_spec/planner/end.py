@@ -73,7 +73,8 @@ def pending_deadline(facts: Facts, obstructed: Sequence[Obstructed]) -> Effects:
     seconds = facts.spec.run_policy.pending_deadline_seconds
     limit, world = timedelta(seconds=seconds), facts.spec.workers.replicas
     quorum = facts.spec.update.quorum(world)
-    missing = sum(1 for found in obstructed if found.slot.role == contract.ROLE_WORKER)
+    # Each pod of a rank that was refused is one entry.
+    missing = len({found.slot for found in obstructed if found.slot.role == contract.ROLE_WORKER})
     effects = Effects()
     for found in obstructed:
         if found.obstacle.blocked is Blocked.GATED:

@@ -66,12 +66,20 @@ class PlannedStatus:
     wake: datetime | None = None
 
 
-def judge(meta: ObjectMeta, old: TrainingJobStatus, new: NewStatus, observed: Observed, now: datetime) -> PlannedStatus:
-    """Returns the status to write after `old`."""
+def judge(
+    meta: ObjectMeta,
+    old: TrainingJobStatus,
+    new: NewStatus,
+    observed: Observed,
+    now: datetime,
+    events: Sequence[Event] = (),
+) -> PlannedStatus:
+    """Returns the status to write after `old`. The history in it records `events`: without a record, the next plan
+    would send them again."""
     assembled = _assembled(meta, old, new)
     after = _with_progress(meta, old, new, assembled, observed, now)
     counted = _with_spent(after, observed.spent)
-    if assembled != old:
+    if assembled != old or any(event.reason not in _NOT_HISTORY for event in events):
         return PlannedStatus(counted.to_dict())
     if counted == old:
         return PlannedStatus()

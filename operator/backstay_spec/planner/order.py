@@ -12,7 +12,7 @@ from typing import Final
 from backstay_spec import contract
 from backstay_spec.causes import refusal_obstacle
 from backstay_spec.names import Slot
-from backstay_spec.observed import IN_QUEUE, RefusedCreate
+from backstay_spec.observed import HELD, IN_QUEUE, RefusedCreate
 from backstay_spec.planner.deleting import deletions
 from backstay_spec.planner.effects import NOTHING, Creation, Effects
 from backstay_spec.planner.facts import Facts, desired_slots
@@ -31,19 +31,27 @@ class CreationOrder:
     """The pods that may be created now, and the deletions that make room for others.
 
     Attributes:
-        hold: whether only servers are created, because the API server refuses a server.
+        last: the last stage of which pods are created (see `stage`), because the API server refuses a pod of it.
         release: deletions that free quota for the refused servers.
     """
 
-    hold: bool = False
+    last: int = REST
     release: Effects = NOTHING
+
+    def holds(self, facts: Facts, slot: Slot) -> bool:
+        """Returns whether no worker or evaluator of this slot is created now; of a server's slot, no standby."""
+        is_needed = slot.role == contract.ROLE_WORKER and is_quorum(facts, slot)
+        return self.last < (1 if is_needed else REST)
 
 
 def judge(facts: Facts, record: Record) -> CreationOrder:
-    """Returns the consequences of refused servers for the other pods."""
-    refused = [refusal for shard in facts.shards if (refusal := _refusal(facts, record, shard)) is not None]
+    """Returns the consequences of refused servers, and of refused workers of the quorum, for the other pods."""
+    servers = [Slot(contract.ROLE_SERVER, shard) for shard in facts.shards]
+    refused = [refusal for slot in servers if (refusal := _refusal(facts, record, slot)) is not None]
     if not refused:
-        return CreationOrder()
+        needed = (slot for slot in desired_slots(facts.job) if slot.role == contract.ROLE_WORKER)
+        waits = any(is_quorum(facts, slot) and _refusal(facts, record, slot) is not None for slot in needed)
+        return CreationOrder(1 if waits else REST)
     others = [slot for slot in desired_slots(facts.job) if slot.role != contract.ROLE_SERVER]
     pods = [pod for slot in sorted(others, key=_least_needed_first) for pod in facts.pods.get(slot, ())]
     there = [pod for pod in pods if not (pod.terminal or pod.deleting)]
@@ -52,7 +60,7 @@ def judge(facts: Facts, record: Record) -> CreationOrder:
     room = len(others) - len({pod.slot for pod in there})
     released = there[: max(0, wanted - room)]
     actions = tuple(action for pod in released for action in deletions(pod, None, "QuotaForServers"))
-    return CreationOrder(True, Effects(actions=actions))
+    return CreationOrder(0, Effects(actions=actions))
 
 
 def stage(facts: Facts, record: Record, creation: Creation) -> int:
@@ -71,13 +79,11 @@ def is_quorum(facts: Facts, slot: Slot) -> bool:
     return slot.role == contract.ROLE_WORKER and slot.index < quorum
 
 
-def _refusal(facts: Facts, record: Record, shard: int) -> RefusedCreate | None:
-    """Returns the API server's refusal of the shard's active server, or None if it is not refused, or a retry cannot
-    help."""
-    slot = Slot(contract.ROLE_SERVER, shard)
+def _refusal(facts: Facts, record: Record, slot: Slot) -> RefusedCreate | None:
+    """Returns the API server's refusal of a slot's pod, or None if it is not refused, or a retry cannot help."""
     current = record.current(slot)
     refusal = facts.refusal(slot, current)
-    if refusal is None or refusal.reason == IN_QUEUE or facts.pod(slot, current) is not None:
+    if refusal is None or refusal.reason in (HELD, IN_QUEUE) or not facts.absent(slot, current):
         return None
     return None if refusal_obstacle(refusal.reason, refusal.message).blocked.permanent else refusal
 

@@ -67,7 +67,7 @@ def judge(
     """Returns the pods of one slot after this plan.
 
     Args:
-        hold: whether only active servers are created now (see `order`).
+        hold: whether no worker and no evaluator of this slot is created now, or no standby of it (see `order`).
         given_up: the pods that are created again because of the queue.
     """
     held = hold and slot.role != contract.ROLE_SERVER
@@ -272,7 +272,7 @@ def _not_created(facts: Facts, slot: Slot, incarnation: int, name: str, refusal:
     created = facts.conditions.get(status.PODS_CREATED)
     # An operator that has started again finds in the status since when its predecessor tried.
     if begun is not None and since - begun < _FIRST_TRIES and created is not None and created.status == "False":
-        since = min(since, created.last_transition_time) if f"{slot.text}:" in created.message else since
+        since = min(since, _reported_at(facts, slot, created.last_transition_time) or since)
     if refusal.reason in UNCOUNTED:
         since = facts.now
     effects = Effects(obstructed=(Obstructed(slot, obstacle, since),))
@@ -280,6 +280,15 @@ def _not_created(facts: Facts, slot: Slot, incarnation: int, name: str, refusal:
         text = f"{slot.text} (pod {name}) cannot be created: {obstacle.text}"
         return replace(effects, failure=JobFailure(obstacle.blocked, text))
     return effects + try_again(facts, slot, incarnation, refusal)
+
+
+def _reported_at(facts: Facts, slot: Slot, after: datetime) -> datetime | None:
+    """Returns when an obstacle of this slot was first reported since `after`, or None if none was.
+
+    Another slot may have been refused for longer.
+    """
+    reported = (entry.time for entry in facts.old.history if entry.message.startswith(f"{slot.text}: "))
+    return next((at for at in reported if at >= after), None)
 
 
 def _row_of_deaths(record: Record, slot: Slot) -> tuple[Obstructed, ...]:

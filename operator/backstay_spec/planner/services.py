@@ -16,14 +16,17 @@ from backstay_spec.actions import (
     DeleteNetworkPolicy,
     PatchService,
 )
+from backstay_spec.causes import Blocked, Obstacle, refusal_obstacle
+from backstay_spec.names import Slot
+from backstay_spec.observed import UNCOUNTED
 from backstay_spec.planner.creating import REFUSED_RETRY
 from backstay_spec.planner.deleting import deletions
-from backstay_spec.planner.effects import Effects
+from backstay_spec.planner.effects import Effects, Obstructed
 from backstay_spec.planner.facts import Facts
 from backstay_spec.planner.pods import PodView, is_deleting, is_owned
 from backstay_spec.planner.record import Record
 
-__all__ = ["missing", "repointed", "with_old_address"]
+__all__ = ["missing", "refused", "repointed", "with_old_address"]
 
 # The time between two creations of a Secret that may have been deleted.
 SECRET_RETRY: Final = timedelta(seconds=10)
@@ -86,6 +89,26 @@ def _missing_services(facts: Facts, record: Record) -> Effects:
         manifest = manifests.service(facts.meta, shard, record.selected(shard), known)
         effects += _if_due(facts, name, CreateService(manifest))
     return effects
+
+
+def refused(facts: Facts) -> Effects:
+    """Returns the obstacles of servers whose Service, or the job's Secret, the API server refuses.
+
+    Without these objects no pod can be created.
+    """
+    meta, server_0 = facts.meta, Slot(contract.ROLE_SERVER, 0)
+    needed = {} if facts.observed.secret_ensured else {names.secret_name(meta.name, meta.uid): ("Secret", server_0)}
+    for shard in facts.shards:
+        name = names.service_name(meta.name, meta.uid, shard)
+        if name not in facts.services:
+            needed[name] = "Service", Slot(contract.ROLE_SERVER, shard)
+    found = []
+    for name, (kind, slot) in needed.items():
+        if (refusal := facts.observed.refused.get(name)) is not None:
+            text = refusal_obstacle(refusal.reason, refusal.message).text
+            since = facts.now if refusal.reason in UNCOUNTED else refusal.since or refusal.at
+            found.append(Obstructed(slot, Obstacle(Blocked.REFUSED, f"the {kind} {name}: {text}"), since))
+    return Effects(obstructed=tuple(found))
 
 
 def _if_due(facts: Facts, name: str, action: Action) -> Effects:

@@ -115,8 +115,8 @@ class Succession:
         """Record that a worker that joins has parameters of (term, version), from before it lost its servers.
 
         Updates that the worker has and this history lacks were lost with an earlier coordinator, and are made again.
-        With standbys, a worker that is ahead in the same term, or has a newer one, shows that a part of the history is
-        missing here. Then a new term begins.
+        With standbys, a worker that is ahead, or has a newer term, shows that a part of the history is missing here.
+        Then a new term begins.
         """
         state = self._history.state
         if term == state.term and version <= state.version:
