@@ -123,8 +123,10 @@ async def create_job_once(
             lambda: create_job(api, job, embedded=embedded),
             lambda: _own_job(api, meta["namespace"], meta["name"], mark),
         )
-    except (ApiRequestError, JobExists):  # after any other error the job may exist, and need its code
-        if config_map is not None:
+    except (ApiRequestError, JobExists) as error:
+        # After any other error the job may exist, and need its code.
+        may_exist = isinstance(error, ApiRequestError) and error.code >= 500 and await _may_exist(api, meta)
+        if config_map is not None and not may_exist:
             with contextlib.suppress(ApiRequestError, aiohttp.ClientError, OSError):
                 await api.request("DELETE", f"{place}/{config_map['metadata']['name']}")
         raise
@@ -156,14 +158,26 @@ async def _once(create: Callable[[], Awaitable[_T]], existing: Callable[[], Awai
         try:
             return await create()
         except ApiRequestError as error:
-            if error.reason != "AlreadyExists":
+            if error.reason == "AlreadyExists":
+                return await existing()
+            if (error.code < 500 and error.code != 429) or attempt == _ATTEMPTS - 1:
                 raise
-            return await existing()
         except (aiohttp.ClientError, OSError):
             if attempt == _ATTEMPTS - 1:
                 raise
         await asyncio.sleep(_PAUSE * 2**attempt)
     raise AssertionError("the last attempt returns or raises")
+
+
+async def _may_exist(api: ApiCalls, meta: Mapping[str, Any]) -> bool:
+    """Returns whether the job exists, or whether that is not known."""
+    try:
+        await api.get_job(meta["namespace"], meta["name"])
+    except ApiRequestError as error:
+        return error.code != 404
+    except (aiohttp.ClientError, OSError):
+        return True
+    return True
 
 
 async def _own_job(api: ApiCalls, namespace: str, name: str, mark: str) -> dict[str, Any]:

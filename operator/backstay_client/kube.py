@@ -16,6 +16,7 @@ import yaml
 from backstay_client.errors import BadInput
 from backstay_cluster.client import MERGE_PATCH, ApiRequestError, Connection
 from backstay_spec import contract
+from backstay_spec.names import LABEL_JOB_UID
 
 __all__ = ["CRDS", "JOBS", "ApiCalls", "ApiRequestError", "JobApi", "is_transient"]
 
@@ -51,8 +52,12 @@ class JobApi(Protocol):
     async def pod_page(self, pod: dict[str, Any], path: str, timeout: float = 2.0, **headers: str) -> bytes | None:
         """Returns a page of a pod's health port."""
 
-    async def pods_of(self, namespace: str, name: str) -> list[dict[str, Any]]:
-        """Returns the job's pods."""
+    async def pods_of(self, namespace: str, name: str, uid: str = "") -> list[dict[str, Any]]:
+        """Returns the job's pods.
+
+        Args:
+            uid: the job's uid; empty: also the pods of earlier jobs with this name.
+        """
 
     async def events_of(self, namespace: str, uid: str) -> list[dict[str, Any]]:
         """Returns the events about an object, oldest first."""
@@ -173,11 +178,10 @@ class ApiCalls(Connection):
         checkpoint."""
         await self.patch_job(namespace, name, {"spec": {"runPolicy": {"suspend": True}}})
 
-    async def pods_of(self, namespace: str, name: str) -> list[dict[str, Any]]:
-        """Returns the job's pods."""
-        answer = await self.request(
-            "GET", f"/api/v1/namespaces/{namespace}/pods", labelSelector=f"{contract.LABEL_JOB}={name}"
-        )
+    async def pods_of(self, namespace: str, name: str, uid: str = "") -> list[dict[str, Any]]:
+        """See `JobApi`."""
+        selector = f"{contract.LABEL_JOB}={name}" + (f",{LABEL_JOB_UID}={uid}" if uid else "")
+        answer = await self.request("GET", f"/api/v1/namespaces/{namespace}/pods", labelSelector=selector)
         pods: list[dict[str, Any]] = answer["items"]
         return pods
 

@@ -70,7 +70,7 @@ class KnownJobs:
     def took_over(self) -> None:
         """Drop what the servers answered before, and the accounts. Called when this operator begins to act.
 
-        It has called no server since then, so the training of each job would seem to stand still. Another operator may
+        It has called no server since then, so the training of each job would seem to have stopped. Another operator may
         have counted the same seconds, so the accounts continue from the statuses.
         """
         for memory in self._memories.values():

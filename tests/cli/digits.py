@@ -9,6 +9,7 @@ from rich.console import Console
 
 from backstay_client.view.follow import JobView, view_of, with_page
 from backstay_spec import contract
+from backstay_spec.names import LABEL_JOB_UID
 
 NOW = datetime(2026, 11, 22, 12, 0, 0, tzinfo=UTC).timestamp()
 
@@ -20,6 +21,7 @@ def stamp(seconds: float) -> str:
 def pod(role: str, index: int, incarnation: int = 1, *, ready: bool = True, phase: str = "Running") -> dict[str, Any]:
     labels = {
         contract.LABEL_JOB: "digits",
+        LABEL_JOB_UID: "u",
         contract.LABEL_ROLE: role,
         contract.LABEL_INDEX: str(index),
         contract.LABEL_INCARNATION: str(incarnation),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 from typing import Any
 
@@ -99,6 +100,35 @@ async def test_a_job_that_is_refused_leaves_no_code_behind() -> None:
     with pytest.raises(ApiRequestError, match=r"spec\.workers: no"):
         await create_job_once(api, JOB, CODE, embedded=False)
     assert kinds(api) == []
+
+
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("times", [1, 9])
+async def test_after_an_error_of_the_server_the_job_may_exist_and_keeps_its_code(
+    stored: bool, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job was stored, etcd answered too late, and the code of the job was deleted."""
+    api = LossyApi()
+    monkeypatch.setattr("backstay_client.creating.asyncio.sleep", no_sleep)
+    exchange, left = api.exchange, times
+
+    async def failing(method: str, path: str, **rest: Any) -> Any:
+        nonlocal left
+        if method == "POST" and "trainingjobs" in path and left:
+            left -= 1
+            if stored:
+                with contextlib.suppress(ApiRequestError):
+                    await exchange(method, path, **rest)
+            raise ApiRequestError(504, "Timeout", "etcdserver: request timed out")
+        return await exchange(method, path, **rest)
+
+    monkeypatch.setattr(api, "exchange", failing)
+    if times == 1:
+        await create_job_once(api, JOB, CODE, embedded=False)
+    else:
+        with pytest.raises(ApiRequestError, match="etcdserver"):
+            await create_job_once(api, JOB, CODE, embedded=False)
+    assert kinds(api) == (["configmaps", "trainingjobs"] if stored or times == 1 else [])
 
 
 @pytest.mark.parametrize("error", [aiohttp.ServerDisconnectedError, asyncio.CancelledError])

@@ -292,9 +292,10 @@ class AsyncClient:
             session = await self._stack.enter_async_context(
                 lasting_session(folder, preload=modules, user_environment=True)
             )
-        except SessionError as error:
+        except BaseException as error:
             self._stack.pop_all()  # what closing would store is not how the run ended
-            store_result(run, {"reason": "EmbeddedClusterFailed", "message": str(error)})
+            why = str(error) if isinstance(error, SessionError) else "its start was interrupted"
+            store_result(run, {"reason": "EmbeddedClusterFailed", "message": why})
             raise
         self._session = session
         return FoundCluster(session.api, namespace, f"the embedded cluster in {folder}", folder)

@@ -220,7 +220,7 @@ class AsyncJobHandle:
         """Loss and metrics over the steps; without points if nothing is known."""
         cluster = await self._cluster()
         job = await self._job()
-        pods = await cluster.api.pods_of(self.namespace, self.name)
+        pods = await cluster.api.pods_of(self.namespace, self.name, job["metadata"]["uid"])
         found = await curve_of_job(cluster, job, pods)
         if found.steps or found.evaluations:  # the server of a job that has ended is gone
             self._curve = found

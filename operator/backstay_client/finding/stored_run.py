@@ -16,6 +16,7 @@ from backstay_client.kube import ApiRequestError
 from backstay_client.view.follow import STOPPED, TERMINAL
 from backstay_client.words import shortened
 from backstay_spec import contract
+from backstay_spec.names import LABEL_JOB_UID
 
 __all__ = ["StateFile", "StoredApi", "jobs_in"]
 
@@ -102,13 +103,14 @@ class StoredApi:
         """Returns the TrainingJobs of a namespace, or of all if it is None."""
         return [job for job in self._jobs if namespace in (None, job["metadata"].get("namespace"))]
 
-    async def pods_of(self, namespace: str, name: str) -> list[dict[str, Any]]:
-        """Returns the pods that the job has had."""
+    async def pods_of(self, namespace: str, name: str, uid: str = "") -> list[dict[str, Any]]:
+        """Returns the pods that the job has had; `uid` is as in `JobApi`."""
+        wanted = {contract.LABEL_JOB: name} | ({LABEL_JOB_UID: uid} if uid else {})
         return [
             pod
             for pod in self._pods
             if pod["metadata"].get("namespace") == namespace
-            and (pod["metadata"].get("labels") or {}).get(contract.LABEL_JOB) == name
+            and wanted.items() <= (pod["metadata"].get("labels") or {}).items()
         ]
 
     async def events_of(self, namespace: str, uid: str) -> list[dict[str, Any]]:

@@ -68,15 +68,15 @@ async def log_lines(cluster: FoundCluster, job: str, wanted: WantedLogs) -> Asyn
         BadInput: the job has no such pod.
         ApiRequestError: the job does not exist, or its logs may not be read.
     """
-    await cluster.api.get_job(cluster.namespace, job)
-    pods = [pod for pod in await cluster.api.pods_of(cluster.namespace, job) if wanted.covers(pod)]
+    uid = (await cluster.api.get_job(cluster.namespace, job))["metadata"]["uid"]
+    pods = [pod for pod in await cluster.api.pods_of(cluster.namespace, job, uid) if wanted.covers(pod)]
     chosen = _previous(pods) if wanted.previous else active_pods(pods)
     if not chosen and not wanted.follow:
         raise BadInput(_nothing(job, wanted, pods))
     # With one pod, lines have no prefix, so that other programs can process the output.
     many = wanted.role is None or wanted.rank is None or any(member_of(pod) is not None for pod in pods)
     if wanted.follow:
-        async with contextlib.aclosing(_follow(cluster, job, wanted, many=many)) as lines:
+        async with contextlib.aclosing(_follow(cluster, job, uid, wanted, many=many)) as lines:
             async for line in lines:
                 yield line
         return
@@ -146,17 +146,18 @@ def _kept(folder: Path | None, pod: dict[str, Any], wanted: WantedLogs) -> list[
     log = folder / "pods" / meta["namespace"] / meta["name"] / f"{contract.CONTAINER}.log"
     with contextlib.suppress(OSError):
         lines = log.read_bytes().splitlines()
-        return [log_line(line) for line in (lines if wanted.tail is None else lines[len(lines) - wanted.tail :])]
+        first = 0 if wanted.tail is None else max(0, len(lines) - wanted.tail)
+        return [log_line(line) for line in lines[first:]]
     return []
 
 
-async def _follow(cluster: FoundCluster, job: str, wanted: WantedLogs, *, many: bool) -> AsyncGenerator[str]:
+async def _follow(cluster: FoundCluster, job: str, uid: str, wanted: WantedLogs, *, many: bool) -> AsyncGenerator[str]:
     """Yields the lines of the logs of all selected pods, including new ones, until the job has ended."""
     found: asyncio.Queue[str | Exception | None] = asyncio.Queue(_MOST_LINES)
 
     async def find() -> None:
         try:
-            await _find(cluster, job, wanted, found, many=many)
+            await _find(cluster, job, uid, wanted, found, many=many)
         except Exception as error:  # noqa: BLE001  # it is raised below, after the lines before it
             await found.put(error)
         else:
@@ -173,13 +174,23 @@ async def _follow(cluster: FoundCluster, job: str, wanted: WantedLogs, *, many: 
         await asyncio.gather(finding, return_exceptions=True)
 
 
-async def _find(cluster: FoundCluster, job: str, wanted: WantedLogs, found: asyncio.Queue[Any], *, many: bool) -> None:
+async def _find(
+    cluster: FoundCluster, job: str, uid: str, wanted: WantedLogs, found: asyncio.Queue[Any], *, many: bool
+) -> None:
     """Follow each selected pod in a task that puts its lines into `found`."""
     followed: dict[str, asyncio.Task[None]] = {}
+    sent: dict[str, tuple[str, int]] = {}  # by uid of a pod: its first line, and how many lines
 
     async def one(pod: dict[str, Any]) -> None:
+        pod_uid, number = pod["metadata"]["uid"], 0
+        first, skip = sent.get(pod_uid, ("", 0))
         async for line in _lines(cluster, pod, wanted, follow=True):
-            await found.put(_prefixed(pod, line, many=many))
+            number += 1
+            if number == 1 and line != first:  # not again from the beginning: the end was requested, or it was rotated
+                first, skip = line, 0
+            if number > skip:
+                sent[pod_uid] = first, number
+                await found.put(_prefixed(pod, line, many=many))
 
     try:
         while True:
@@ -188,7 +199,8 @@ async def _find(cluster: FoundCluster, job: str, wanted: WantedLogs, found: asyn
                 try:
                     current = await cluster.api.get_job(cluster.namespace, job)
                     ended = (current.get("status") or {}).get("phase") in TERMINAL
-                    pods = await cluster.api.pods_of(cluster.namespace, job)
+                    ended = ended or current["metadata"]["uid"] != uid  # another job has the name now
+                    pods = await cluster.api.pods_of(cluster.namespace, job, uid)
                 except ApiRequestError as error:
                     if error.code != 404:
                         raise
@@ -198,9 +210,11 @@ async def _find(cluster: FoundCluster, job: str, wanted: WantedLogs, found: asyn
                     if started and pod["metadata"]["uid"] not in followed:
                         followed[pod["metadata"]["uid"]] = asyncio.create_task(one(pod))
             # After a lost connection the next look follows the pod again; after a refusal it would be refused again.
-            failed = [task.exception() for task in followed.values() if task.done() and not task.cancelled()]
-            for failure in failed:
-                if isinstance(failure, ApiRequestError):
+            for pod_uid, task in list(followed.items()):
+                failure = task.exception() if task.done() and not task.cancelled() else None
+                if isinstance(failure, aiohttp.ClientError | TimeoutError | OSError):
+                    del followed[pod_uid]
+                elif failure is not None:
                     raise failure
             if ended:
                 await asyncio.wait(followed.values(), timeout=5.0) if followed else None

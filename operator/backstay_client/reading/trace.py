@@ -80,7 +80,7 @@ async def trace_of_job(cluster: FoundCluster, name: str, out: Path, wanted: Want
         ApiRequestError: there is no such job.
     """
     job = await cluster.api.get_job(cluster.namespace, name)
-    pods = await cluster.api.pods_of(cluster.namespace, name)
+    pods = await cluster.api.pods_of(cluster.namespace, name, job["metadata"]["uid"])
     events = await cluster.api.events_of(cluster.namespace, job["metadata"]["uid"])
     history = view_of(job, pods, events).history
     for pod in servers_of_shard_0(pods):

@@ -153,7 +153,7 @@ class JobView:
 async def look(api: JobApi, namespace: str, name: str, before: JobView | None = None) -> JobView:
     """Returns the current state of the job; parts that can no longer be read are copied from `before`."""
     job = await api.get_job(namespace, name)
-    pods = await api.pods_of(namespace, name)
+    pods = await api.pods_of(namespace, name, job["metadata"]["uid"])
     events = await api.events_of(namespace, job["metadata"]["uid"])
     view = view_of(job, pods, events, before)
     if view.ended:
@@ -165,7 +165,10 @@ async def look(api: JobApi, namespace: str, name: str, before: JobView | None = 
 def view_of(
     job: dict[str, Any], pods: list[dict[str, Any]], events: list[dict[str, Any]], before: JobView | None = None
 ) -> JobView:
-    """Returns the state of the job, only from the given objects."""
+    """Returns the state of the job, only from the given objects. `before` counts if it is of the same job, and not of
+    an earlier one with its name."""
+    if before is not None and before.job.get("metadata", {}).get("uid") != job["metadata"].get("uid"):
+        before = None
     status = job.get("status") or {}
     roles = {
         role: RoleView(*(int(values.get(key, 0)) for key in ("desired", "ready", "restarts", "disruptions")))
