@@ -247,7 +247,7 @@ class RunPolicy(SpecModel):
     edited freely."""
 
     active_deadline_seconds: int | None = None
-    """The job fails when it has run this long, without the time in which it was suspended. Absent: no limit."""
+    """The job fails when it has run this long since its start, or since it was last resumed. Absent: no limit."""
 
     pending_deadline_seconds: int = 600
     """The job fails when a pod that an update needs has not started for this long. Before the first update, this
