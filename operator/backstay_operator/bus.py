@@ -61,18 +61,24 @@ class Serves:
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """A round of calls to the servers of a job ended, with this result about which pods answer."""
+    """A round of calls to the servers of a job ended, with this result about which pods answer.
+
+    Attributes:
+        token: the job's token, because another job may have the name since; empty: it is the known one.
+    """
 
     key: JobKey
     contact: Contact
+    token: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Progressed:
-    """The servers of a job answered with this progress."""
+    """The servers of a job answered with this progress; `token` is as in `Called`."""
 
     key: JobKey
     progress: Progress
+    token: str = ""
 
 
 _Event = TypeVar("_Event", Changed, PodEnded, Relisted, LeadChanged, Serves, Called, Progressed)

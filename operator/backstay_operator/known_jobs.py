@@ -68,7 +68,7 @@ class KnownJobs:
         self._parsed.pop(key, None)
 
     def took_over(self) -> None:
-        """Drop what the servers answered before, and the accounts. Called when this operator begins to act.
+        """Drop the answers from before, and the accounts. Called when this operator begins to act.
 
         It has called no server since then, so the training of each job would seem to have stopped. Another operator may
         have counted the same seconds, so the accounts continue from the statuses.
@@ -76,6 +76,7 @@ class KnownJobs:
         for memory in self._memories.values():
             memory.contact = memory.progress = memory.updates = None
             memory.account = None
+            memory.refused = {}
 
     def spec(self, key: JobKey, job: Json) -> TrainingJobSpec | SpecErrors:
         """Returns the typed spec, or the errors of one that an older CRD accepted. A spec is validated once for each

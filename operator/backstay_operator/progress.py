@@ -282,12 +282,9 @@ class Poller:
             poll.calls.reset()
             poll.hung.clear()
             return  # the counts were reset: calls during the pause prove nothing
-        current = self._what(key)
-        if current is None or current.token != todo.token:
-            return  # the job was deleted meanwhile, and another one may have its name
         now = self._now()
         answered = [(server, reply) for server, reply in zip(todo.servers, answers, strict=True) if reply is not None]
-        self._bus.send(Called(key, poll.calls.contact(now, reachable, unreachable, frozenset(poll.hung))))
+        self._bus.send(Called(key, poll.calls.contact(now, reachable, unreachable, frozenset(poll.hung)), todo.token))
         replies = {server.shard: reply for server, reply in answered if server.serves}
         combined = combine(replies, now)
         if combined is not None:
@@ -296,7 +293,7 @@ class Poller:
                     key, poll, next(server for server, _ in answered if server.serves and not server.shard), combined
                 )
             await self._check_workers(poll, todo, combined)
-            self._bus.send(Progressed(key, combined))
+            self._bus.send(Progressed(key, combined, todo.token))
 
     async def _call(self, poll: Poll, todo: Round, server: PolledServer) -> control_pb2.ProgressReply | None:
         line = poll.lines.get(server.pod_uid)

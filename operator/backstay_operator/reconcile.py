@@ -10,6 +10,7 @@ from backstay_operator.execute import Executor
 from backstay_operator.job_metrics import training
 from backstay_operator.known_jobs import OVER, KnownJobs
 from backstay_operator.kubernetes_job import KubernetesJob
+from backstay_operator.memory import OperatorMemory
 from backstay_operator.metrics import OperatorMetrics
 from backstay_operator.progress import Round
 from backstay_operator.rights import PODS
@@ -117,17 +118,21 @@ class Reconciler:
 
     def _called(self, event: Called) -> None:
         memory, contact = self._known.memory(event.key), event.contact
-        if memory is None:
+        if memory is None or not self._is_of(memory, event):
             return
         before, memory.contact = memory.contact, contact
         changed = before is None or contact.hung_workers != before.hung_workers
         if contact.silent or changed or (before is not None and before.silent):
             self._bus.send(Changed(event.key))
 
+    def _is_of(self, memory: OperatorMemory, event: Called | Progressed) -> bool:
+        """Returns whether an answer is of this job, and not of an earlier one with its name."""
+        return event.token in ("", token_for(self._key, memory.uid))
+
     def _progressed(self, event: Progressed) -> None:
         key, progress = event.key, event.progress
         memory, report = self._known.memory(key), progress.report
-        if memory is None or not self._leads():
+        if memory is None or not self._is_of(memory, event) or not self._leads():
             return  # a follower reports nothing, and another operator plans this job
         if memory.account is not None:
             memory.account.report(progress.worker_seconds)

@@ -62,18 +62,19 @@ class JobMemory:
         spent: Spent | None = None,
     ) -> Observed:
         """Returns the input of the next plan, with these objects of the job and the content of this memory."""
-        pods = tuple(pods)
+        pods, services, policies = tuple(pods), tuple(services), tuple(network_policies)
         self.begun = self.begun or now
         seen = {pod["metadata"]["name"] for pod in pods}
         self.missing -= seen
         self.witnessed |= seen
-        self.refused = {name: why for name, why in self.refused.items() if name not in seen or why.reason == TAKEN}
+        there = seen.union(found["metadata"]["name"] for found in (*services, *policies))
+        self.refused = {name: why for name, why in self.refused.items() if name not in there or why.reason == TAKEN}
         self.gated = {uid: at for pod in pods if (at := self._gated_until(uid := pod["metadata"]["uid"], pod, now))}
         self.in_queue = {pod["metadata"]["uid"] for pod in pods if _is_gated(pod)}
         return Observed(
             pods=pods,
-            services=tuple(services),
-            network_policies=tuple(network_policies),
+            services=services,
+            network_policies=policies,
             secret_ensured=self.secret_at is not None,
             secret_at=self.secret_at,
             secret_deleted=self.secret_deleted,

@@ -309,7 +309,7 @@ def _judge_slots(facts: Facts, record: Record, slots: Sequence[Slot]) -> Decisio
         decided = decided.then(replacement.judge(facts, decided.record, slot, hold=hold, given_up=given_up))
     if decided.effects.failure is not None:
         return decided
-    decided = decided.also(services.refused(facts))
+    decided = decided.also(services.refused(facts, decided.record))
     return decided.also(end.pending_deadline(facts, decided.effects.obstructed))
 
 

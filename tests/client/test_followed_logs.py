@@ -53,7 +53,7 @@ async def lines_of(api: Any, wanted: WantedLogs, folder: Path | None = None) -> 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backstay_client.reading.logs._LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("backstay_client.reading.logs.LOOK_SECONDS", 0.01)
 
 
 @pytest.mark.parametrize(

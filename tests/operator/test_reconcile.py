@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from prometheus_client import generate_latest
 
 from backstay_operator import errors
-from backstay_operator.bus import Changed, LeadChanged, PodEnded, Progressed
+from backstay_operator.bus import Called, Changed, LeadChanged, PodEnded, Progressed
 from backstay_operator.rights import EVENTS, JOBS, NETWORK_POLICIES, PODS, SECRETS, SERVICES
 from backstay_spec import contract
 from backstay_spec.job_report import JobReport
-from backstay_spec.observed import Progress
+from backstay_spec.observed import Contact, Progress
 from backstay_spec.token import token_for
 
 from .fake_pods import KEY, Json, MakeJob, crash, names, of_role, run_all, status
@@ -167,6 +167,20 @@ def test_a_pod_of_an_earlier_job_with_the_same_name_reports_nothing(
         operator.bus.send(PodEnded(KEY, server))
         assert memory.progress.report.step == step
         assert bool(memory.ended) == (step == 100)
+
+
+def test_an_answer_of_an_earlier_job_with_the_same_name_does_not_count(
+    kube: Any, operator_on: Any, make_job: MakeJob
+) -> None:
+    operator = running_on(kube, operator_on, make_job())
+    memory = operator.reconciler._known.memory(KEY)
+    progress = Progress(operator.now(), reached=frozenset({0}), report=JobReport(term=9, step=100))
+    contact = Contact(operator.now(), {}, {}, frozenset(), frozenset())
+    for uid, counts in (("of-the-old-job", False), (memory.uid, True)):
+        token = token_for(b"k" * 32, uid)
+        operator.bus.send(Called(KEY, contact, token))
+        operator.bus.send(Progressed(KEY, progress, token))
+        assert (memory.contact is not None, memory.progress is not None) == (counts, counts)
 
 
 def test_an_operator_that_does_not_act_reports_no_job(kube: Any, operator_on: Any, make_job: MakeJob) -> None:

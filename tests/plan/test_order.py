@@ -186,6 +186,51 @@ def test_an_object_that_pods_need_and_that_is_refused_is_named_and_ends_the_job(
     assert "exceeded quota: services=1" in cluster.condition("Failed")["message"]
 
 
+@pytest.mark.parametrize("prefix", ["mnist-ps-0-", "mnist-token-"])
+def test_a_job_that_trains_does_not_end_for_an_object_that_it_has_no_need_of(running, prefix):
+    """An operator that has started again creates the Secret, whose quota may be full by it. Pods need it later."""
+    cluster = running({"parameterServers": {"replicas": 1}, "workers": {"replicas": 2}, "update": {"backups": 1}})
+    cluster.answer(world=2, step=9)
+    cluster.settle()
+    cluster.restart_operator()
+    cluster.refuse = {prefix: ("Forbidden", "exceeded quota: secrets=1")}
+    cluster.services = {name: found for name, found in cluster.services.items() if not name.startswith(prefix)}
+    for _ in range(5):
+        cluster.answer(world=2, step=9)
+        cluster.settle()
+        cluster.tick(300)
+    assert cluster.status["phase"] == "Running"
+    assert cluster.condition("PodsCreated")["status"] == "True"
+    cluster.end(cluster.named(WORKER, 1), 137)
+    cluster.answer(world=2, step=9)
+    cluster.settle()
+    assert "secrets=1" in cluster.condition("PodsReady")["message"]
+    assert cluster.status["phase"] == "Running", "the quorum is complete"
+    cluster.end(cluster.named(SERVER, 0), 137)
+    cluster.settle()
+    assert cluster.status["phase"] != "Failed"
+    cluster.tick(601)
+    cluster.settle()
+    assert cluster.status["phase"] == "Failed"
+
+
+def test_standbys_are_replaced_while_a_rank_beyond_the_need_is_refused(running):
+    """The updates of enough other ranks continue, so nothing waits for its room."""
+    spec = {"parameterServers": {"replicas": 1, "standbys": 1}, "workers": {"replicas": 3}, "update": {"backups": 1}}
+    cluster = running(spec)
+    cluster.answer(world=3, step=9, in_sync={0: 2})
+    cluster.settle()
+    cluster.refuse = {"mnist-worker-0-": QUOTA}
+    cluster.end(cluster.named(WORKER, 0), 137)
+    cluster.settle()
+    cluster.end(cluster.named(SERVER, 0), 137)  # the standby
+    for _ in range(3):
+        cluster.tick(10)
+        cluster.answer(world=3, step=9)
+        cluster.settle()
+    assert roles(cluster) == [SERVER, SERVER, WORKER, WORKER]
+
+
 PENDING = {"pendingDeadlineSeconds": 20}
 WEBHOOK = ("InternalError", 'failed calling webhook "gone.example.com"')
 

@@ -24,7 +24,7 @@ __all__ = ["ROLES", "WantedLogs", "log_lines", "show_logs"]
 
 ROLES = {"server": contract.ROLE_SERVER, "worker": contract.ROLE_WORKER, "evaluator": contract.ROLE_EVALUATOR}
 _SHORT = {role: name for name, role in ROLES.items()}
-_LOOK_SECONDS = 1.0
+LOOK_SECONDS = 1.0
 _LONGEST_LINE = 1 << 20
 _MOST_LINES = 1000
 """Lines that wait for their reader; then the pods' logs wait."""
@@ -186,8 +186,8 @@ async def _find(
         first, skip = sent.get(pod_uid, ("", 0))
         async for line in _lines(cluster, pod, wanted, follow=True):
             number += 1
-            if number == 1 and line != first:  # not again from the beginning: the end was requested, or it was rotated
-                first, skip = line, 0
+            if number == 1 and (line != first or wanted.tail is not None):
+                first, skip = line, 0  # not again from the beginning: the log was rotated, or its end was requested
             if number > skip:
                 sent[pod_uid] = first, number
                 await found.put(_prefixed(pod, line, many=many))
@@ -195,12 +195,20 @@ async def _find(
     try:
         while True:
             ended = False
+            # A pod whose connection was lost is followed again. After a refusal it would be refused again.
+            for pod_uid, task in list(followed.items()):
+                failure = task.exception() if task.done() and not task.cancelled() else None
+                if isinstance(failure, aiohttp.ClientError | TimeoutError | OSError):
+                    del followed[pod_uid]
+                elif failure is not None:
+                    raise failure
             with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
                 try:
                     current = await cluster.api.get_job(cluster.namespace, job)
                     ended = (current.get("status") or {}).get("phase") in TERMINAL
-                    ended = ended or current["metadata"]["uid"] != uid  # another job has the name now
                     pods = await cluster.api.pods_of(cluster.namespace, job, uid)
+                    if current["metadata"]["uid"] != uid:  # another job has the name now
+                        ended, pods = True, []
                 except ApiRequestError as error:
                     if error.code != 404:
                         raise
@@ -209,17 +217,10 @@ async def _find(
                     started = pod.get("status", {}).get("phase") not in (None, "Pending")
                     if started and pod["metadata"]["uid"] not in followed:
                         followed[pod["metadata"]["uid"]] = asyncio.create_task(one(pod))
-            # After a lost connection the next look follows the pod again; after a refusal it would be refused again.
-            for pod_uid, task in list(followed.items()):
-                failure = task.exception() if task.done() and not task.cancelled() else None
-                if isinstance(failure, aiohttp.ClientError | TimeoutError | OSError):
-                    del followed[pod_uid]
-                elif failure is not None:
-                    raise failure
             if ended:
                 await asyncio.wait(followed.values(), timeout=5.0) if followed else None
                 return
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(LOOK_SECONDS)
     finally:
         for task in followed.values():
             task.cancel()

@@ -49,9 +49,7 @@ def judge(facts: Facts, record: Record) -> CreationOrder:
     servers = [Slot(contract.ROLE_SERVER, shard) for shard in facts.shards]
     refused = [refusal for slot in servers if (refusal := _refusal(facts, record, slot)) is not None]
     if not refused:
-        needed = (slot for slot in desired_slots(facts.job) if slot.role == contract.ROLE_WORKER)
-        waits = any(is_quorum(facts, slot) and _refusal(facts, record, slot) is not None for slot in needed)
-        return CreationOrder(1 if waits else REST)
+        return CreationOrder(1 if _lacks_quorum(facts, record) else REST)
     others = [slot for slot in desired_slots(facts.job) if slot.role != contract.ROLE_SERVER]
     pods = [pod for slot in sorted(others, key=_least_needed_first) for pod in facts.pods.get(slot, ())]
     there = [pod for pod in pods if not (pod.terminal or pod.deleting)]
@@ -79,13 +77,27 @@ def is_quorum(facts: Facts, slot: Slot) -> bool:
     return slot.role == contract.ROLE_WORKER and slot.index < quorum
 
 
+def _lacks_quorum(facts: Facts, record: Record) -> bool:
+    """Returns whether too few workers live for an update, and one of the quorum is refused."""
+    workers = [slot for slot in desired_slots(facts.job) if slot.role == contract.ROLE_WORKER]
+    living = 0
+    for slot in workers:
+        current = record.current(slot)
+        pod = facts.pod(slot, current)
+        living += pod is not None and pod.alive and not facts.absent(slot, current)
+    if living >= facts.spec.update.quorum(facts.spec.workers.replicas):
+        return False
+    return any(is_quorum(facts, slot) and _refusal(facts, record, slot) is not None for slot in workers)
+
+
 def _refusal(facts: Facts, record: Record, slot: Slot) -> RefusedCreate | None:
-    """Returns the API server's refusal of a slot's pod, or None if it is not refused, or a retry cannot help."""
-    current = record.current(slot)
-    refusal = facts.refusal(slot, current)
-    if refusal is None or refusal.reason in (HELD, IN_QUEUE) or not facts.absent(slot, current):
-        return None
-    return None if refusal_obstacle(refusal.reason, refusal.message).blocked.permanent else refusal
+    """Returns the API server's refusal of a pod of this slot, or None if none is refused, or a retry cannot help."""
+    for name in facts.absent(slot, record.current(slot)):
+        refusal = facts.observed.refused.get(name)
+        if refusal is None or refusal.reason in (HELD, IN_QUEUE):
+            continue
+        return None if refusal_obstacle(refusal.reason, refusal.message).blocked.permanent else refusal
+    return None
 
 
 def _least_needed_first(slot: Slot) -> tuple[bool, int]:

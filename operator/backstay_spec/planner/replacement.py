@@ -52,6 +52,7 @@ from backstay_spec.planner.pods import (
 )
 from backstay_spec.planner.promotion import GONE
 from backstay_spec.planner.record import Record
+from backstay_spec.types_status import Condition
 
 __all__ = ["judge"]
 
@@ -272,7 +273,7 @@ def _not_created(facts: Facts, slot: Slot, incarnation: int, name: str, refusal:
     created = facts.conditions.get(status.PODS_CREATED)
     # An operator that has started again finds in the status since when its predecessor tried.
     if begun is not None and since - begun < _FIRST_TRIES and created is not None and created.status == "False":
-        since = min(since, _reported_at(facts, slot, created.last_transition_time) or since)
+        since = min(since, _reported_at(facts, slot, obstacle, created) or since)
     if refusal.reason in UNCOUNTED:
         since = facts.now
     effects = Effects(obstructed=(Obstructed(slot, obstacle, since),))
@@ -282,13 +283,21 @@ def _not_created(facts: Facts, slot: Slot, incarnation: int, name: str, refusal:
     return effects + try_again(facts, slot, incarnation, refusal)
 
 
-def _reported_at(facts: Facts, slot: Slot, after: datetime) -> datetime | None:
-    """Returns when an obstacle of this slot was first reported since `after`, or None if none was.
+def _reported_at(facts: Facts, slot: Slot, obstacle: Obstacle, created: Condition) -> datetime | None:
+    """Returns since when this obstacle of the slot is in the history, or None if it is not.
 
-    Another slot may have been refused for longer.
+    Args:
+        created: the condition PodsCreated, which is False. Another slot may have been refused for longer.
     """
-    reported = (entry.time for entry in facts.old.history if entry.message.startswith(f"{slot.text}: "))
-    return next((at for at in reported if at >= after), None)
+    if f"{slot.text}:" not in created.message:
+        return None
+    died = (entry.time for entry in facts.old.history if entry.slot == slot.key)
+    after = max((created.last_transition_time, *died))  # the slot had a pod until then
+    for entry in facts.old.history:
+        is_it = entry.reason == obstacle.blocked and entry.message.startswith(f"{slot.text}: ")
+        if is_it and entry.time >= after:
+            return entry.time
+    return None
 
 
 def _row_of_deaths(record: Record, slot: Slot) -> tuple[Obstructed, ...]:

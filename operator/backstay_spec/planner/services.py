@@ -17,13 +17,12 @@ from backstay_spec.actions import (
     PatchService,
 )
 from backstay_spec.causes import Blocked, Obstacle, refusal_obstacle
-from backstay_spec.names import Slot
 from backstay_spec.observed import UNCOUNTED
 from backstay_spec.planner.creating import REFUSED_RETRY
 from backstay_spec.planner.deleting import deletions
 from backstay_spec.planner.effects import Effects, Obstructed
-from backstay_spec.planner.facts import Facts
-from backstay_spec.planner.pods import PodView, is_deleting, is_owned
+from backstay_spec.planner.facts import Facts, desired_slots
+from backstay_spec.planner.pods import PodView, ended_at, is_deleting, is_owned
 from backstay_spec.planner.record import Record
 
 __all__ = ["missing", "refused", "repointed", "with_old_address"]
@@ -91,23 +90,30 @@ def _missing_services(facts: Facts, record: Record) -> Effects:
     return effects
 
 
-def refused(facts: Facts) -> Effects:
-    """Returns the obstacles of servers whose Service, or the job's Secret, the API server refuses.
+def refused(facts: Facts, record: Record) -> Effects:
+    """Returns the obstacle of each slot without a living pod, if the API server refuses an object that new pods need.
 
-    Without these objects no pod can be created.
+    Such an object is the job's Secret, or the Service of a shard. Pods that run do not need it to be created again.
     """
-    meta, server_0 = facts.meta, Slot(contract.ROLE_SERVER, 0)
-    needed = {} if facts.observed.secret_ensured else {names.secret_name(meta.name, meta.uid): ("Secret", server_0)}
-    for shard in facts.shards:
-        name = names.service_name(meta.name, meta.uid, shard)
-        if name not in facts.services:
-            needed[name] = "Service", Slot(contract.ROLE_SERVER, shard)
+    meta = facts.meta
+    needed = {} if facts.observed.secret_ensured else {names.secret_name(meta.name, meta.uid): "Secret"}
+    services = (names.service_name(meta.name, meta.uid, shard) for shard in facts.shards)
+    needed |= {name: "Service" for name in services if name not in facts.services}
+    known = ((name, facts.observed.refused.get(name)) for name in needed)
+    name, refusal = next(((name, found) for name, found in known if found is not None), ("", None))
+    if refusal is None:
+        return Effects()
+    text = f"the {needed[name]} {name}: {refusal_obstacle(refusal.reason, refusal.message).text}"
+    tried = facts.now if refusal.reason in UNCOUNTED else refusal.since or refusal.at
     found = []
-    for name, (kind, slot) in needed.items():
-        if (refusal := facts.observed.refused.get(name)) is not None:
-            text = refusal_obstacle(refusal.reason, refusal.message).text
-            since = facts.now if refusal.reason in UNCOUNTED else refusal.since or refusal.at
-            found.append(Obstructed(slot, Obstacle(Blocked.REFUSED, f"the {kind} {name}: {text}"), since))
+    for slot in desired_slots(facts.job):
+        pod = facts.pod(slot, record.current(slot))
+        if pod is not None and pod.alive:
+            continue
+        # A pod may have been lost long after the refusal began, and no longer be there.
+        lost = facts.now if pod is None else ended_at(pod)
+        since = max(tried, lost) if facts.trained and lost is not None else tried
+        found.append(Obstructed(slot, Obstacle(Blocked.REFUSED, text), since))
     return Effects(obstructed=tuple(found))
 
 

@@ -24,7 +24,7 @@ class Succession:
         self._servers: dict[int, int] = {}  # incarnations, by shard
         self._prepared: tuple[Contribution, ...] = ()
         self._infos: tuple[GradientInfo, ...] = ()
-        self._ahead = 0  # the newest version of this term at a worker, if a new term begins for that reason
+        self._ahead = 0  # the newest version at a worker, if a new term begins for that reason
         self._above = 0  # the newest term that any shard received
         self._accounted = history.state.version  # updates up to this version were lost earlier, or are in `redone`
         self._outrun = False
@@ -124,7 +124,7 @@ class Succession:
         if not self._rules.replicates or term < state.term:
             return self._redo(version)
         if term > state.term:
-            self._above = max(self._above, term)
+            self._above, self._ahead = max(self._above, term), max(self._ahead, version)
             return [] if self._history.lost else self.lose(0)
         # Another shard sent that version, and will report its commit.
         if self._prepared and version == state.version + 1 and self._rules.shards > 1:
