@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +22,7 @@ from backstay._checkpoint import (
     describe_structure,
 )
 from backstay._coordination import CoordinatorState
-from backstay._update import Entry, describe
+from backstay._update import Entry, describe, leaf_names
 
 HISTORY = "00000000000000aa"
 
@@ -46,20 +45,16 @@ def write_checkpoint(
     shards: int = 1,
     incarnation: int = 0,
     origin: Origin | None = None,
-    dotted: bool = False,
     state: Any = None,
     **more: Any,
 ) -> Manifest:
-    """Returns a whole checkpoint of `params`, and of a model state, split into equal parts.
-
-    Args:
-        dotted: whether leaves have the names that servers give them.
-    """
+    """Returns a whole checkpoint of `params`, and of a model state, split into equal parts."""
     origin = origin or make_origin()
-    name_of = partial(jax.tree_util.keystr, simple=True, separator=".") if dotted else jax.tree_util.keystr
 
     def named_of(tree: Any) -> list[tuple[str, Any]]:
-        return [(name_of(path), np.asarray(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+        flat = jax.tree_util.tree_leaves_with_path(tree)
+        names = leaf_names(path for path, _ in flat)
+        return [(name, np.asarray(leaf)) for name, (_, leaf) in zip(names, flat, strict=True)]
 
     named, of_state = named_of(params), named_of(state)
     keys = [(f"params/{path}", array) for path, array in named] + [(f"state/{path}", array) for path, array in of_state]
@@ -128,9 +123,3 @@ def origin_of() -> Callable[..., Origin]:
 def write() -> Callable[..., Manifest]:
     """Writes a whole checkpoint."""
     return write_checkpoint
-
-
-@pytest.fixture(scope="session")
-def write_named() -> Callable[..., Manifest]:
-    """Writes a whole checkpoint with the names that servers give to leaves."""
-    return partial(write_checkpoint, dotted=True)

@@ -71,9 +71,9 @@ def test_t7_another_partition_reads_any_range(
     start = data.draw(st.integers(0, size - 1))
     stop = data.draw(st.integers(start + 1, size))
     reader = Reader(store, manifest, cache=1)
-    np.testing.assert_array_equal(reader.read("params/['a']", start, stop), array[start:stop])
+    np.testing.assert_array_equal(reader.read("params/a", start, stop), array[start:stop])
     with pytest.raises(CheckpointError, match="holds only elements"):
-        reader.read("params/['a']", start, size + 1)
+        reader.read("params/a", start, size + 1)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "manifest torn", "manifest of the future"])
@@ -256,6 +256,17 @@ def test_other_nodes_need_an_example(write: Write, tmp_path: Path) -> None:
     assert_same(load(str(tmp_path), like=params).params, params)
     with pytest.raises(CheckpointError, match=r"\(5,\)"):
         load(str(tmp_path), like={"p": Point(np.zeros(5, np.float32), [np.ones(3, np.float32)])})
+
+
+def test_an_example_with_other_names_is_refused(write: Write, tmp_path: Path) -> None:
+    """Arrays were assigned in their order, so that renamed parameters of one shape were exchanged."""
+    gate, up = np.zeros((2, 2), np.float32), np.ones((2, 2), np.float32)
+    write(CheckpointStore(str(tmp_path)), {"gate": gate, "up": up}, version=1)
+    with pytest.raises(
+        CheckpointError, match=r"`like` has w1_up where the checkpoint .* has gate: must have its names"
+    ):
+        load(str(tmp_path), like={"w1_up": up, "w2_gate": gate})
+    assert_same(load(str(tmp_path), like={"up": up, "gate": gate}).params, {"gate": gate, "up": up})
 
 
 TREES = st.recursive(

@@ -103,7 +103,7 @@ class Run:
 
 
 @pytest.fixture
-def folder(write_named: Write, origin_of: OriginOf) -> Iterator[Path]:
+def folder(write: Write, origin_of: OriginOf) -> Iterator[Path]:
     """A folder with two checkpoints and one file of each kind, in a place that other users may enter."""
     with tempfile.TemporaryDirectory(prefix="backstay-test-", dir="/tmp") as name:
         folder = Path(name)
@@ -111,7 +111,7 @@ def folder(write_named: Write, origin_of: OriginOf) -> Iterator[Path]:
         store = CheckpointStore(name)
         store.write_claim(Claim(origin=origin_of(), lease=1, term=1, incarnation=1, base=""))
         for version in (10, 20):
-            manifest = write_named(store, PARAMS, version=version)
+            manifest = write(store, PARAMS, version=version)
             rule = Best(metric="loss", mode="Min")
             store.write_evaluation(Evaluation(manifest=manifest.name, metrics={"loss": 1.0}, best=rule, unix_seconds=1))
         lease = FolderLease(
@@ -170,11 +170,11 @@ def start(folder: Path, storage_of: Callable[..., Any]) -> Iterator[Start]:
         run.lease._stopped.set()  # as if it was killed: the test may have made the folder unusable
 
 
-def trains_on(run: Run, write_named: Write, origin_of: OriginOf, start: Start) -> None:
+def trains_on(run: Run, write: Write, origin_of: OriginOf, start: Start) -> None:
     """The run stores a checkpoint, deletes old ones, and the next run finds it."""
     assert run.lease.number > 0
     term = run.store.contents().newest_term
-    manifest = write_named(run.store, PARAMS, version=30, term=term, lease=run.lease.number, origin=origin_of(uid="2"))
+    manifest = write(run.store, PARAMS, version=30, term=term, lease=run.lease.number, origin=origin_of(uid="2"))
     run.store.prune(keep=2, newest=manifest)
     run.storage.close()
     state, _ = start().storage.newest(0)
@@ -187,7 +187,7 @@ ROWS: Final = [row.strip("`") for row in CELLS]
 @pytest.mark.parametrize("harm", HARM)
 @pytest.mark.parametrize("row", ROWS)
 def test_t7_a_damaged_file_does_what_the_table_says(
-    folder: Path, start: Start, write_named: Write, origin_of: OriginOf, row: str, harm: str
+    folder: Path, start: Start, write: Write, origin_of: OriginOf, row: str, harm: str
 ) -> None:
     path = file_of(folder, row)
     if row == "lease-….json":
@@ -199,7 +199,7 @@ def test_t7_a_damaged_file_does_what_the_table_says(
     if row == "lease-….json":
         assert len(run.storage.taken_over()) == 1
         assert f"the lease {path.name} cannot be read" in run.storage.taken_over()[0]
-    trains_on(run, write_named, origin_of, start)
+    trains_on(run, write, origin_of, start)
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ def another_user() -> Iterator[Callable[[Path], None]]:
 def test_t8_an_unreadable_file_does_what_the_table_says(
     folder: Path,
     start: Start,
-    write_named: Write,
+    write: Write,
     origin_of: OriginOf,
     another_user: Callable[[Path], None],
     row: str,
@@ -235,7 +235,7 @@ def test_t8_an_unreadable_file_does_what_the_table_says(
     run = start()
     assert run.outcome() == expected(row, "unreadable")
     if expected(row, "unreadable") == "no effect":
-        trains_on(run, write_named, origin_of, start)
+        trains_on(run, write, origin_of, start)
         return
     with pytest.raises(CheckpointFolderUnusable) as caught:
         run.storage.newest(0)
@@ -246,13 +246,13 @@ def test_t8_an_unreadable_file_does_what_the_table_says(
 
 @pytest.mark.parametrize("row", ROWS)
 def test_t6_a_file_of_another_job_does_what_the_table_says(
-    folder: Path, start: Start, write_named: Write, origin_of: OriginOf, row: str
+    folder: Path, start: Start, write: Write, origin_of: OriginOf, row: str
 ) -> None:
     theirs = origin_of(OTHER, "b")
     store = CheckpointStore(str(folder))
     match row:
         case "step-….safetensors" | "step-….manifest.json" | "step-….evaluation.json":
-            manifest = write_named(store, PARAMS, version=40, lease=8, term=8, origin=theirs)
+            manifest = write(store, PARAMS, version=40, lease=8, term=8, origin=theirs)
             store.write_evaluation(Evaluation(manifest=manifest.name, metrics={}, best=None, unix_seconds=1))
             if row != "step-….manifest.json":
                 kept = file_of(folder, row)
@@ -273,7 +273,7 @@ def test_t6_a_file_of_another_job_does_what_the_table_says(
     run = start()
     assert run.outcome() == expected(row, "of another job")
     if not expected(row, "of another job").startswith("fails"):
-        trains_on(run, write_named, origin_of, start)
+        trains_on(run, write, origin_of, start)
 
 
 def test_each_name_fits_one_row(folder: Path) -> None:
@@ -287,11 +287,11 @@ def test_each_name_fits_one_row(folder: Path) -> None:
 
 
 def test_t7_an_unreadable_evaluation_costs_only_the_deletion_of_old_checkpoints(
-    folder: Path, write_named: Write, origin_of: OriginOf, another_user: Callable[[Path], None]
+    folder: Path, write: Write, origin_of: OriginOf, another_user: Callable[[Path], None]
 ) -> None:
     another_user(file_of(folder, "step-….evaluation.json"))
     store = CheckpointStore(str(folder))
-    newest = write_named(store, PARAMS, version=30, lease=2)
+    newest = write(store, PARAMS, version=30, lease=2)
     before = store.folder.names()
     with pytest.raises(StorageError, match="Permission denied"):
         store.prune(keep=1, newest=newest, best=Best(metric="loss", mode="Min"))

@@ -270,10 +270,10 @@ def test_samples_are_in_the_file_and_at_its_ends(size: int, marked: bool) -> Non
 
 
 def test_a_checkpoint_of_backstay_comes_from_the_cache_too(
-    remote: str, tmp_path: Path, write_named: Write, monkeypatch: pytest.MonkeyPatch
+    remote: str, tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = {"w": np.arange(4_000, dtype=np.float32), "b": np.arange(3, dtype=np.float32)}
-    manifest = write_named(CheckpointStore(f"{remote}/ckpt"), params, version=3, shards=2)
+    manifest = write(CheckpointStore(f"{remote}/ckpt"), params, version=3, shards=2)
     for attempt in range(2):
         read_bytes()
         assert same(arrays_of(f"{remote}/ckpt/{manifest.name}", tmp_path / "cache"), params)
@@ -416,10 +416,10 @@ def test_a_damaged_file_of_an_object_store_is_refused(remote: str, damage: str) 
         pass
 
 
-def test_the_state_of_the_optimizer_takes_no_memory_in_a_base(tmp_path: Path, write_named: Write) -> None:
+def test_the_state_of_the_optimizer_takes_no_memory_in_a_base(tmp_path: Path, write: Write) -> None:
     store = CheckpointStore(str(tmp_path))
     params = {"w": np.arange(50, dtype=np.float32)}
-    manifest = write_named(store, params, version=1, state={"mean": np.ones(3, np.float32)})
+    manifest = write(store, params, version=1, state={"mean": np.ones(3, np.float32)})
     reader = Reader(store, manifest, keep=("params/",))
     first, second = reader.parameter(0), reader.parameter(0)
     assert np.array_equal(first, params["w"])

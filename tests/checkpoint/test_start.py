@@ -75,12 +75,12 @@ def store_orbax(path: Path, tree: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "manifest", "file", "files", "orbax", "orbax manager", "memory"])
-def test_each_kind_of_place_gives_the_same_parameters(tmp_path: Path, write_named: Write, kind: str) -> None:
+def test_each_kind_of_place_gives_the_same_parameters(tmp_path: Path, write: Write, kind: str) -> None:
     place = f"{tmp_path}/place"
     match kind:
         case "folder" | "manifest":
-            write_named(CheckpointStore(place), jax.tree.map(np.zeros_like, TREE), version=4)
-            manifest = write_named(CheckpointStore(place), TREE, version=5, shards=2)
+            write(CheckpointStore(place), jax.tree.map(np.zeros_like, TREE), version=4)
+            manifest = write(CheckpointStore(place), TREE, version=5, shards=2)
             place += f"/{manifest.name}" if kind == "manifest" else ""
         case "file":
             place += ".safetensors"
@@ -200,9 +200,9 @@ def test_an_export_into_a_file_of_another_format_is_refused(
 
 
 @pytest.mark.parametrize("kind", ["ours", "safetensors", "orbax", "batch_stats"])
-def test_a_model_state_comes_along(tmp_path: Path, write_named: Write, kind: str) -> None:
+def test_a_model_state_comes_along(tmp_path: Path, write: Write, kind: str) -> None:
     store = CheckpointStore(f"{tmp_path}/ours")
-    write_named(store, TREE, state=STATE, version=5, shards=2)
+    write(store, TREE, state=STATE, version=5, shards=2)
     place = f"{tmp_path}/place"
     match kind:
         case "ours":
@@ -373,7 +373,7 @@ def test_an_orbax_checkpoint_with_a_torn_file_is_refused(tmp_path: Path) -> None
         started(str(tmp_path / "place"))
 
 
-def test_t6_a_place_that_changes_while_a_job_begins_is_refused(tmp_path: Path, write_named: Write) -> None:
+def test_t6_a_place_that_changes_while_a_job_begins_is_refused(tmp_path: Path, write: Write) -> None:
     """All servers read what the first server found; a newer checkpoint of another job does not count."""
     leaves = describe(TREE).leaves
     file = f"{tmp_path}/model.safetensors"
@@ -383,9 +383,9 @@ def test_t6_a_place_that_changes_while_a_job_begins_is_refused(tmp_path: Path, w
     with pytest.raises(CheckpointError, match=r"has changed .* since the job began"):
         read_start(StartFrom(file), fixed, leaves)
     store = CheckpointStore(str(tmp_path / "ours"))
-    write_named(store, TREE, version=5)
+    write(store, TREE, version=5)
     fixed = fix(store.uri)
-    write_named(store, jax.tree.map(np.zeros_like, TREE), version=6)
+    write(store, jax.tree.map(np.zeros_like, TREE), version=6)
     values = read_start(StartFrom(store.uri), fixed, leaves).values
     equal(values, list(NAMED.values()))
 
@@ -405,10 +405,10 @@ def test_a_server_keeps_the_arrays_that_it_needs(tmp_path: Path, mapping: Any) -
 
 
 def test_exported_as_safetensors_and_started_from_again(
-    tmp_path: Path, write_named: Write, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = CheckpointStore(str(tmp_path / "ours"))
-    write_named(store, TREE, version=5, shards=2)
+    write(store, TREE, version=5, shards=2)
     done = backstay.export(store.uri, f"{tmp_path}/one.safetensors")
     assert (done.step, done.arrays, done.nbytes) == (5, 4, 48)
     equal(safetensors.numpy.load_file(tmp_path / "one.safetensors"), NAMED)
@@ -431,11 +431,11 @@ def test_exported_as_safetensors_and_started_from_again(
         backstay.export(store.uri, "x", "onnx")  # type: ignore[arg-type]
 
 
-def test_t8_an_export_for_which_there_is_no_room_leaves_nothing_behind(tmp_path: Path, write_named: Write) -> None:
+def test_t8_an_export_for_which_there_is_no_room_leaves_nothing_behind(tmp_path: Path, write: Write) -> None:
     """In a process whose files have a limit, and in a folder where none can be made."""
     wide = np.random.default_rng(0).random((200, 200), np.float32)
     store = CheckpointStore(str(tmp_path / "ours"))
-    write_named(store, {"w": wide}, version=5)
+    write(store, {"w": wide}, version=5)
     script = (
         "import resource, signal, sys, backstay\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
@@ -454,9 +454,9 @@ def test_t8_an_export_for_which_there_is_no_room_leaves_nothing_behind(tmp_path:
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_orbax_reads_what_the_command_exports(tmp_path: Path, write_named: Write) -> None:
+def test_orbax_reads_what_the_command_exports(tmp_path: Path, write: Write) -> None:
     store = CheckpointStore(str(tmp_path / "ours"))
-    write_named(store, TREE, version=5)
+    write(store, TREE, version=5)
     out = tmp_path / "orbax"
     result = CliRunner().invoke(app, ["export", store.uri, str(out), "--format", "orbax"])
     assert result.exit_code == 0, result.output

@@ -85,10 +85,10 @@ def test_what_the_file_lacks_is_named_and_may_begin_as_init_returns_it(tmp_path:
     assert not np.any(start(file, missing="init")["base"]["conv"]["kernel"])
 
 
-def test_an_exported_checkpoint_is_the_file_again(tmp_path: Path, write_named: Callable[..., Manifest]) -> None:
+def test_an_exported_checkpoint_is_the_file_again(tmp_path: Path, write: Callable[..., Manifest]) -> None:
     safetensors.numpy.save_file(TORCH, file := str(tmp_path / "m.safetensors"))
     store = CheckpointStore(str(tmp_path / "ours"))
-    write_named(store, jax.tree.map(np.asarray, start(file)), version=5, shards=2)
+    write(store, jax.tree.map(np.asarray, start(file)), version=5, shards=2)
     out = tmp_path / "again.safetensors"
     backstay.export(store.uri, str(out), translate=NAMES.exported)
     again = safetensors.numpy.load_file(out)
@@ -143,10 +143,10 @@ def test_invalid_pairs_are_refused(rename: Any) -> None:
     ],
 )
 def test_an_invalid_translation_writes_nothing(
-    tmp_path: Path, write_named: Callable[..., Manifest], translate: Any, says: str
+    tmp_path: Path, write: Callable[..., Manifest], translate: Any, says: str
 ) -> None:
     store = CheckpointStore(str(tmp_path / "ours"))
-    write_named(store, {"dense": {"kernel": array(2, 3), "bias": array(3)}}, version=5)
+    write(store, {"dense": {"kernel": array(2, 3), "bias": array(3)}}, version=5)
     with pytest.raises(ConfigurationError, match=re.escape(says)):
         backstay.export(store.uri, str(tmp_path / "out"), translate=translate)
     with pytest.raises(ConfigurationError, match="translate is for format='safetensors'"):
@@ -182,10 +182,10 @@ def test_a_key_with_characters_that_are_escaped_is_found_in_both_ways(tmp_path: 
     np.testing.assert_array_equal(started.params[key]["kernel"], kernel)
 
 
-def test_one_of_two_tied_weights_is_left_out(tmp_path: Path, write_named: Callable[..., Manifest]) -> None:
+def test_one_of_two_tied_weights_is_left_out(tmp_path: Path, write: Callable[..., Manifest]) -> None:
     words = array(7, 3)
     store = CheckpointStore(f"{tmp_path}/store")
-    write_named(store, {"words": {"embedding": words}, "head": {"kernel": words.T}}, version=1)
+    write(store, {"words": {"embedding": words}, "head": {"kernel": words.T}}, version=1)
 
     def translate(name: str, value: Any) -> Any:
         return None if name == "head.kernel" else TorchNames().exported(name, value)

@@ -74,12 +74,10 @@ def test_t7_a_folder_without_a_usable_checkpoint_is_refused(
     assert damage == "content" or names_in(tmp_path) == before
 
 
-def test_t7_an_older_checkpoint_that_can_be_used_is_used(
-    tmp_path: Path, write_named: Write, open_storage: Open
-) -> None:
+def test_t7_an_older_checkpoint_that_can_be_used_is_used(tmp_path: Path, write: Write, open_storage: Open) -> None:
     store = CheckpointStore(str(tmp_path))
     for version in (10, 20):
-        newest = write_named(store, PARAMS, version=version)
+        newest = write(store, PARAMS, version=version)
     flip(tmp_path / newest.name)
     (tmp_path / "step-30.history-7.manifest.json").write_text("{}")
     storage = open_storage(tmp_path)

@@ -157,6 +157,26 @@ def test_large_gradients_are_clipped_to_the_norm():
     np.testing.assert_allclose(result.params, -1.0, rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("clip", [1e-3, 0.3])
+def test_narrow_gradients_are_clipped_as_servers_do(dtype, clip):
+    """The factor was rounded to the dtype, in which 1.7e-8 is 0, and others differ by some thousandths."""
+    size = 6e4
+    result = train_alone(
+        Script(
+            init=lambda key: jnp.zeros(3, dtype),
+            loss=lambda params, batch: jnp.sum(params.astype(jnp.float32) * batch),
+            batches=lambda key: np.asarray([size, 0, 0], np.float32),
+            optimizer=optax.sgd(1.0),
+            steps=1,
+            clip_norm=clip,
+        )
+    )
+    gradient = float(jnp.asarray(size, dtype))
+    want = jnp.asarray(np.float32(gradient) * np.float32(clip / gradient), dtype)
+    assert float(-result.params[0]) == float(want)
+
+
 def test_batches_are_prepared_by_several_threads_where_they_state_so():
     def made(key):
         return batches(key)

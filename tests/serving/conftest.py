@@ -20,7 +20,7 @@ import pytest
 from between import LONG, until
 
 from backstay._checkpoint import CheckpointStore, Claim, JobIdentity, Manifest, ManifestLeaf, Origin, describe_structure
-from backstay._update import Entry
+from backstay._update import Entry, leaf_names
 
 HISTORY = "00000000000000aa"
 
@@ -34,9 +34,9 @@ def store_version(folder: Path, step: int, params: Any, *, state: Any = None, te
     store, origin = CheckpointStore(str(folder)), origin_of(**of)
 
     def leaves(prefix: str, tree: Any) -> tuple[list[Entry], tuple[ManifestLeaf, ...]]:
-        named = [
-            (jax.tree_util.keystr(path), np.asarray(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        ]
+        flat = jax.tree_util.tree_leaves_with_path(tree)
+        names = leaf_names(path for path, _ in flat)
+        named = [(name, np.asarray(leaf)) for name, (_, leaf) in zip(names, flat, strict=True)]
         return (
             [Entry(f"{prefix}/{path}", 0, array.size, array.reshape(-1)) for path, array in named],
             tuple(ManifestLeaf(path=path, shape=array.shape, dtype=array.dtype.name) for path, array in named),

@@ -23,7 +23,7 @@ from backstay_cluster.kubelet.files import NotReadyError, environment, mount_pat
 from backstay_cluster.kubelet.logs import LogSink
 from backstay_cluster.kubelet.memory import resident_bytes
 from backstay_cluster.kubelet.node import PodNode, is_set_within
-from backstay_cluster.kubelet.objects import timestamp
+from backstay_cluster.kubelet.objects import own_grace, timestamp
 from backstay_cluster.kubelet.probes import ProbeSpec, attempt, exec_in, watch_probe
 from backstay_cluster.kubelet.runtime import Process, StartError
 from backstay_cluster.kubelet.status import ContainerRecord, terminated, waiting
@@ -245,7 +245,7 @@ class ContainerProcess:
             sink.close()
             self._ended_unstarted(error, argv, cwd)
             return True
-        except asyncio.CancelledError:
+        except BaseException:
             sink.close()
             raise
         sink.close_write()
@@ -356,7 +356,7 @@ class ContainerProcess:
         async def attempt_probe(spec: ProbeSpec) -> None:
             await attempt(spec, self._spec, self._reserved.pod_ip, run)
 
-        grace = float(self._pod["spec"].get("terminationGracePeriodSeconds") or 30)
+        grace = own_grace(self._pod)
 
         def lethal(kind: str, spec: ProbeSpec) -> Callable[[bool, str, int], None]:
             def verdict(holds: bool, message: str, failures: int) -> None:

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import contextlib
+import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO
+
+logger = logging.getLogger(__name__)
 
 CHUNK = 1 << 16
 MAX_BYTES = 64 << 20
@@ -53,6 +57,9 @@ class LogSink:
         if path.exists():
             path.replace(previous_of(path))
         self._file: BinaryIO = path.open("wb", buffering=0)
+        self._rotated: int | None = None  # the inode of the older part
+        self._current = os.fstat(self._file.fileno()).st_ino
+        self._lost = 0  # bytes that could not be written
         self._start = 0  # the number of bytes that were written before the current file's first byte
         self._end = 0
         self._marks: list[tuple[int, float]] = []
@@ -112,17 +119,30 @@ class LogSink:
             self._read_fd = -1
 
     def _write(self, data: bytes) -> None:
-        if self._end - self._start >= self._max_bytes:
-            self._file.close()
-            self.path.replace(rotated_of(self.path))
-            self._file = self.path.open("wb", buffering=0)
-            self._start = self._end
+        """Append data. On a full disk it is lost, and the container continues."""
         self._marks.append((self._end, self._clock()))
         if len(self._marks) > MAX_MARKS:
             del self._marks[1::2]  # the times become coarser, but stay in order
-        self._file.write(data)
-        self._end += len(data)
+        written = 0
+        try:
+            if self._end - self._start >= self._max_bytes:
+                self._rotate()
+            while written < len(data):
+                written += self._file.write(data[written:])
+        except OSError as error:
+            if not self._lost:
+                logger.warning("output of a container is lost, because %s cannot be written: %s", self.path, error)
+            self._lost += len(data) - written
+        self._end += written
         self._notify_followers()
+
+    def _rotate(self) -> None:
+        with contextlib.suppress(FileNotFoundError):  # an earlier attempt could not open the new file
+            self.path.replace(rotated_of(self.path))
+        fresh = self.path.open("wb", buffering=0)
+        self._file.close()
+        self._file, self._start = fresh, self._end
+        self._rotated, self._current = self._current, os.fstat(fresh.fileno()).st_ino
 
     def _notify_followers(self) -> None:
         for event in self._news:
@@ -133,24 +153,31 @@ class LogSink:
         return self._marks[max(index, 0)][1] if self._marks else self._clock()
 
     def _slice(self, offset: int, size: int) -> bytes:
-        if offset < self._start:
-            old = rotated_of(self.path)
-            try:
-                length = old.stat().st_size
-            except FileNotFoundError:
+        """Returns some bytes from an offset, or none if they no longer exist."""
+        is_old = offset < self._start
+        with self._opened(self._rotated if is_old else self._current) as file:
+            if file is None:
                 return b""
-            skip = offset - (self._start - length)
-            with old.open("rb") as file:
-                file.seek(max(0, skip))
-                return file.read(min(size, self._start - offset))
-        with self.path.open("rb") as file:
-            file.seek(offset - self._start)
-            return file.read(size)
+            length = os.fstat(file.fileno()).st_size
+            begin = self._start - length if is_old else self._start
+            file.seek(max(0, offset - begin))
+            return file.read(min(size, self._start - offset) if is_old else size)
+
+    @contextlib.contextmanager
+    def _opened(self, inode: int | None) -> Iterator[BinaryIO | None]:
+        """Opens a file of this run, or None if it no longer exists. A later run of the container may have moved it, and
+        have other files with these names."""
+        for path in (self.path, rotated_of(self.path), previous_of(self.path)):
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+                if os.fstat(file.fileno()).st_ino == inode:
+                    yield file
+                    return
+        yield None
 
     def _first(self) -> int:
         """Returns the offset of the oldest byte that still exists."""
-        old = rotated_of(self.path)
-        return self._start - (old.stat().st_size if self._start and old.exists() else 0)
+        with self._opened(self._rotated) as file:
+            return self._start - (0 if file is None else os.fstat(file.fileno()).st_size)
 
     def _tail_offset(self, lines: int, first: int) -> int:
         offset, found = self._end, 0
@@ -190,6 +217,9 @@ class LogSink:
                 if offset < self._end:
                     offset = max(offset, self._first())
                     data = self._slice(offset, min(CHUNK, self._end - offset))
+                    if not data:  # a person has cut or deleted the file
+                        offset = self._end
+                        continue
                     out = self._stamp(offset, data, at_line_start) if options.timestamps else data
                     at_line_start = data.endswith(b"\n")
                     offset += len(data)

@@ -11,12 +11,19 @@ from backstay_cluster import quantity
 
 Object = dict[str, Any]
 Key = tuple[str, str]  # namespace, name
+DEFAULT_GRACE = 30.0
 
 
 def key_of(obj: Mapping[str, Any]) -> Key:
     """Namespace ("" for cluster-wide objects) and name."""
     meta = obj["metadata"]
     return meta.get("namespace", ""), meta["name"]
+
+
+def own_grace(pod: Mapping[str, Any]) -> float:
+    """Returns the seconds for which the pod's containers may continue after SIGTERM; 0 is a valid number."""
+    seconds = pod["spec"].get("terminationGracePeriodSeconds")
+    return DEFAULT_GRACE if seconds is None else float(seconds)
 
 
 def timestamp(seconds: float) -> str:

@@ -19,10 +19,12 @@ from backstay_cluster.kubelet.container import QUICK_RETRY_SECONDS, RETRY_SECOND
 from backstay_cluster.kubelet.files import NotReadyError, Volumes, field_of
 from backstay_cluster.kubelet.node import GPU, PodNode, PoolEmptyError, is_set_within
 from backstay_cluster.kubelet.objects import (
+    DEFAULT_GRACE,
     Object,
     container_requests,
     is_sidecar,
     is_terminal,
+    own_grace,
     pod_requests,
     timestamp,
 )
@@ -30,7 +32,6 @@ from backstay_cluster.kubelet.status import ContainerRecord, conditions_of, cove
 
 logger = logging.getLogger(__name__)
 MAX_RETRY_SECONDS = 5.0
-DEFAULT_GRACE = 30.0
 
 
 class PodWorker:
@@ -227,7 +228,7 @@ class PodWorker:
         """
         clock = asyncio.get_running_loop().time
         if self._kill_at is None:
-            self._kill_at = clock() + self._own_grace()
+            self._kill_at = clock() + own_grace(self._pod)
         for name in tasks:
             self._containers[name].start_no_more()
         for name in reversed(list(tasks)):
@@ -254,10 +255,7 @@ class PodWorker:
     async def _deadline(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
         self._failure = ("DeadlineExceeded", "Pod was active on the node longer than the specified deadline")
-        self.stop(self._own_grace())
-
-    def _own_grace(self) -> float:
-        return float(self._pod["spec"].get("terminationGracePeriodSeconds") or DEFAULT_GRACE)
+        self.stop(own_grace(self._pod))
 
     def _ended_with_kubelet(self, statuses: list[Object]) -> None:
         """A previous kubelet started the containers, and they ended with it."""

@@ -121,7 +121,11 @@ class ProcessRuntime:
         self.open()
         future: asyncio.Future[Process] = asyncio.get_running_loop().create_future()
         self._starting[container] = future
-        self._send_file({"op": "start", "id": container}, {"argv": list(argv), "env": dict(env), "cwd": cwd}, out)
+        try:
+            self._send_file({"op": "start", "id": container}, {"argv": list(argv), "env": dict(env), "cwd": cwd}, out)
+        except OSError as error:  # such as too many open files
+            del self._starting[container]
+            raise StartError(error.errno or errno.EIO, "start") from error
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:

@@ -410,8 +410,8 @@ class Spawner:
             pid = ended.si_pid
             if self.forkserver is not None and pid == self.forkserver.pid:
                 self.forkserver.pid = 0  # the end of its socket triggers the rest
-            request = self.requests.get(self.ids.get(pid, ""))
-            if request is not None:  # its last message comes first
+            # Its messages come first: a note, and then the start. Without another one, `settle` removes the request.
+            while (request := self.requests.get(self.ids.get(pid, ""))) is not None:
                 self.settle(request)
             container = self.ids.pop(pid, None)
             if container is not None:

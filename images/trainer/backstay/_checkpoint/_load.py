@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from .._update import AVERAGE, STATE
+from .._update import AVERAGE, MODEL_STATE, STATE, leaf_names
 from ..errors import CheckpointError
 from ._formats import StartFrom, frozen_values
 from ._manifest import FrozenLeaf, FrozenRecord, ManifestLeaf
@@ -155,13 +155,18 @@ def _tree(
     """
     if like is None and not given:
         return rebuild(structure, leaves)
-    wanted, treedef = jax.tree.flatten(like)
+    wanted, treedef = jax.tree_util.tree_flatten_with_path(like)
     if len(wanted) != len(leaves):
         raise CheckpointError(
             f"`like` has {len(wanted)} leaves, but the checkpoint {name} has {len(leaves)}: "
             f"must have those of the checkpoint, which begin with {specs[0].path if specs else 'none'}"
         )
-    for leaf, array in zip(specs, wanted, strict=True):
+    names = leaf_names(path for path, _ in wanted)
+    for own, leaf, (_, array) in zip(names, specs, wanted, strict=True):
+        stored = leaf.path.removeprefix(MODEL_STATE)
+        # Equal names are numbered, and only the tree of the job has all of them.
+        if own.partition("~")[0] != stored.partition("~")[0]:
+            raise CheckpointError(f"`like` has {own} where the checkpoint {name} has {stored}: must have its names")
         shape = tuple(getattr(array, "shape", ()))
         if shape != leaf.shape:
             raise CheckpointError(f"`like` has shape {shape} at {leaf.path}, the checkpoint has {leaf.shape}")

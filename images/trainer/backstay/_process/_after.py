@@ -42,8 +42,8 @@ def hand_over(path: Path | None, fields: dict[str, Any], stop: Stop, settle: Cal
         stop: what has handled SIGTERM until now.
         settle: called with an exception of the script before it is written; it may end the process for the cause.
     """
-    stop.release()
     write_termination(path, {"result": TRAINED, **fields})
+    stop.release()  # a SIGTERM that has come already may end the process here
     threading.Thread(target=_name_what_remains, name="backstay-remains", daemon=True).start()
     if path is not None:
         end = _ScriptEnd(path, fields, settle)

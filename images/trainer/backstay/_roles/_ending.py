@@ -333,6 +333,10 @@ def raise_end(heart: Heartbeats, job: JobState, stop: Stop) -> None:
         raise Stopped
 
 
+_REPORTING: Final = 10.0
+"""Seconds for which an evaluation is reported, and a few more if the server does not answer a call."""
+
+
 class EvaluationGivenUp(Exception):  # noqa: N818
     """Earlier pods have ended while they evaluated the same step."""
 
@@ -357,8 +361,9 @@ def refused_evaluation(control: ControlClient, step: int, checkpoint: str = "") 
 def report_evaluation(
     control: ControlClient, stop: Stop, step: int, metrics: Mapping[str, float], error: str, checkpoint: str = ""
 ) -> None:
-    """Report an evaluation to shard 0, for at most 10 s. If its server is lost, the successor gets the evaluation."""
-    for _ in range(40):
+    """Report an evaluation to shard 0, for some seconds. If its server is lost, the successor gets the evaluation."""
+    until = time.monotonic() + _REPORTING
+    while time.monotonic() < until:
         try:
             control.evaluated(step, metrics, error, checkpoint)
             return

@@ -37,6 +37,7 @@ from .._update import (
     ZeroLeaves,
     average_of,
     called,
+    multiplied,
     seed_of,
     warning,
 )
@@ -463,7 +464,7 @@ def _clipped(gradients: list[Any], clip_norm: float) -> list[Any]:
     scale = jnp.where(largest > 0, largest, 1)
     norm = scale * jnp.sqrt(sum(jnp.sum(jnp.square(size / scale)) for size in sizes))
     factor = jnp.where(norm <= clip_norm, 1, clip_norm / norm)
-    return [leaf * factor.astype(leaf.real.dtype) for leaf in gradients]
+    return [multiplied(leaf, factor) for leaf in gradients]
 
 
 class Lead:

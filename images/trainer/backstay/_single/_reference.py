@@ -49,6 +49,7 @@ from .._update import (
     describe,
     enable_x64,
     mean,
+    multiplied,
     state_mean,
     warning,
 )
@@ -261,7 +262,7 @@ def _updater(
 ) -> Callable[..., Any]:
     def step(params: Any, state: Any, leaves: Any, factor: Any, clipped: bool, fragment: int) -> Any:
         if clipped:
-            leaves = [leaf * factor.astype(leaf.real.dtype) for leaf in leaves]
+            leaves = [multiplied(leaf, factor) for leaf in leaves]
 
         def update() -> Any:
             updates, new_state = optimizer.update(unflatten(leaves), state, params)

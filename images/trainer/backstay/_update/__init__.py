@@ -70,6 +70,7 @@ if TYPE_CHECKING:
         as_leaf,
         describe,
         leaf_names,
+        multiplied,
         refuse_objects,
         refuse_shared,
     )
@@ -146,6 +147,7 @@ __all__ = [
     "mean",
     "merged",
     "model_from",
+    "multiplied",
     "on_host",
     "only_trained",
     "optimizer_state_from",
@@ -236,6 +238,7 @@ _HOMES: Final = {
     "fragments_of": "._fragments",
     "host_of": "._codecs",
     "leaf_names": "._tree",
+    "multiplied": "._tree",
     "local_settings": "._local_steps",
     "mean": "._engine._kernels",
     "merged": "._frozen",

@@ -99,7 +99,8 @@ class LocalSteps:
         """Returns the fragment of each parameter. Update number `t` exchanges fragment ``t % fragments``.
 
         Args:
-            params: the parameters, a pytree of arrays or of `jax.ShapeDtypeStruct`.
+            params: the parameters that train, a pytree of arrays or of `jax.ShapeDtypeStruct`; None in the places of
+                frozen ones, which are not exchanged.
 
         Returns:
             A pytree of the same structure, of whole numbers.

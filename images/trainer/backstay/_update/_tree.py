@@ -362,6 +362,13 @@ def is_low_precision(dtype: np.dtype[Any]) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize < 4
 
 
+def multiplied(leaf: Any, factor: Any) -> Any:
+    """Returns ``leaf * factor`` in the leaf's dtype, rounded once: a small factor may be 0 in a narrow dtype."""
+    if is_low_precision(np.dtype(leaf.dtype)):
+        return (leaf.astype(jnp.float32) * factor.astype(jnp.float32)).astype(leaf.dtype)
+    return leaf * factor.astype(leaf.real.dtype)
+
+
 def refuse_objects(tree: Any) -> None:
     """Refuse leaves other than arrays of numbers, which JAX refuses without the name of the leaf.
 

@@ -11,6 +11,7 @@ from backstay_cluster.apiserver import kinds
 from backstay_cluster.apiserver.errors import ApiError
 from backstay_cluster.apiserver.rest import Api, DeleteOptions
 from backstay_cluster.apiserver.selectors import matcher
+from backstay_cluster.apiserver.store import Change, Stored
 from backstay_cluster.apiserver.watch import Watch
 from backstay_cluster.tests.limits import LONG, slack
 
@@ -84,6 +85,22 @@ def test_any_watch_from_any_version_replays_to_the_state_of_the_server(operation
             if space is None or change.after.key[0] == space:
                 past.change(change)
         assert past.lines().splitlines() == live
+
+
+def test_a_client_that_does_not_read_costs_a_limited_amount_of_memory():
+    """The watch ends when the client reads again."""
+    rendered = 0
+
+    def render(stored):
+        nonlocal rendered
+        rendered += 1
+        return b"{}"
+
+    watch = Watch(None, render)
+    for version in range(1, 60_000):
+        watch.change(Change("MODIFIED", Stored({}, version), None))
+    assert watch.overrun
+    assert rendered < 50_100
 
 
 def test_a_watch_from_an_old_version_is_answered_as_expired():

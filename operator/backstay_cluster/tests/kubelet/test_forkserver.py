@@ -23,6 +23,7 @@ from backstay_cluster.kubelet.node import python_environment
 from backstay_cluster.kubelet.preload import Preload
 from backstay_cluster.kubelet.runtime import Process, ProcessRuntime, StartError
 from backstay_cluster.kubelet.spawner import children
+from backstay_cluster.tests.limits import LONG
 
 from .test_runtime import read_pids, wait_gone
 
@@ -404,6 +405,25 @@ async def first_lines(read: int, count: int) -> list[str]:
             return [file.readline().strip() for _ in range(count)]
 
     return await asyncio.wait_for(asyncio.to_thread(lines), 60)
+
+
+async def test_a_container_that_ends_while_the_spawner_is_busy_has_an_exit_code(bench: Bench) -> None:
+    """The spawner finds a note, the start and the end together. It reported the start last, and the pod never ended."""
+    bench.write("broken.py", "import early\n(")
+    async with bench.runtime() as runtime:
+        await bench.run(runtime, [sys.executable, "-c", "pass"])
+        spawner = runtime.pid
+        assert spawner is not None
+        for pause in (0.0, 0.002, 0.005, 0.01, 0.02):
+            one = asyncio.create_task(bench.run(runtime, [sys.executable, "broken.py"]))
+            await asyncio.sleep(pause)
+            os.kill(spawner, signal.SIGSTOP)
+            try:
+                await asyncio.sleep(0.15)
+            finally:
+                os.kill(spawner, signal.SIGCONT)
+            code, _ = await asyncio.wait_for(one, LONG)
+            assert code == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])

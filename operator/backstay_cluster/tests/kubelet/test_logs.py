@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -102,6 +104,91 @@ def test_tail_is_the_last_lines_of_any_bytes(tmp_path_factory, pieces, count):
     lines = b"".join(pieces).split(b"\n")
     lines = [line + b"\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
     assert data == b"".join(lines[len(lines) - count :] if count < len(lines) else lines)
+
+
+@pytest.mark.parametrize("how", ["cut", "deleted"])
+async def test_a_file_that_a_person_cuts_or_deletes_costs_what_it_had(writer, how):
+    """A read of the lost part never came back, and with it the whole node stopped."""
+    await writer.write(b"one\ntwo\n")
+    if how == "cut":
+        os.truncate(writer.sink.path, 4)
+    else:
+        writer.sink.path.unlink()
+    assert await writer.read() == (b"one\n" if how == "cut" else b"")
+    follower = asyncio.create_task(writer.read(follow=True, tail_lines=0))
+    await asyncio.sleep(0)
+    await writer.write(b"three\n")
+    writer.sink.close()
+    await follower
+    assert (await writer.read(limit_bytes=4)) == (b"one\n" if how == "cut" else b"")
+
+
+class FullFile:
+    """A file on a disk that has room for some bytes."""
+
+    def __init__(self, file, room):
+        self.file, self.room = file, room
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+    def write(self, data):
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = self.file.write(data[: self.room])
+        self.room -= written
+        return written
+
+
+async def test_a_full_disk_costs_output_and_nothing_else(writer, caplog):
+    full = writer.sink._file = FullFile(writer.sink._file, 6)
+    os.write(writer.sink.write_fd, b"one\ntwo\n")
+    writer.sink._read_once()
+    assert await writer.read() == b"one\ntw"
+    os.write(writer.sink.write_fd, b"lost\n")
+    writer.sink._read_once()
+    full.room = 100
+    await writer.write(b"three\n")
+    assert await writer.read() == b"one\ntwthree\n"
+    assert sum("No space left" in record.message for record in caplog.records) == 1
+
+
+async def test_a_log_whose_new_file_could_not_be_opened_continues(tmp_path, monkeypatch):
+    writer = Writer(tmp_path / "c.log", max_bytes=4)
+    await writer.write(b"one\n")
+    opened, times = Path.open, 2
+
+    def refused(path, *words, **options):
+        nonlocal times
+        if path == writer.sink.path and "w" in str(words) and times:
+            times -= 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return opened(path, *words, **options)
+
+    monkeypatch.setattr(Path, "open", refused)
+    for _ in range(2):
+        os.write(writer.sink.write_fd, b"lost\n")
+        writer.sink._read_once()
+    await writer.write(b"two\n")
+    assert await writer.read() == b"one\ntwo\n"
+    writer.sink.close()
+
+
+@pytest.mark.parametrize("later", [b"x\n", b"of another run, and longer than the first one\n"])
+async def test_a_slow_follower_gets_nothing_of_a_later_run(tmp_path, later):
+    first = Writer(tmp_path / "c.log")
+    await first.write(b"one\n")
+    pieces = first.sink.read(LogOptions(follow=True))
+    assert await anext(pieces) == b"one\n"
+    await first.write(b"two\n")
+    first.sink.close()
+    second = Writer(tmp_path / "c.log")
+    await second.write(later)
+    assert [piece async for piece in pieces] == [b"two\n"]
+    third = Writer(tmp_path / "c.log")
+    assert [piece async for piece in first.sink.read(LogOptions())] == []
+    for writer in (second, third):
+        writer.sink.close()
 
 
 def test_options_of_a_query():

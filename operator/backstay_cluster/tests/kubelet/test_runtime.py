@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import select
 import signal
@@ -89,6 +90,20 @@ async def test_what_cannot_start_states_the_reason(runtime, pipe, tmp_path):
         await runtime.start("c", [str(plain)], ENV, "/", pipe[1])
     with pytest.raises(StartError):
         await runtime.start("d", ["sh", "\0"], ENV, "/", pipe[1])
+
+
+async def test_a_start_without_a_free_descriptor_fails_and_the_next_one_does_not(runtime, pipe, monkeypatch):
+    def full(name):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "memfd_create", full)
+        with pytest.raises(StartError, match="Too many open files"):
+            await runtime.start("a", ["true"], ENV, "/", pipe[1])
+    process = await runtime.start("a", ["true"], ENV, "/", pipe[1])
+    assert await process.exited == 0
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 3, "the spawner, and what asyncio has"
 
 
 async def test_a_container_ends_with_its_main_process(runtime, pipe):
