@@ -118,7 +118,7 @@ class Reconciler:
 
     def _called(self, event: Called) -> None:
         memory, contact = self._known.memory(event.key), event.contact
-        if memory is None or not self._is_of(memory, event):
+        if memory is None or not self._is_of(memory, event) or not self._leads():
             return
         before, memory.contact = memory.contact, contact
         changed = before is None or contact.hung_workers != before.hung_workers
@@ -132,8 +132,11 @@ class Reconciler:
     def _progressed(self, event: Progressed) -> None:
         key, progress = event.key, event.progress
         memory, report = self._known.memory(key), progress.report
+        job = self._cluster.job(key)
         if memory is None or not self._is_of(memory, event) or not self._leads():
             return  # a follower reports nothing, and another operator plans this job
+        if job is None or (job.get("status") or {}).get("phase") in OVER:
+            return  # it has ended during the round
         if memory.account is not None:
             memory.account.report(progress.worker_seconds)
             if (start := report.term_start) is not None:

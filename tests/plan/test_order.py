@@ -186,8 +186,9 @@ def test_an_object_that_pods_need_and_that_is_refused_is_named_and_ends_the_job(
     assert "exceeded quota: services=1" in cluster.condition("Failed")["message"]
 
 
+@pytest.mark.parametrize("how", ["ends", "vanishes", "deleted"])
 @pytest.mark.parametrize("prefix", ["mnist-ps-0-", "mnist-token-"])
-def test_a_job_that_trains_does_not_end_for_an_object_that_it_has_no_need_of(running, prefix):
+def test_a_job_that_trains_does_not_end_for_an_object_that_it_has_no_need_of(running, prefix, how):
     """An operator that has started again creates the Secret, whose quota may be full by it. Pods need it later."""
     cluster = running({"parameterServers": {"replicas": 1}, "workers": {"replicas": 2}, "update": {"backups": 1}})
     cluster.answer(world=2, step=9)
@@ -206,10 +207,29 @@ def test_a_job_that_trains_does_not_end_for_an_object_that_it_has_no_need_of(run
     cluster.settle()
     assert "secrets=1" in cluster.condition("PodsReady")["message"]
     assert cluster.status["phase"] == "Running", "the quorum is complete"
-    cluster.end(cluster.named(SERVER, 0), 137)
+    server = cluster.named(SERVER, 0)
+    {"ends": cluster.end, "vanishes": cluster.vanish, "deleted": cluster.delete}[how](server)
     cluster.settle()
     assert cluster.status["phase"] != "Failed"
-    cluster.tick(601)
+    cluster.tick(660)  # with the grace period of a pod that is being deleted
+    cluster.settle()
+    assert cluster.status["phase"] == "Failed"
+
+
+def test_a_job_that_is_resumed_without_the_object_ends(running):
+    cluster = running({"parameterServers": {"replicas": 1}, "workers": {"replicas": 2}})
+    cluster.answer(world=2, step=9)
+    cluster.edit(runPolicy={"suspend": True})
+    for _ in range(6):
+        cluster.settle()
+        cluster.bury()
+    cluster.restart_operator()
+    cluster.refuse = {"mnist-token-": ("Forbidden", "exceeded quota: secrets=1")}
+    cluster.edit(runPolicy={"suspend": False})
+    for _ in range(5):
+        cluster.settle()
+        assert cluster.status["phase"] != "Failed"
+        cluster.tick(130)
     cluster.settle()
     assert cluster.status["phase"] == "Failed"
 

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -56,9 +56,8 @@ class LogSink:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             path.replace(previous_of(path))
-        self._file: BinaryIO = path.open("wb", buffering=0)
-        self._rotated: int | None = None  # the inode of the older part
-        self._current = os.fstat(self._file.fileno()).st_ino
+        self._file: BinaryIO = path.open("w+b", buffering=0)
+        self._older: BinaryIO | None = None  # the part before it
         self._lost = 0  # bytes that could not be written
         self._start = 0  # the number of bytes that were written before the current file's first byte
         self._end = 0
@@ -84,8 +83,8 @@ class LogSink:
             pass
         self._end_reading()
         self.closed = True
-        self._file.close()
         self._notify_followers()
+        self._release()
 
     def tail(self, max_bytes: int, max_lines: int) -> bytes:
         """Returns the last whole lines within these limits."""
@@ -139,10 +138,10 @@ class LogSink:
     def _rotate(self) -> None:
         with contextlib.suppress(FileNotFoundError):  # an earlier attempt could not open the new file
             self.path.replace(rotated_of(self.path))
-        fresh = self.path.open("wb", buffering=0)
-        self._file.close()
-        self._file, self._start = fresh, self._end
-        self._rotated, self._current = self._current, os.fstat(fresh.fileno()).st_ino
+        fresh = self.path.open("w+b", buffering=0)
+        if self._older is not None:
+            self._older.close()
+        self._file, self._older, self._start = fresh, self._file, self._end
 
     def _notify_followers(self) -> None:
         for event in self._news:
@@ -152,32 +151,34 @@ class LogSink:
         index = bisect.bisect_right(self._marks, (offset, float("inf"))) - 1
         return self._marks[max(index, 0)][1] if self._marks else self._clock()
 
+    def _attach(self) -> None:
+        """Open the files again, for a read after the end of the run."""
+        if self._file.closed:
+            self._file, self._older = self.path.open("rb", buffering=0), None
+            if self._start:
+                with contextlib.suppress(FileNotFoundError):
+                    self._older = rotated_of(self.path).open("rb", buffering=0)
+
+    def _release(self) -> None:
+        """Close the files of a run that has ended, after its last reader. Until then their names may be given to a
+        later run."""
+        if self.closed and not self._news:
+            self._file.close()
+            if self._older is not None:
+                self._older.close()
+
     def _slice(self, offset: int, size: int) -> bytes:
         """Returns some bytes from an offset, or none if they no longer exist."""
-        is_old = offset < self._start
-        with self._opened(self._rotated if is_old else self._current) as file:
-            if file is None:
-                return b""
-            length = os.fstat(file.fileno()).st_size
-            begin = self._start - length if is_old else self._start
-            file.seek(max(0, offset - begin))
-            return file.read(min(size, self._start - offset) if is_old else size)
-
-    @contextlib.contextmanager
-    def _opened(self, inode: int | None) -> Iterator[BinaryIO | None]:
-        """Opens a file of this run, or None if it no longer exists. A later run of the container may have moved it, and
-        have other files with these names."""
-        for path in (self.path, rotated_of(self.path), previous_of(self.path)):
-            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-                if os.fstat(file.fileno()).st_ino == inode:
-                    yield file
-                    return
-        yield None
+        if offset >= self._start:
+            return os.pread(self._file.fileno(), size, offset - self._start)
+        if self._older is None:
+            return b""
+        skip = offset - (self._start - os.fstat(self._older.fileno()).st_size)
+        return os.pread(self._older.fileno(), min(size, self._start - offset), max(0, skip))
 
     def _first(self) -> int:
         """Returns the offset of the oldest byte that still exists."""
-        with self._opened(self._rotated) as file:
-            return self._start - (0 if file is None else os.fstat(file.fileno()).st_size)
+        return self._start - (0 if self._older is None else os.fstat(self._older.fileno()).st_size)
 
     def _tail_offset(self, lines: int, first: int) -> int:
         offset, found = self._end, 0
@@ -199,6 +200,7 @@ class LogSink:
     async def read(self, options: LogOptions) -> AsyncIterator[bytes]:
         """Yields the log with these options; with `follow`, until the container ends."""
         news = asyncio.Event()
+        self._attach()
         self._news.add(news)
         try:
             offset = self._first()
@@ -233,6 +235,7 @@ class LogSink:
                     await news.wait()
         finally:
             self._news.discard(news)
+            self._release()
 
     def _stamp(self, offset: int, data: bytes, at_line_start: bool) -> bytes:
         out = []

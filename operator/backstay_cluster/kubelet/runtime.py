@@ -118,13 +118,13 @@ class ProcessRuntime:
 
     async def start(self, container: str, argv: Sequence[str], env: Mapping[str, str], cwd: str, out: int) -> Process:
         """See `Runtime.start`."""
-        self.open()
         future: asyncio.Future[Process] = asyncio.get_running_loop().create_future()
-        self._starting[container] = future
         try:
+            self.open()
+            self._starting[container] = future
             self._send_file({"op": "start", "id": container}, {"argv": list(argv), "env": dict(env), "cwd": cwd}, out)
         except OSError as error:  # such as too many open files
-            del self._starting[container]
+            self._starting.pop(container, None)
             raise StartError(error.errno or errno.EIO, "start") from error
         try:
             return await asyncio.shield(future)
@@ -161,7 +161,15 @@ class ProcessRuntime:
 
     def _send(self, message: dict[str, Any], fds: list[int]) -> None:
         # Descriptors are duplicated: the caller closes its own immediately, but sending may have to wait.
-        self._outbox.append((json.dumps(message).encode(), [os.dup(fd) for fd in fds]))
+        copies: list[int] = []
+        try:
+            for fd in fds:
+                copies.append(os.dup(fd))  # noqa: PERF401  # those before one that fails are closed
+        except OSError:
+            for copy in copies:
+                os.close(copy)
+            raise
+        self._outbox.append((json.dumps(message).encode(), copies))
         self._flush()
 
     def _flush(self) -> None:

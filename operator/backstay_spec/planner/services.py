@@ -4,10 +4,10 @@ address (O3)."""
 from __future__ import annotations
 
 from collections.abc import Collection
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any, Final
 
-from backstay_spec import contract, manifests, names
+from backstay_spec import contract, manifests, names, status
 from backstay_spec.actions import (
     Action,
     CreateNetworkPolicy,
@@ -22,7 +22,7 @@ from backstay_spec.planner.creating import REFUSED_RETRY
 from backstay_spec.planner.deleting import deletions
 from backstay_spec.planner.effects import Effects, Obstructed
 from backstay_spec.planner.facts import Facts, desired_slots
-from backstay_spec.planner.pods import PodView, ended_at, is_deleting, is_owned
+from backstay_spec.planner.pods import PodView, ended_at, gone_by, is_deleting, is_owned
 from backstay_spec.planner.record import Record
 
 __all__ = ["missing", "refused", "repointed", "with_old_address"]
@@ -104,17 +104,25 @@ def refused(facts: Facts, record: Record) -> Effects:
     if refusal is None:
         return Effects()
     text = f"the {needed[name]} {name}: {refusal_obstacle(refusal.reason, refusal.message).text}"
+    obstacle = Obstacle(Blocked.REFUSED, text)
     tried = facts.now if refusal.reason in UNCOUNTED else refusal.since or refusal.at
     found = []
     for slot in desired_slots(facts.job):
         pod = facts.pod(slot, record.current(slot))
-        if pod is not None and pod.alive:
-            continue
-        # A pod may have been lost long after the refusal began, and no longer be there.
-        lost = facts.now if pod is None else ended_at(pod)
-        since = max(tried, lost) if facts.trained and lost is not None else tried
-        found.append(Obstructed(slot, Obstacle(Blocked.REFUSED, text), since))
+        if pod is None or not pod.alive:
+            # While its pod ran, the refusal counted for nothing.
+            since = max(tried, _lost_at(facts, pod)) if facts.trained else tried
+            found.append(Obstructed(slot, obstacle, since))
     return Effects(obstructed=tuple(found))
+
+
+def _lost_at(facts: Facts, pod: PodView | None) -> datetime:
+    """Returns when a slot lost its pod; without a pod, when the job first lacked one, of any slot."""
+    at = None if pod is None else ended_at(pod) or gone_by(pod)
+    if at is not None:
+        return at
+    created = facts.conditions.get(status.PODS_CREATED)
+    return facts.now if created is None or created.status != "False" else created.last_transition_time
 
 
 def _if_due(facts: Facts, name: str, action: Action) -> Effects:

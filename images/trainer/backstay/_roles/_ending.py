@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import threading
@@ -334,7 +335,8 @@ def raise_end(heart: Heartbeats, job: JobState, stop: Stop) -> None:
 
 
 _REPORTING: Final = 10.0
-"""Seconds for which an evaluation is reported, and a few more if the server does not answer a call."""
+_ATTEMPTS: Final = 3
+"""An evaluation is reported for these seconds, and at least so often, because a call may take some seconds."""
 
 
 class EvaluationGivenUp(Exception):  # noqa: N818
@@ -363,7 +365,9 @@ def report_evaluation(
 ) -> None:
     """Report an evaluation to shard 0, for some seconds. If its server is lost, the successor gets the evaluation."""
     until = time.monotonic() + _REPORTING
-    while time.monotonic() < until:
+    for attempt in itertools.count():
+        if attempt >= _ATTEMPTS and time.monotonic() >= until:
+            return
         try:
             control.evaluated(step, metrics, error, checkpoint)
             return
