@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,6 +16,7 @@ from hypothesis import strategies as st
 
 from backstay._data._batch_key import BatchKey
 from backstay._data._dataset import from_dataset, from_iterator
+from backstay._data._sources import TokenFile
 from backstay.errors import ConfigurationError
 
 
@@ -126,6 +130,27 @@ def test_bad_sources_are_refused_clearly() -> None:
         from_dataset({"x": np.zeros(3), "y": np.zeros(4)}, batch_size=1)
 
 
+def test_the_arrays_of_a_file_of_numpy_are_columns(tmp_path: Path) -> None:
+    """Its names were the samples: a file of one array had one sample."""
+    np.savez(tmp_path / "all.npz", x=np.arange(10), y=np.arange(20).reshape(10, 2))
+    batch = from_dataset(np.load(tmp_path / "all.npz"), batch_size=3, shuffle=False)(BatchKey(1, 0, 1))
+    assert batch["x"].tolist() == [3, 4, 5]
+    assert batch["y"].tolist() == [[6, 7], [8, 9], [10, 11]]
+
+
+def test_files_of_tokens_that_cannot_be_read_are_refused_clearly(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.npy"
+    empty.touch()
+    with pytest.raises(ConfigurationError, match=r"empty\.npy cannot be mapped: No data left in file"):
+        TokenFile(empty, 4)
+    with pytest.raises(ConfigurationError, match="dtype is 'nope', must be a dtype"):
+        TokenFile(empty, 4, dtype="nope")
+    with pytest.raises(ConfigurationError, match="paths is 5, must be a path"):
+        TokenFile(5, 4)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"the column \['k'\] is not an array"):
+        from_dataset({"k": jax.random.split(jax.random.key(0), 4)}, batch_size=2)
+
+
 def test_t4_a_stream_skips_ahead_for_a_replacement_and_goes_back_when_asked() -> None:
     made: list[tuple[int, int]] = []
 
@@ -160,6 +185,60 @@ def test_from_iterator_names_the_arguments_of_make() -> None:
     with pytest.raises(ConfigurationError, match=r"defined as make\(one\)$"):
         from_iterator(lambda one: iter([1]))
     assert from_iterator(lambda *of, **more: iter([of]))(BatchKey(0, 1, 2)) == (1, 2)
+
+
+@pytest.mark.parametrize("batches", [1, 5])
+def test_t4_a_stream_is_not_read_again_for_a_contribution_that_is_computed_again(batches: int) -> None:
+    """An Async rank whose contribution was once too stale read its whole stream again for each one that followed."""
+    made = 0
+
+    def make(rank: int, world: int) -> Iterator[int]:
+        nonlocal made
+        made += 1
+        return itertools.count()
+
+    stream = from_iterator(make)
+    keys = [BatchKey(step, 0, 1, batches=batches) for step in range(8 * batches + 2)]
+    for contribution in range(7):
+        of = keys[contribution * batches : (contribution + 1) * batches]
+        ahead = keys[(contribution + 1) * batches :][:2]  # what a prefetcher has read when the answer arrives
+        for _ in range(3):
+            assert [stream(key) for key in of] == [key.step for key in of]
+            assert [stream(key) for key in ahead] == [key.step for key in ahead]
+    assert made == 1
+
+
+def test_t9_a_shared_stream_is_not_read_again_when_the_number_of_ranks_changes() -> None:
+    made = 0
+
+    def make() -> Iterator[int]:
+        nonlocal made
+        made += 1
+        return itertools.count()
+
+    for rank in range(2):
+        made, stream = 0, from_iterator(make, shared=True)
+        assert [stream(BatchKey(step, rank, 2)) for step in (499, 500, 501)] == [998 + rank, 1000 + rank, 1002 + rank]
+        assert stream(BatchKey(500, rank, 3, offset=-500)) == 1000 + rank
+        assert stream(BatchKey(502, rank, 3, offset=-500)) == 1006 + rank
+        assert stream(BatchKey(501, rank, 1, offset=502)) == 1003 + rank
+        assert made == 1
+
+
+def test_a_stream_keeps_no_more_than_a_gibibyte() -> None:
+    made = 0
+
+    def make(rank: int, world: int) -> Iterator[Any]:
+        nonlocal made
+        made += 1
+        return (np.broadcast_to(np.float64(n), (1 << 26,)) for n in itertools.count())  # 512 MiB that take no memory
+
+    stream = from_iterator(make)
+    for step in (0, 1, 2, 1):
+        assert stream(BatchKey(step, 0, 1))[0] == step
+    assert made == 1
+    assert stream(BatchKey(0, 0, 1))[0] == 0
+    assert made == 2
 
 
 def test_t4_a_stream_that_raised_is_made_again_and_keeps_its_place() -> None:

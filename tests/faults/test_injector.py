@@ -23,7 +23,7 @@ from backstay._transport import Cover, Refusal
 from backstay.errors import CheckpointError, ConfigurationError
 from backstay_rpc.control_pb2 import Frame, PushBegin
 from backstay_spec import contract
-from backstay_spec.runtime import RuntimeConfig
+from backstay_spec.runtime import CheckpointConfig, RuntimeConfig
 
 VARIABLES = {
     contract.ENV_ROLE: "worker",
@@ -134,7 +134,12 @@ def test_cut_ends_the_connections_that_this_process_opened_too(install) -> None:
 
 def test_a_full_disk_fails_the_checkpoint_and_leaves_nothing_behind(install, tmp_path: Path) -> None:
     folder = PosixFolder(tmp_path / "ckpt")
-    role = {contract.ENV_ROLE: "parameter-server", contract.ENV_INDEX: "0"}
+    config = RuntimeConfig(shards=1, workers=2, checkpoint=CheckpointConfig(uri="/c", every_steps=5))
+    role = {
+        contract.ENV_ROLE: "parameter-server",
+        contract.ENV_INDEX: "0",
+        contract.ENV_CONFIG: config.model_dump_json(),
+    }
     install("fill server/0 @5 1000s", **role)
     _instrument.reach("applied", 4)
     folder.write("a", b"1")

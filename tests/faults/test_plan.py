@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from backstay._faults import Fault, faults_of, parse
 from backstay._faults._plan import DURATIONS, POINTS, ROLES
 from backstay_spec import contract
-from backstay_spec.runtime import RuntimeConfig
+from backstay_spec.runtime import CheckpointConfig, RuntimeConfig
 
 
 @st.composite
@@ -105,9 +105,13 @@ def test_a_fault_is_for_the_first_incarnation_unless_it_names_another() -> None:
         ("kill server/2 @1", "'kill server/2 @1': the job has no server 2: must be less than 2"),
         ("kill worker/0 @1; hang worker/*.3 @1", "'hang worker/*.3 @1': a rank of the job has no pod 3"),
         ("stop evaluator/0 @1", "the job has no evaluator: must be a worker or a server"),
+        ("kill server/0#2 @0 state", "the job has no standby, so no server reaches the point state"),
+        ("kill server/0 @4 rename", "the job stores no checkpoints, so rename never happens: set checkpoint"),
+        ("fill server/0 @4 3s", "the job stores no checkpoints, so fill never happens: set checkpoint"),
+        ("kill server/1 @3 manifest", "only server 0 stores manifests: must be server/0"),
     ],
 )
-def test_a_pod_that_the_job_never_has_is_refused(text: str, says: str) -> None:
+def test_a_pod_or_a_point_that_the_job_never_has_is_refused(text: str, says: str) -> None:
     """A fault that nothing carries out would look like one that the job survived."""
     config = RuntimeConfig(shards=2, workers=2, pods_per_rank=3)
     with pytest.raises(ValueError, match=re.escape(says)):
@@ -115,3 +119,9 @@ def test_a_pod_that_the_job_never_has_is_refused(text: str, says: str) -> None:
     assert len(faults_of("kill server/1 @1; kill server/* @2; kill worker/9.2 @1", config)) == 3
     with pytest.raises(ValueError, match=re.escape("the job has no evaluator 1: must be evaluator/0")):
         faults_of("stop evaluator/1 @1", RuntimeConfig(shards=1, workers=1, evaluator=True))
+    complete = RuntimeConfig(shards=2, workers=1, standbys=1, checkpoint=CheckpointConfig(uri="/c", every_steps=1))
+    for point in ("state", "follow"):
+        with pytest.raises(ValueError, match=re.escape("must be such as server/1#2, or server/1#*")):
+            faults_of(f"kill server/1 @30 {point}", complete)
+        assert len(faults_of(f"kill server/1#2 @30 {point}; kill server/*#* @3 {point}", complete)) == 2
+    assert len(faults_of("kill server/* @3 manifest; kill server/1 @3 rename; fill server/1 @3 2s", complete)) == 3

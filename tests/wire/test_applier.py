@@ -12,6 +12,7 @@ from backstay._coordination import MODES, Rules
 from backstay._shard._applier import Applier, Term, TermOver
 from backstay._shard._credits import Credits
 from backstay._shard._publisher import Publisher
+from backstay._shard._replication import Replica
 from backstay._shard._staging import Gradients
 from backstay._shard._standbys import NoStandbys
 from backstay_rpc.control_pb2 import Commit, Contribution, NormRequest, Part, RejectReason
@@ -20,7 +21,7 @@ from backstay_rpc.control_pb2 import Commit, Contribution, NormRequest, Part, Re
 class Bench:
     """An applier with its parts, and no thread."""
 
-    def __init__(self, kit: SimpleNamespace) -> None:
+    def __init__(self, kit: SimpleNamespace, standbys: NoStandbys | None = None) -> None:
         self.kit = kit
         layout = kit.Layout(0, (kit.Block(5), kit.Block(3)))
         wire = kit.exact_wire(layout)
@@ -33,7 +34,7 @@ class Bench:
             self.lock,
             self.gradients,
             self.publisher,
-            NoStandbys(),
+            standbys or NoStandbys(),
             MODES["Sync"],
             self.reports,
             lambda snapshot, term, version: self.saved.append((term, version, snapshot[0])),
@@ -115,6 +116,21 @@ def test_t6_an_order_of_a_term_that_is_over_has_no_effect(bench: Bench, kit: Sim
         bench.applier.apply(old, kit.commit(0, [kit.gid(0)], checkpoint=True), 0.0)
     bench.applier.save(old)
     assert (bench.engine.applied, bench.applied(), bench.saved) == ([], [], [])
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_t6_a_standby_that_was_filled_with_a_term_that_ended_connects_again(kit: SimpleNamespace, over: bool) -> None:
+    """A rollback ends the standbys that are known then. The one that is being filled was not among them."""
+
+    class Filled(NoStandbys):
+        def fill(self, *state: Any) -> None:
+            if over:
+                bench.begin(2)
+
+    bench = Bench(kit, Filled())
+    replica = Replica(2, kit.Timeouts())
+    bench.applier.fill(bench.term, replica)
+    assert (replica.ended_at is not None) == over
 
 
 def test_the_norm_is_that_of_the_mean_and_the_update_uses_the_same_gradients(

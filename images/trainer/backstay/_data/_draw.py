@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from ..errors import BatchesEnded, EmptyBatch
 from ._batch_key import BatchKey
 
-__all__ = ["draw"]
+__all__ = ["draw", "nbytes"]
 
 
 def draw(batches: Callable[[BatchKey], Any], key: BatchKey) -> Any:
@@ -51,3 +51,12 @@ def _without_rows(batch: Any) -> str:
     if not arrays or any(shape[0] for _, shape in arrays):
         return ""
     return ", ".join(f"batch{jax.tree_util.keystr(path)} has the shape {shape}" for path, shape in arrays[:3])
+
+def nbytes(batch: Any) -> int:
+    """Returns the bytes of the arrays in a batch, as far as they are in the usual containers."""
+    if isinstance(batch, Mapping):
+        return sum(nbytes(value) for value in batch.values())
+    if isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
+        return sum(nbytes(value) for value in batch)
+    size = getattr(batch, "nbytes", 0)
+    return size if isinstance(size, int) else 0

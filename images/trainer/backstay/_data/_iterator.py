@@ -5,19 +5,28 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 from ..errors import ConfigurationError
 from ._batch_key import BatchKey
+from ._draw import nbytes
 
 __all__ = ["Streamed", "from_iterator"]
 
 _LOG = logging.getLogger(__name__)
+_KEPT_BYTES: Final = 1 << 30  # of the batches that were read last, as of those that are prepared
+_AHEAD: Final = 2  # batches that a prefetcher has read beyond the one that is drawn
 
 
 class Streamed:
-    """`batches` of a stream. Made by `from_iterator`."""
+    """`batches` of a stream. Made by `from_iterator`.
+
+    It keeps the batches that it read last. A contribution that was refused is computed again from the same batches, and
+    a change of the number of ranks draws some of the last numbers again. Without them, each of these would read the
+    whole stream again.
+    """
 
     workers = 1  # one iterator can only be read by one thread
 
@@ -28,15 +37,18 @@ class Streamed:
         self._world: int | None = None
         self._iterator: Iterator[Any] = iter(())
         self._next = 0
-        self._last: Any = None
+        self._kept: deque[tuple[int, Any, int]] = deque()  # place, batch and its bytes, in the order of the stream
+        self._kept_bytes = 0
 
     def __call__(self, key: BatchKey) -> Any:
         with self._lock:
             # Of one rank: as if the number of ranks had been the same from the beginning.
             own = (key.rank, key.world), key.step + (key.offset + key.rank) // key.world
             of, place = ((), key.number) if self._shared else own
-            if self._of == of and place == self._next - 1:
-                return self._last
+            if self._of == of:
+                for kept, batch, _ in reversed(self._kept):
+                    if kept == place:
+                        return batch
             if not self._shared and self._world not in (None, key.world):
                 _LOG.warning(
                     "from_iterator: the number of ranks changed from %s to %d at step %d. make(rank, world) returns "
@@ -50,14 +62,27 @@ class Streamed:
             self._world = key.world
             if self._of != of or place < self._next:
                 self._iterator, self._of, self._next = iter(self._make(*of)), of, 0
-            while self._next <= place:
+                self._kept.clear()
+                self._kept_bytes = 0
+            # Two contributions, because with overlap the next one begins before the answer to the first.
+            room = (2 * key.batches + _AHEAD) * (key.world if self._shared else 1)
+            while True:
                 try:
-                    self._last = self._following(of)
+                    batch = self._following(of)
                 except BaseException:
                     self._of = None  # the iterator may have ended; another call makes it again
                     raise
-                self._next += 1
-            return self._last
+                self._keep(batch, room)
+                if self._next > place:
+                    return batch
+
+    def _keep(self, batch: Any, room: int) -> None:
+        size = nbytes(batch)
+        self._kept.append((self._next, batch, size))
+        self._next += 1
+        self._kept_bytes += size
+        while len(self._kept) > room or (self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1):
+            self._kept_bytes -= self._kept.popleft()[2]
 
     def _following(self, of: tuple[int, ...]) -> Any:
         try:
@@ -78,6 +103,10 @@ def from_iterator(make: Callable[..., Iterator[Any]], *, shared: bool = False) -
     the same order every time, or a replaced worker computes another batch than its predecessor. A replacement reads
     from the start and discards the used batches, which takes as long as reading them. Where samples can be reached by
     number, `from_dataset` has neither limit.
+
+    The batches of the last two contributions are kept, up to 1 GiB, because some are drawn again: those of a refused
+    contribution, and with `shared` those after a change of the number of ranks. So an iterator must not change a batch
+    that it has returned.
 
     Args:
         make: ``make(rank, world)`` returns an iterator of that rank's batches; with `shared`, ``make()`` returns an

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from ._batch_key import BatchKey
-from ._draw import draw
+from ._draw import draw, nbytes
 
 __all__ = ["Prefetcher"]
 
@@ -103,7 +103,7 @@ class Prefetcher:
                 outcome = draw(self._batches, key), None
             except BaseException as error:  # noqa: BLE001  # `get` raises it to the caller
                 outcome = None, error
-            size = _nbytes(outcome[0])
+            size = nbytes(outcome[0])
             with self._changed:
                 self._begun.discard(key)
                 if size:
@@ -112,13 +112,3 @@ class Prefetcher:
                     self._ready[key] = outcome
                 self._changed.notify_all()
             del outcome
-
-
-def _nbytes(batch: Any) -> int:
-    """Returns the bytes of the arrays in a batch, as far as they are in the usual containers."""
-    if isinstance(batch, Mapping):
-        return sum(_nbytes(value) for value in batch.values())
-    if isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
-        return sum(_nbytes(value) for value in batch)
-    size = getattr(batch, "nbytes", 0)
-    return size if isinstance(size, int) else 0

@@ -74,12 +74,12 @@ def _column(path: Any, column: Any) -> Any:
         return column
     try:
         return np.asarray(column)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         import jax
 
         raise ConfigurationError(
-            f"from_dataset: the column {jax.tree_util.keystr(path)} is not an array: {error}. Its rows must have one "
-            "shape: pad or cut them, or give a list of samples and a transform that does"
+            f"from_dataset: the column {jax.tree_util.keystr(path) or 'it'} is not an array: {error}. Its rows "
+            "must have one shape: pad or cut them, or give a list of samples and a transform that does"
         ) from None
 
 
@@ -180,9 +180,15 @@ class TokenFile:
         if isinstance(window, bool) or not isinstance(window, int) or window < 1:
             raise ConfigurationError(f"TokenFile: window is {window!r}, must be a whole number of 1 or more")
         self._window = window
-        listed = [paths] if isinstance(paths, str | Path) else list(paths)
-        self._paths = [Path(path) for path in listed]
-        self._files = [_mapped(path, np.dtype(dtype), window) for path in self._paths]
+        try:
+            self._paths = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
+        except TypeError:
+            raise ConfigurationError(f"TokenFile: paths is {paths!r}, must be a path or a list of paths") from None
+        try:
+            kind = np.dtype(dtype)
+        except TypeError:
+            raise ConfigurationError(f"TokenFile: dtype is {dtype!r}, must be a dtype such as np.uint16") from None
+        self._files = [_mapped(path, kind, window) for path in self._paths]
         if not self._files:
             raise ConfigurationError("TokenFile: paths is empty, must name one file or more")
         counts = [max(1, len(tokens) // window - 1) for tokens in self._files]
@@ -231,7 +237,7 @@ def _mapped(path: Path, dtype: np.dtype[Any], window: int) -> NDArray[Any]:
             raise ConfigurationError(f"TokenFile: {path} has {size} bytes: must be whole tokens of {dtype.name}")
         else:
             tokens = np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)
-    except (OSError, ValueError) as error:
+    except (EOFError, OSError, ValueError) as error:
         if isinstance(error, ConfigurationError):
             raise
         raise ConfigurationError(f"TokenFile: {path} cannot be mapped: {error}") from None
@@ -265,7 +271,13 @@ def source_of(data: Any) -> Source:
         return _HuggingFace(data) if hasattr(data, "__len__") else _Items(data)
     if hasattr(data, "to_numpy"):  # a data frame or one column of pandas or Polars
         data = {name: data[name].to_numpy() for name in data.columns} if hasattr(data, "columns") else data.to_numpy()
-    if isinstance(data, np.ndarray | Mapping):
+    if isinstance(data, Mapping):
+        import jax
+
+        if jax.tree_util.all_leaves([data]):  # a file of np.load or of h5py: as an array, it would be its keys
+            data = {name: data[name] for name in data}
+        return _Columns(data)
+    if isinstance(data, np.ndarray):
         return _Columns(data)
     if isinstance(data, tuple) and data and all(hasattr(column, "shape") for column in data):
         return _Columns(data)

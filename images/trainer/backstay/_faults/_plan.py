@@ -44,6 +44,8 @@ DURATIONS: Final = {
     "fill": "must",
     "exit": "no",
 }
+_OF_STANDBYS: Final = ("state", "follow")  # points that only a standby reaches
+_OF_CHECKPOINTS: Final = ("rename", "manifest")
 _SECONDS: Final = re.compile(r"(\d+(?:\.\d+)?)s")
 _LONGEST: Final = 86_400.0
 
@@ -113,7 +115,7 @@ def faults_of(text: str, config: RuntimeConfig) -> tuple[Fault, ...]:
     scaled.
 
     Raises:
-        ValueError: a fault cannot be parsed, or names a pod that the job never has.
+        ValueError: a fault cannot be parsed, or names a pod or a point that the job never has.
     """
     faults = parse(text)
     for fault in faults:
@@ -126,9 +128,26 @@ def faults_of(text: str, config: RuntimeConfig) -> tuple[Fault, ...]:
             why = "the job has no evaluator: must be a worker or a server"
         elif fault.role == contract.ROLE_EVALUATOR and fault.index:
             why = f"the job has no evaluator {fault.index}: must be evaluator/0"
+        elif fault.role == contract.ROLE_SERVER:
+            why = _never(fault, config)
         if why:
             raise _wrong(str(fault), why)
     return faults
+
+
+def _never(fault: Fault, config: RuntimeConfig) -> str | None:
+    """Returns why no server of the job has this fault, or None if one may have it."""
+    if fault.point in _OF_STANDBYS and not config.standbys:
+        return f"the job has no standby, so no server reaches the point {fault.point}: set parameterServers.standbys"
+    if fault.point in _OF_STANDBYS and fault.incarnation == 1:
+        pod = "*" if fault.index is None else fault.index
+        return f"the first pod of a server is not a standby: must be such as server/{pod}#2, or server/{pod}#*"
+    if fault.point == "manifest" and fault.index:
+        return "only server 0 stores manifests: must be server/0"
+    if (fault.point in _OF_CHECKPOINTS or fault.action == "fill") and config.checkpoint is None:
+        what = "fill" if fault.action == "fill" else fault.point
+        return f"the job stores no checkpoints, so {what} never happens: set checkpoint"
+    return None
 
 
 def _one(clause: str) -> Fault:

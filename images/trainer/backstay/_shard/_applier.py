@@ -122,6 +122,9 @@ class Applier:
             term=term.number, version=term.version, world=term.world, offset=term.offset, last=term.last
         )
         self._standbys.fill(replica, state, term.engine.snapshot(whole=True), term.prepared)
+        with self._lock:
+            if term is not self._current:  # a rollback ended the standbys that it knew, without this one
+                replica.end()
 
     def save(self, term: Term) -> None:
         """Have the version written as it is."""
