@@ -341,10 +341,12 @@ class JobReport(ReportedStatus):
 
     def last(self) -> dict[str, Any]:
         """Returns the rows that a server's termination message has, by their names in JSON. They are known and finite,
-        and not about updates that will follow."""
+        and not about updates that will follow. A loss that is not finite is None."""
         rows = self.over(JobReport()).model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude=_NOT_LAST)
         finite = ((name, _shown(value, ReportRow())) for name, value in rows.items())
-        return {name: value for name, value in finite if value not in (None, [], {})}
+        found = {name: value for name, value in finite if value not in (None, [], {})}
+        # JSON has no NaN. Without the row, the loss of an earlier report would be that of the last update.
+        return found if self.loss is None or math.isfinite(self.loss) else {**found, "loss": None}
 
     @classmethod
     def in_message(cls, message: Mapping[str, Any]) -> Self:
@@ -373,7 +375,8 @@ class JobReport(ReportedStatus):
                 return cls.model_validate_json(json.dumps(kept), strict=True)
             except ValidationError as error:
                 wrong = {tuple(map(str, one["loc"][:2])) for one in error.errors()}
-            if not any(name in kept for name, *_ in wrong):
+            # Without a place, the JSON itself is refused: a text that is not Unicode, or lists too deep in lists.
+            if () in wrong or not any(name in kept for name, *_ in wrong):
                 return cls()
             for name, *inner in wrong:
                 value = kept.pop(name, None)
@@ -389,8 +392,8 @@ class JobReport(ReportedStatus):
         """Returns the report with the rows that are known here, and with those of `older` for the others.
 
         The metrics of an evaluation are those of its step, even if it has none. A rate of 0 is not known. An empty text
-        is known if it was set: an error that is over has an empty text. A loss that is not finite has no row in JSON,
-        so a report without one does not take that of an older step.
+        is known if it was set: an error that is over has an empty text. A loss that was set to None is not finite
+        (`last`). An older server's message has no such row, so after such a loss, none is taken from an older step.
         """
         known = {
             name: value
@@ -403,9 +406,12 @@ class JobReport(ReportedStatus):
             known["metrics"] = self.metrics
         if self.checkpoint is not None:
             known["checkpoint"] = self.checkpoint.dated(older.checkpoint)
-        diverges = self.non_finite_loss is not None or older.non_finite_loss is not None
-        if diverges and self.loss is None and self.step is not None and self.step > (older.step or 0):
-            known["loss"] = None
+        if self.loss is None and self.step is not None:
+            diverges = self.non_finite_loss is not None or older.non_finite_loss is not None
+            if "loss" in self.model_fields_set and self.step >= (older.step or 0):
+                known["loss"] = math.nan
+            elif diverges and self.step > (older.step or 0):
+                known["loss"] = None
         return older.model_copy(update=known)
 
     def stored(self) -> dict[str, Any]:

@@ -106,6 +106,18 @@ def test_a_pod_that_vanished_keeps_its_seconds_and_its_last_report_may_come_late
     }
 
 
+def test_reports_count_although_the_clock_of_the_operator_is_set_back() -> None:
+    """The newest report was that with the latest time, so all reports of an hour were ignored."""
+    account = Account()
+    account.observe(T0, [WorkerPod((0, 1), T0)], 1)
+    account.report({(0, 1): SecondsReport(T0 + 3610, measured(applied=10))})
+    account.report({(0, 1): SecondsReport(T0 + 20, measured(applied=20))})
+    assert account.seconds(T0 + 22)["applied"] == 20
+    assert account.seconds(T0 + 22)["starting"] == 0
+    account.report({(0, 1): SecondsReport(T0 + 30, measured(applied=10))})  # an old one, which comes late
+    assert account.seconds(T0 + 22)["applied"] == 20
+
+
 def test_a_rollback_makes_applied_seconds_redone_also_those_of_pods_that_are_gone() -> None:
     account = Account()
     account.observe(T0, [WorkerPod((0, 1), T0), WorkerPod((1, 1), T0)], 2)

@@ -248,7 +248,7 @@ def _measured(message: Any) -> tuple[float, ...]:
     """Returns the worker seconds of a termination message, or an empty tuple if it has none."""
     try:
         found = tuple(float(value) for value in (parsed(message or "") or {}).get("workerSeconds") or ())
-    except (ValueError, TypeError):
+    except (OverflowError, TypeError, ValueError):
         return ()
     return found if is_measured(found) else ()
 
