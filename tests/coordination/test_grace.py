@@ -62,6 +62,16 @@ def test_t2_an_update_waits_for_the_grace_and_no_longer() -> None:
     assert coordinator.wakes_at is None
 
 
+def test_a_job_that_failed_wakes_at_no_time() -> None:
+    """Otherwise the thread that sleeps until then does not sleep."""
+    coordinator = coordinator_of(5)
+    for rank in (4, 0, 2):
+        hand_in(coordinator, 10.0, rank, 1)
+    assert coordinator.wakes_at is not None
+    coordinator.fail(10.1, "X", "why")
+    assert coordinator.wakes_at is None
+
+
 def test_t2_an_update_with_every_contribution_does_not_wait() -> None:
     coordinator = coordinator_of(4)
     for rank in range(3):

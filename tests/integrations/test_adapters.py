@@ -272,6 +272,24 @@ def test_nnx_parameters_that_are_not_selected_are_frozen_and_statistics_are_not(
     assert np.array_equal(adapter.model(result.params, result.state).body.kernel[...], before["body"]["kernel"])
 
 
+def test_nnx_statistics_and_streams_in_the_place_of_a_filter_are_not_trained():
+    """A filter by path selected them, too: statistics stopped, and the count of a stream had no gradient."""
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.body = nnx.Linear(4, 8, rngs=rngs)
+            self.head = nnx.Sequential(nnx.BatchNorm(8, rngs=rngs), nnx.Dropout(0.1, rngs=rngs))
+
+        def __call__(self, x):
+            return self.head(self.body(x))
+
+    adapter = ours_nnx.adapt(Net, square, trained=nnx.PathContains("head"))
+    tree = describe(adapter.init(jax.random.key(0)), has_state=adapter.has_state, frozen=adapter.frozen)
+    names = [leaf.name.replace(".layers", "") for leaf in tree.leaves]
+    assert names == ["head.0.bias", "head.0.scale", "state/head.0.mean", "state/head.0.var"]
+    assert adapter.has_rng
+
+
 def test_linen_and_equinox_freeze_by_names():
     settings = {"example": (BATCH[0],), "options": {"train": True}}
     linen = ours_linen.adapt(Norm(), square, **settings, frozen=lambda name: name.startswith("Dense_0"))

@@ -122,6 +122,8 @@ class Silence:
 
 
 class FakeStorage:
+    stored_at = 0.0
+
     def write_manifest(self, order: WriteManifest) -> str:
         return f"at-{order.version}"
 

@@ -75,6 +75,12 @@ def test_the_curve_of_a_newer_server_continues_that_of_the_server_before() -> No
     assert joined.evaluations == {2: {"x": 1.0}, 5: {"x": 3.0}}
     assert older.before(TrainingCurve()) == older
     assert TrainingCurve().before(newer) == newer
+    again = TrainingCurve((4, 5), (40.0, 50.0), {}, {2: {"x": 1.0}})
+    joined = older.before(again)
+    assert joined.loss == (1.0, 2.0, 3.0, 40.0, 50.0), "an evaluator repeats its newest evaluation for a new server"
+    assert joined.evaluations == {2: {"x": 1.0}}
+    early = older.before(TrainingCurve(evaluations={2: {"x": 1.0}}))
+    assert (early.steps, dict(early.evaluations)) == (older.steps, dict(older.evaluations))
 
 
 def test_pages_that_are_not_a_curve_are_left_out() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import UTC, datetime
 
 from backstay._coordination import CheckpointFailed, CoordinatorState, PeerTable, WriteManifest
@@ -25,6 +26,32 @@ def test_every_row_is_measured() -> None:
     terms = observer.terms.report(CoordinatorState(term=1, version=3, world=4), Rollback(term=1))
     report = JobReport.sum((observer.report(0.0), terms))
     assert report.model_fields_set == set(JobReport.model_fields)
+
+
+def test_o8_a_rollback_past_a_damaged_checkpoint_reports_the_one_from_which_it_continues() -> None:
+    """The status and new evaluators were still given the damaged one."""
+    observer = observer_of()
+    observer.checkpoint_stored(0.0, WriteManifest(1, 5, {}, ()), "/c/5")
+    observer.checkpoint_failed(0.0, CheckpointFailed(7, "the disk is full"))
+    observer.restarted(0.0, CoordinatorState(term=2, version=2, world=4), "/c/2", 7.0)
+    known = CheckpointStatus(step=2, uri="/c/2", time=datetime.fromtimestamp(7, UTC))
+    assert observer.newest_checkpoint() == known
+    assert (report := observer.report(0.0)).checkpoint == known
+    assert report.checkpoint_error == "the disk is full", "the newest attempt is still that one"
+    observer.restarted(0.0, CoordinatorState(term=3, version=0, world=4), "", 0.0)
+    assert observer.newest_checkpoint() == CheckpointStatus(step=0)
+
+
+def test_long_names_of_metrics_have_their_own_series() -> None:
+    metrics = PodMetrics("job", "ParameterServer", 0)
+    names = [f"{'a' * 150}{number}" for number in range(60)]
+    for value in (1.0, 2.0):
+        for name in names:
+            metrics.evaluation(name).set(value)
+    series = re.findall(r'^backstay_evaluation\{.*name="([^"]*)".*\} (.*)$', metrics.page().decode(), re.MULTILINE)
+    assert len(dict(series)) == 50
+    assert {value for _, value in series} == {"2.0"}
+    assert {len(name) for name, _ in series} == {100}
 
 
 def test_the_answer_to_the_operator_has_the_report_and_the_position() -> None:

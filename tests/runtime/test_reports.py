@@ -144,6 +144,57 @@ def test_t8_reports_are_rare_and_a_slow_function_delays_nothing(raised: BaseExce
     assert called == [(1, 0.5, {"error": 2.0}), (40, 40.0, {})]
 
 
+def test_an_update_that_a_rollback_discards_is_not_reported_after_it() -> None:
+    called: list[int] = []
+    entered, go = threading.Event(), threading.Event()
+
+    def slow(step: int, loss: float, metrics: Mapping[str, float]) -> None:
+        called.append(step)
+        entered.set()
+        assert go.wait(LONG)
+
+    reports = Reports(slow, None)
+    reports.update(100.0, 10, 0.5, {}, {})
+    assert entered.wait(LONG)
+    reports.update(102.0, 100, 0.5, {}, {})
+    reports.begin(50)
+    go.set()
+    reports.close()
+    assert called == [10]
+
+
+def test_an_error_of_the_event_files_does_not_end_the_other_reports(caplog: pytest.LogCaptureFixture) -> None:
+    """tensorboardX raises a TypeError if it cannot be used with the protobuf that is installed."""
+
+    class Broken(EventFiles):
+        def _add(self, event: Any) -> None:
+            raise TypeError("Descriptors cannot be created directly")
+
+    stopped = threading.Event()
+    reports = Reports(None, Broken(PosixFolder(Path("unused")), "job.uid.1"), lambda metrics: True)
+    reports.stop = stopped.set
+    reports.begin(0)
+    reports.evaluated(2, {"accuracy": 0.95})
+    reports.close()
+    assert stopped.is_set()
+    assert "no more scalars for TensorBoard are written" in caplog.text
+
+
+@pytest.mark.parametrize("left", [0, 100])
+def test_an_event_file_that_somebody_deleted_or_cut_is_written_again(tmp_path: Path, left: int) -> None:
+    files = EventFiles(PosixFolder(tmp_path), "job.uid.1")
+    for step in range(6):
+        files.add(step, {"loss": 1.0})
+        files.flush()
+        if step == 3:
+            (file,) = events_in(tmp_path)
+            content = file.read_bytes()[:left]
+            file.unlink()
+            if left:
+                file.write_bytes(content)
+    assert [step for step, _ in scalars(tmp_path)["loss"]] == list(range(6))
+
+
 @pytest.mark.parametrize("raised", [ZeroDivisionError, SystemExit(5)])
 def test_stop_when_is_called_for_each_evaluation_and_its_errors_do_not_stop_training(raised: Any) -> None:
     asked: list[Mapping[str, float]] = []

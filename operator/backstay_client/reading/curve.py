@@ -50,10 +50,11 @@ class TrainingCurve:
         return list(zip(self.steps, values, strict=False))
 
     def before(self, newer: TrainingCurve) -> TrainingCurve:
-        """This curve up to the first step of a newer server's curve, and that curve from there."""
-        if not newer.steps and not newer.evaluations:
-            return self
-        first = min([*newer.steps[:1], *newer.evaluations], default=0)
+        """This curve up to the first step of a newer server's curve, and that curve from there.
+
+        A newer server also has evaluations of earlier steps, because an evaluator repeats its newest one.
+        """
+        first = newer.steps[0] if newer.steps else math.inf
         kept = [place for place, step in enumerate(self.steps) if step < first]
         names = [*self.metrics, *(name for name in newer.metrics if name not in self.metrics)]
 

@@ -171,9 +171,11 @@ class PosixFolder:
     def append(self, name: str, content: bytes, start: int) -> None:
         try:
             self._make()
-            with (self.path / name).open("r+b" if start else "wb") as file:
-                file.seek(start)
-                file.write(content[start:])
+            path = self.path / name
+            with path.open("r+b" if start and path.exists() else "wb") as file:
+                # All of it again, if somebody deleted or cut the file.
+                file.seek(min(start, file.seek(0, os.SEEK_END)))
+                file.write(content[file.tell() :])
         except OSError as error:
             raise CheckpointError(f"cannot write {self.path / name}: {error}") from error
 

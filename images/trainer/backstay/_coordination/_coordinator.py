@@ -374,7 +374,7 @@ class Coordinator:
     @property
     def wakes_at(self) -> float | None:
         """The time at which an update no longer waits for more contributions, or None if no update waits."""
-        return self._grace.until
+        return self._grace.until if self.finished is None else None
 
     # ---- Decisions ----
 

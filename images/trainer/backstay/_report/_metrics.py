@@ -5,6 +5,7 @@ Names and units follow https://prometheus.io/docs/practices/naming/. A pod expor
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Final, Generic, Self, TypeVar, cast, overload
@@ -104,10 +105,18 @@ class _NamedRow(_LabelledRow[_M]):
     """A row whose label is a name that a script chose. A script must not be able to make series without end."""
 
     def series(self, metrics: PodMetrics, *values: object) -> _M:
-        family, name = metrics.family(self), str(values[0])
+        family, name = metrics.family(self), shortened_name(str(values[0]))
         if len(family._metrics) >= _MOST_NAMES and (*metrics.who, name) not in family._metrics:
             return self.kind("dropped", "Beyond the names that are exported.", registry=None)
-        return super().series(metrics, name[:_LONGEST_NAME])
+        return super().series(metrics, name)
+
+
+def shortened_name(name: str) -> str:
+    """Returns the name, or if it is too long, its beginning with a digest of the whole."""
+    if len(name) <= _LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(name.encode(errors="backslashreplace")).hexdigest()[:8]
+    return f"{name[: _LONGEST_NAME - 9]}-{digest}"
 
 
 class PodMetrics:

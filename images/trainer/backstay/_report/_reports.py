@@ -131,6 +131,9 @@ class Reports:
 
     def begin(self, step: int) -> None:
         """A term begins: reports after `step` belong to updates that are made again."""
+        with self._changed:
+            if self._newest is not None and self._newest.step > step:
+                self._newest = None  # it would be stored after the beginning that discards it
         self._put(_QueuedReport(step + 1, {}, begins=True))
 
     def update(
@@ -213,6 +216,9 @@ class Reports:
             self._files.add(report.step, report.scalars)
         except ImportError as error:
             _LOG.warning("no scalars for TensorBoard are written: %s: pip install tensorboardX", error)
+            self._files = None
+        except Exception:  # noqa: BLE001  # such as of another protobuf; this thread also calls `stop_when`
+            _LOG.exception("no more scalars for TensorBoard are written")
             self._files = None
 
     def _judge(self, report: _QueuedReport) -> None:

@@ -42,7 +42,13 @@ P = ParamSpec("P")
 
 
 class CheckpointStorage(Protocol):
-    """The place of the checkpoints; called by one thread at a time, may take long."""
+    """The place of the checkpoints; called by one thread at a time, may take long.
+
+    Attributes:
+        stored_at: when the checkpoint that `newest` found was stored, as Unix time; 0: it found none.
+    """
+
+    stored_at: float
 
     def write_manifest(self, order: WriteManifest) -> str:
         """Store it, and delete checkpoints that are not kept; returns the URI. Raises `CheckpointError`."""
@@ -255,12 +261,12 @@ class ThreadedCoordinator:
             self.do(Coordinator.fail, "RestoreFailed", why)
             return
 
-        self._restoring_since = None
+        self._restoring_since, stored_at = None, self._storage.stored_at
 
         def restart(coordinator: Coordinator, now: float) -> Sequence[Decision]:
             decisions = coordinator.restart(now, state, uri)
             if coordinator.state.term == state.term:  # else it did not begin again
-                self._observer.restarted(now, coordinator.state)
+                self._observer.restarted(now, coordinator.state, uri, stored_at)
             return decisions
 
         self.do(restart)

@@ -37,7 +37,8 @@ def adapt(
         loss: ``loss(model, batch)`` returns a scalar, or ``(scalar, {name: scalar})``; `model` is in training mode
             (``model.train()``). It may change the model's state.
         evaluate: ``evaluate(model)`` returns ``{name: number}``; `model` is in evaluation mode (``model.eval()``).
-        trained: an NNX filter, such as ``nnx.LoRAParam``. The variables that it does not select are not trained.
+        trained: an NNX filter, such as ``nnx.LoRAParam``. The variables that it does not select are not trained. Batch
+            statistics and streams of random numbers are never trained, even if it selects them.
         has_rngs: whether `loss` gets an ``nnx.Rngs`` of the step as its last argument, for models that take it when
             they are called.
         frozen: as in `train`, of the variables that `trained` selects; names are such as ``body.kernel``.
@@ -88,7 +89,9 @@ class _NnxModel:
 
     def __init__(self, make: Any, trained: Any) -> None:
         self._make = make
-        self._filters = (trained, nnx.RngState, nnx.Param, ...)
+        # A filter by path also selects the statistics and the streams of the layers there. No gradient trains those.
+        own = nnx.All(trained, nnx.Not(nnx.Any(nnx.RngState, nnx.BatchStat)))
+        self._filters = (own, nnx.RngState, nnx.Param, ...)
         # A typed key, because an integer would be the seed of every stream.
         abstract = nnx.eval_shape(lambda: self._new(jax.random.key(0)))
         if not isinstance(abstract, nnx.Module):

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -82,7 +83,7 @@ def run(
     Each pod is a process, as in a cluster; there is no Kubernetes. The planner of the operator decides which pods are
     replaced and which standbys are promoted. Pods that die are replaced immediately. The processes are forked from one
     that has imported JAX, so a small job takes a few seconds. They train on the CPU, unless `JAX_PLATFORMS` names
-    another device.
+    another device. Calls from several threads of a process run one after the other.
 
     Args:
         script: the training script, as a path; or a function at the top level of a file. Each pod runs it.
@@ -139,15 +140,16 @@ def run(
         if checkpoint_every is not None:
             config["checkpoint"] = {"uri": str(here / "checkpoints"), "every_steps": checkpoint_every}
         _check({**config, "workers": workers, "shards": servers}, text)
-        file = Path(target.partition("::")[0])
-        forker = forker_for(file)
-        argv = [*forker.command(_PROGRAM, file), target, *arguments]
-        pods = Path(tempfile.mkdtemp(prefix="pods-", dir=here))
-        with _Recorded(argv, pods, forker, shards=servers, workers=workers, **config) as job:
-            job.environment |= {**(env or {}), ENV_SILENT: str(silent)}
-            job.environment |= {ENV_PATH: _path()} if callable(script) else {}
-            job.environment |= {ENV_FAULTS: text} if text else {}
-            found = _supervise(job, max_restarts, seconds)
+        with _ONE:
+            file = Path(target.partition("::")[0])
+            forker = forker_for(file)
+            argv = [*forker.command(_PROGRAM, file), target, *arguments]
+            pods = Path(tempfile.mkdtemp(prefix="pods-", dir=here))
+            with _Recorded(argv, pods, forker, shards=servers, workers=workers, **config) as job:
+                job.environment |= {**(env or {}), ENV_SILENT: str(silent)}
+                job.environment |= {ENV_PATH: _path()} if callable(script) else {}
+                job.environment |= {ENV_FAULTS: text} if text else {}
+                found = _supervise(job, max_restarts, seconds)
     if check and not found.succeeded:
         raise JobFailed(found.reason, found.message)
     return found
@@ -222,6 +224,9 @@ def _target(script: str | os.PathLike[str] | Callable[[], object]) -> str:
         )
     return f"{Path(file).resolve()}::{name}"
 
+
+_ONE: Final = threading.Lock()
+"""Held by the job that runs: another one may need another forker, and the end of a forker kills its pods."""
 
 _forkers: list[Forker] = []
 """The newest one, for the next jobs. It is not closed at the end: its processes end with this one."""

@@ -29,13 +29,16 @@ class Checkpoints:
     def begin(self, uri: str, step: int, stored: float) -> None:
         """The history continues this checkpoint; `stored` is its Unix time, and 0 if that is not known."""
         with self._lock:
-            at = None
-            if stored:
-                with contextlib.suppress(ValueError, OverflowError, OSError):  # of a machine without a clock
-                    at = datetime.fromtimestamp(stored, UTC)
-            self._rows = JobReport(checkpoint=CheckpointStatus(step=step, uri=uri, time=at))
+            self._rows = JobReport(checkpoint=_status(uri, step, stored))
         if stored:
             self._metrics.checkpoint_timestamp.set(stored)
+
+    def restarted(self, uri: str, step: int, stored: float) -> None:
+        """The history continues from this checkpoint, which may be older than the newest that was stored: the files of
+        that one may be damaged. An empty `uri`: it begins again."""
+        with self._lock:
+            self._rows = self._rows.model_copy(update={"checkpoint": _status(uri, step, stored) if uri else None})
+        self._metrics.checkpoint_timestamp.set(stored)
 
     def stored(self, order: WriteManifest, uri: str) -> None:
         """A checkpoint is complete."""
@@ -58,3 +61,11 @@ class Checkpoints:
         """Returns the rows about checkpoints."""
         with self._lock:
             return self._rows
+
+
+def _status(uri: str, step: int, stored: float) -> CheckpointStatus:
+    at = None
+    if stored:
+        with contextlib.suppress(ValueError, OverflowError, OSError):  # of a machine without a clock
+            at = datetime.fromtimestamp(stored, UTC)
+    return CheckpointStatus(step=step, uri=uri, time=at)

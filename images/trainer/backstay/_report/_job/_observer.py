@@ -139,9 +139,10 @@ class JobObserver:
             examples = rates["throughput/examples_per_second"]
             self._reporter.report(now, self._step, loss, examples, train_metrics, force=commit.final)
 
-    def restarted(self, now: float, state: CoordinatorState) -> None:
+    def restarted(self, now: float, state: CoordinatorState, checkpoint: str, stored_at: float) -> None:
         """See `Observer`."""
         self._step = state.version
+        self.checkpoints.restarted(checkpoint, state.version, stored_at)
         if self._waits is not None:
             self._waits.restarted(now, state)
         self._contributors.restarted(now, state.version)

@@ -250,7 +250,7 @@ class CoordinatorHost:
         if not updated.adopted:
             self._world.tally.updates.append((now, updated.commit.version + 1))
 
-    def restarted(self, now: float, state: CoordinatorState) -> None:
+    def restarted(self, now: float, state: CoordinatorState, checkpoint: str, stored_at: float) -> None:
         """See `Observer`."""
 
     def redo(self, now: float, updates: int) -> None:
