@@ -131,10 +131,12 @@ JOBS: Final = [
 OPERATOR: Final = [
     _alert(
         "BackstayNoLeader",
-        "(sum(backstay_operator_leader) or vector(0)) < 1",
+        # The chart adds labels to the metric, so that the rule of a release is about its own operator (`absent` has
+        # those that are compared with `=`).
+        "(max by (namespace) (backstay_operator_leader) < 1) or absent(backstay_operator_leader)",
         "2m",
         "critical",
-        "No operator of Backstay acts",
+        "No operator of Backstay acts{{ with $labels.namespace }} in the namespace {{ . }}{{ end }}",
         "No operator holds the Lease, or none can be scraped. Jobs train on, but nothing replaces dead pods.",
     ),
     _alert(

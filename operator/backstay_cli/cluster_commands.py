@@ -551,20 +551,21 @@ async def _screen(console: Console) -> AsyncIterator[Live]:
 
 async def _delete_jobs(cluster: FoundCluster, names: Sequence[str], *, wait: bool) -> bool:
     """Returns whether all jobs existed and are deleted."""
-    deleted = []
+    deleted: dict[str, str] = {}  # by name: its uid
     for name in names:
         try:
-            await cluster.api.delete_job(cluster.namespace, name)
+            answer = await cluster.api.delete_job(cluster.namespace, name)
         except ApiRequestError as error:
             if error.code != 404:
                 raise
             print(f"error: there is no TrainingJob {name} in namespace {cluster.namespace}", file=sys.stderr)
             continue
-        deleted.append(name)
+        # The answer is a Status, or the job if something delays its end.
+        deleted[name] = (answer.get("details") or answer.get("metadata") or {}).get("uid") or ""
         print(f"deleted {name}", flush=True)
-    for name in deleted if wait else ():
+    for name, uid in deleted.items() if wait else ():
         try:
-            await until_gone(cluster, cluster.namespace, name)
+            await until_gone(cluster, cluster.namespace, name, uid)
         except PodsRemain as error:
             print(f"error: {error}", file=sys.stderr)
             return False

@@ -59,10 +59,11 @@ def dry_job(job: dict[str, Any], folder: Path, servers: int = _SERVERS) -> dict[
     """
     job = copy.deepcopy(job)
     spec = job["spec"]
-    shards = spec.setdefault("parameterServers", {})
-    shards["replicas"] = min(max(shards.get("replicas", 1), servers), _MOST_PODS)
-    workers = spec.setdefault("workers", {})
-    workers["replicas"] = min(workers.get("replicas", 1), _MOST_PODS)
+    # YAML has None for a field without a value.
+    shards = spec["parameterServers"] = spec.get("parameterServers") or {}
+    shards["replicas"] = min(max(shards.get("replicas") or 1, servers), _MOST_PODS)
+    workers = spec["workers"] = spec.get("workers") or {}
+    workers["replicas"] = min(workers.get("replicas") or 1, _MOST_PODS)
     update = spec.get("update") or {}
     if isinstance(backups := update.get("backups"), int):
         update["backups"] = min(backups, workers["replicas"] - 1)

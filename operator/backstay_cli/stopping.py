@@ -42,7 +42,7 @@ async def stop_job(api: ApiCalls, namespace: str, name: str) -> None:
     """Suspend the job, and wait until its pods have ended. After any failure, the caller stops the cluster."""
     try:
         await api.suspend(namespace, name)
-        await until_stopped(api, namespace, name)
+        await until_stopped(api, namespace, name, uid="")
     except (ApiRequestError, aiohttp.ClientError, OSError):  # a TimeoutError is an OSError
         return
 

@@ -25,22 +25,22 @@ class PodsRemain(TimeoutError):  # noqa: N818
 
 
 async def until_gone(
-    cluster: FoundCluster, namespace: str, name: str, clock: Callable[[], float] = time.monotonic
+    cluster: FoundCluster, namespace: str, name: str, uid: str, clock: Callable[[], float] = time.monotonic
 ) -> None:
-    """Wait until a deleted job has no pods.
+    """Wait until a deleted job has no pods. Another job may have its name already.
 
     Raises:
         PodsRemain: the job still has pods after 90 s.
     """
     deadline = clock() + _GONE_SECONDS
-    while await _has_pods(cluster, namespace, name):
+    while await _has_pods(cluster, namespace, name, uid):
         if clock() > deadline:
             raise PodsRemain(f"pods of {name} still exist after {_GONE_SECONDS:.0f} s")
         await asyncio.sleep(0.2)
 
 
 async def until_stopped(
-    api: JobApi, namespace: str, name: str, is_reported: Callable[[], Awaitable[bool]] | None = None
+    api: JobApi, namespace: str, name: str, uid: str, is_reported: Callable[[], Awaitable[bool]] | None = None
 ) -> None:
     """Wait until the pods of a suspended job have ended, whose servers store a checkpoint.
 
@@ -54,7 +54,7 @@ async def until_stopped(
     try:
         async with asyncio.timeout(STORING_SECONDS) as limit:
             while True:
-                pods = await api.pods_of(namespace, name)
+                pods = await api.pods_of(namespace, name, uid)
                 running = any(pod.get("status", {}).get("phase") in {"Pending", "Running"} for pod in pods)
                 if not running and (is_reported is None or await is_reported()):
                     return
@@ -67,10 +67,10 @@ async def until_stopped(
         ) from None
 
 
-async def _has_pods(cluster: FoundCluster, namespace: str, name: str) -> bool:
+async def _has_pods(cluster: FoundCluster, namespace: str, name: str, uid: str) -> bool:
     """Returns whether a deleted job still has pods; the embedded cluster of `backstay run` ends with its job."""
     try:
-        return bool(await cluster.api.pods_of(namespace, name))
+        return bool(await cluster.api.pods_of(namespace, name, uid))
     except (aiohttp.ClientError, OSError):
         if cluster.folder is None:
             raise

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import ssl as ssl_module
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -63,12 +63,23 @@ class Connection:
         ssl: ssl_module.SSLContext | None = None,
         authorization: str = "",
         proxy: str = "",
+        renew: Callable[[], Awaitable[str]] | None = None,
     ) -> None:
+        """
+        Args:
+            url: the API server.
+            token: the bearer token.
+            ssl: None: the system's certificate authorities.
+            authorization: the value of the header `Authorization`, in place of `token`.
+            proxy: the URL of a proxy; empty: none.
+            renew: called after an answer 401, because tokens expire: returns another value of `Authorization`, or an
+                empty text if there is none; None: the first one does not expire.
+        """
         self.url = url.rstrip("/")
         authorization = authorization or (f"Bearer {token}" if token else "")
         self._headers = {"Authorization": authorization} if authorization else {}
         self._ssl: ssl_module.SSLContext | bool = True if ssl is None else ssl
-        self._proxy = proxy or None
+        self._proxy, self._renew, self._renewing = proxy or None, renew, asyncio.Lock()
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -84,22 +95,49 @@ class Connection:
         if self._session is not None:
             await self._session.close()
 
-    def open(
-        self, method: str, url: str, *, timeout: aiohttp.ClientTimeout, **options: Any
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    @contextlib.asynccontextmanager
+    async def open(
+        self,
+        method: str,
+        url: str,
+        *,
+        timeout: aiohttp.ClientTimeout,
+        headers: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> AsyncGenerator[aiohttp.ClientResponse]:
         """Begin one request with the credentials of this connection; its answer is a context.
 
         Args:
             method: the HTTP method.
             url: the path at the API server, or another URL.
             timeout: the deadlines.
+            headers: more headers, also in place of those of this connection.
             options: further arguments of `aiohttp.ClientSession.request`.
         """
         if self._session is None or self._session.closed:
-            connector = aiohttp.TCPConnector(ssl=self._ssl)
-            self._session = aiohttp.ClientSession(headers=self._headers, connector=connector)
-        where = self.url + url if url.startswith("/") else url
-        return self._session.request(method, where, timeout=timeout, proxy=self._proxy, **options)
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=self._ssl))
+        is_path = url.startswith("/")
+        where = self.url + url if is_path else url
+        used = self._headers
+        sent = {**used, **(headers or {})}
+        async with self._session.request(
+            method, where, timeout=timeout, headers=sent, proxy=self._proxy, **options
+        ) as answer:
+            if answer.status != 401 or not is_path or not await self._renewed(used):
+                yield answer
+                return
+        sent = {**self._headers, **(headers or {})}
+        async with self._session.request(
+            method, where, timeout=timeout, headers=sent, proxy=self._proxy, **options
+        ) as answer:
+            yield answer
+
+    async def _renewed(self, used: Mapping[str, str]) -> bool:
+        """Returns whether there are other credentials than those that were refused."""
+        async with self._renewing:  # a plug-in runs once for all calls that were refused
+            if self._headers == used and self._renew is not None and (authorization := await self._renew()):
+                self._headers = {"Authorization": authorization}
+        return self._headers != used
 
     async def exchange(
         self,

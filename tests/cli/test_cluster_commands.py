@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import between
 import pytest
 import typer
 import yaml
@@ -30,8 +31,17 @@ from backstay_cli.cluster_commands import with_cluster
 from backstay_cli.main import app
 from backstay_cli.plugin import app as plugin
 from backstay_client.errors import BadInput
-from backstay_client.finding.clusters import Where, default_kubeconfig, named_kubeconfig, runs_of
+from backstay_client.finding.clusters import (
+    PodAccount,
+    Where,
+    default_kubeconfig,
+    named_kubeconfig,
+    open_cluster,
+    runs_of,
+)
+from backstay_client.kube import ApiRequestError
 from backstay_spec import contract
+from backstay_spec.names import LABEL_JOB_UID
 
 RUNNER = CliRunner()
 
@@ -73,11 +83,16 @@ class FakeApi:
     def __init__(self) -> None:
         self.deleted: list[str] = []
         self.headers: list[str] = []
+        self.refused: set[str] = set()  # values of Authorization
+        self.selectors: list[str] = []
         self.timeline = b""  # of shard 0's server
         self.status: dict[str, Any] = {}
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         self.headers.append(request.headers.get("Authorization", ""))
+        if self.headers[-1] in self.refused:
+            return web.json_response({"message": "Unauthorized", "reason": "Unauthorized"}, status=401)
+        self.selectors.append(request.query.get("labelSelector", ""))
         path = request.path
         base = f"/apis/{contract.API_VERSION}/namespaces/default/{contract.PLURAL}"
         if path == base:
@@ -131,6 +146,72 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeApi
     loop.call_soon_threadsafe(stop.set)
     thread.join(LONG)
     loop.close()
+
+
+PLUGIN = """
+import json, pathlib, sys
+place = pathlib.Path(sys.argv[1])
+number = len(list(place.iterdir()))
+(place / str(number)).touch()
+print(json.dumps({"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential",
+                  "status": {"token": f"token-{number}"}}))
+"""
+
+
+def test_a_token_that_has_expired_is_replaced(
+    cluster: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plug-in of a cloud gives tokens for 15 minutes to an hour. Waits, sweeps and followed logs take longer."""
+    (tmp_path / "calls").mkdir()
+    own = tmp_path / "config"
+    config = yaml.safe_load(own.read_text())
+    arguments = ["-c", PLUGIN, str(tmp_path / "calls")]
+    config["users"][0]["user"] = {
+        "exec": {
+            "apiVersion": "client.authentication.k8s.io/v1",
+            "command": sys.executable,
+            "args": arguments,
+            "interactiveMode": "Never",
+        }
+    }
+    own.write_text(yaml.safe_dump(config))
+
+    async def call() -> None:
+        async with open_cluster(Where()) as found:
+            await found.api.get_job("default", "digits")
+            cluster.refused = {"Bearer token-0"}
+            names = await asyncio.gather(*(found.api.get_job("default", "digits") for _ in range(3)))
+            assert len(names) == 3
+            cluster.refused = {f"Bearer token-{number}" for number in range(9)}
+            with pytest.raises(ApiRequestError, match="401"):
+                await found.api.get_job("default", "digits")
+
+    asyncio.run(call())
+    assert set(cluster.headers) == {"Bearer token-0", "Bearer token-1", "Bearer token-2"}
+
+
+def test_the_account_of_a_pod_is_read_again(cluster: FakeApi, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("one")
+    url = yaml.safe_load((tmp_path / "config").read_text())["clusters"][0]["cluster"]["server"]
+
+    async def call() -> None:
+        async with PodAccount(url, tmp_path).connect() as api:
+            await api.get_job("default", "digits")
+            cluster.refused = {"Bearer one"}
+            with pytest.raises(ApiRequestError, match="401"):
+                await api.get_job("default", "digits")
+            between.put(token, "two")
+            await api.get_job("default", "digits")
+
+    asyncio.run(call())
+    assert cluster.headers == ["Bearer one", "Bearer one", "Bearer one", "Bearer two"]
+
+
+def test_the_end_of_a_deleted_job_is_that_of_its_own_pods(cluster: FakeApi) -> None:
+    result = RUNNER.invoke(app, ["delete", "digits"])
+    assert result.exit_code == 0, result.stderr
+    assert cluster.selectors[-1] == f"{contract.LABEL_JOB}=digits,{LABEL_JOB_UID}={job()['metadata']['uid']}"
 
 
 def test_status_of_a_job_on_any_cluster(cluster: FakeApi) -> None:

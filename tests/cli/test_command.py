@@ -367,6 +367,8 @@ def test_a_job_is_localised_to_the_folder_of_its_file(tmp_path: Path) -> None:
         tmp_path / "src"
     )
     assert localise({**JOB, "spec": {**JOB["spec"], "workingDir": "/x"}}, tmp_path)["spec"]["workingDir"] == "/x"
+    empty = localise({"metadata": {"namespace": None}, "spec": {**JOB["spec"], "workingDir": None}}, tmp_path)
+    assert (empty["metadata"], empty["spec"]["workingDir"]) == ({"namespace": "default"}, str(tmp_path))
     claims = {**JOB, "spec": {"checkpoint": {"volume": {"persistentVolumeClaim": {"claimName": "ck"}}}}}
     assert claims_of(claims) == ["ck"]
 

@@ -110,3 +110,9 @@ def test_options_that_keep_files_are_refused() -> None:
     for words in (["--output", "json"], ["--data-dir", "x"], ["--trace", "x"]):
         refused = CliRunner().invoke(app, ["run", "--dry-run", *words, str(SCRIPT)])
         assert (refused.exit_code, "--dry-run cannot be used with" in refused.stderr) == (2, True)
+
+
+def test_fields_without_a_value_are_as_absent_in_a_dry_run(tmp_path: Path) -> None:
+    spec = {"image": "x", "command": ["python"], "parameterServers": None, "workers": {"replicas": None}}
+    made = dry_job({"metadata": {"name": "a"}, "spec": spec}, tmp_path)
+    assert (made["spec"]["parameterServers"]["replicas"], made["spec"]["workers"]["replicas"]) == (2, 1)

@@ -90,6 +90,8 @@ def test_a_function_is_submitted_and_answers_with_its_result(
         client.submit(training.train, workers=2)
     again = client.submit(training.train, workers=1, args={"steps": 1}, replace=True)
     assert again.uid != job.uid
+    assert again.wait(progress=False).step == 1, "it does not continue the first one"
+    assert again.result().params["w"] == pytest.approx(0.2)
     with pytest.raises(JobDeleted, match="another one of this name was created"):
         job.status  # noqa: B018
     for read in (lambda: list(job.logs()), job.history, lambda: job.trace(tmp_path / "other.json")):

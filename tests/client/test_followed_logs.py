@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,26 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 async def test_a_pod_is_followed_again_after_a_lost_connection(logs: tuple[bytes, ...], lines: list[str]) -> None:
     assert await lines_of(FakeApi(*logs), WantedLogs("worker", 0, follow=True)) == lines
+
+
+async def test_the_log_of_a_job_that_has_ended_is_whole_for_a_slow_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was not sent five seconds after the end of the job was cut without a message."""
+    monkeypatch.setattr("backstay_client.reading.logs.QUIET_SECONDS", 0.001)
+
+    class Slow(FakeApi):
+        async def log(self, namespace: str, pod: str, **options: str) -> AsyncIterator[bytes]:
+            self.logs.clear()
+            for number in range(4000):
+                yield b"%d\n" % number
+
+    found = []
+    where = FoundCluster(Slow(b""), "default", "a cluster", None)
+    async for line in log_lines(where, "digits", WantedLogs("worker", 0, follow=True)):
+        found.append(int(line))
+        if len(found) in (1, 1500):
+            time.sleep(0.1)  # noqa: ASYNC251  # as a terminal that is not read stops the event loop
+            await asyncio.sleep(0.1)
+    assert found == list(range(4000))
 
 
 async def test_the_logs_end_when_another_job_has_the_name() -> None:

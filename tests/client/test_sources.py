@@ -44,6 +44,24 @@ def started(sources: SourceFiles, folder: Path, arguments: object = None) -> str
     return done.stdout
 
 
+def test_a_script_travels_with_the_modules_beside_it_and_not_with_those_of_this_process(
+    written: Written, tmp_path: Path
+) -> None:
+    """This process may have imported another module of the same name."""
+    assert written("shared_name", "WHERE = 'this process'\n").WHERE == "this process"
+    folder = tmp_path / "jobs"
+    folder.mkdir()
+    (folder / "shared_name.py").write_text("WHERE = 'beside the script'\n")
+    (folder / "jax").mkdir()  # Python prefers an installed package to a folder without __init__.py
+    (folder / "jax" / "setup.py").write_text("raise AssertionError\n")
+    script = folder / "job.py"
+    script.write_text("import jax\nimport shared_name\n\nprint(shared_name.WHERE)\n")
+    found = of_script(script)
+    assert "raise AssertionError" not in str(found.config_map("code", "default")["data"])
+    script.write_text("import shared_name\n\nprint(shared_name.WHERE)\n")
+    assert started(of_script(script), tmp_path / "pod") == "beside the script\n"
+
+
 def test_a_function_of_a_package_travels_with_what_its_module_imports(
     written: Written, user_folder: Path, tmp_path: Path
 ) -> None:

@@ -763,6 +763,9 @@ def test_each_trial_has_its_own_checkpoint_folder(training: ModuleType, ended: F
     made = prepared_sweep(training.train, {"rate": (0.1, 0.2)}, {"checkpoint": "ck", "args": {"steps": 3}}, ended, None)
     found = made.options_of("training-4", {"rate": 0.1}, {})
     assert (found["checkpoint"], found["args"]) == ("ck/training-4", {"steps": 3, "rate": 0.1})
+    labels = {contract.LABEL_SWEEP_ID: "a1b2"}
+    folder = made.options_of("training-4", {"rate": 0.1}, labels)["checkpoint"]
+    assert folder == "ck/training-4-a1b2", "a later sweep of this name would have the values of this one"
     assert made.path == Path(".backstay/sweeps/training.db")
 
 

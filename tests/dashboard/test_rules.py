@@ -202,6 +202,14 @@ CASES: dict[str, dict[str, tuple[list[dict[str, str]], int, dict[str, str] | Non
             {},
         ),
         "no operator at all": ([series("up", f"1x{MINUTES}", job="other")], 5, {}),
+        "one of two releases": (
+            [
+                series("backstay_operator_leader", f"0x{MINUTES}", namespace="research", pod="a"),
+                series("backstay_operator_leader", f"1x{MINUTES}", namespace="vision", pod="b"),
+            ],
+            5,
+            {"namespace": "research"},
+        ),
         "one leads": (
             [
                 series("backstay_operator_leader", f"0x{MINUTES}", pod="a"),

@@ -28,8 +28,8 @@
 {{- end -}}
 
 {{- define "backstay.selectorLabels" -}}
-app.kubernetes.io/name: {{ include "backstay.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "backstay.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/component: operator
 {{- end -}}
 
@@ -68,6 +68,6 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 
 {{- define "backstay.operatorSubject" -}}
 - kind: ServiceAccount
-  name: {{ include "backstay.serviceAccountName" . }}
-  namespace: {{ .Release.Namespace }}
+  name: {{ include "backstay.serviceAccountName" . | quote }}
+  namespace: {{ .Release.Namespace | quote }}
 {{- end -}}

@@ -246,7 +246,7 @@ class AsyncClient:
             if error.code != 409:
                 raise
             raise JobExists(f"another TrainingJob {name} was created meanwhile, and is not deleted") from None
-        await until_gone(cluster, namespace, name)
+        await until_gone(cluster, namespace, name, found["metadata"]["uid"])
 
     # ---- The connection ----
 

@@ -292,7 +292,7 @@ class AsyncJobHandle:
         """
         await self._patch({"spec": {"runPolicy": {"suspend": True}}})
         if wait:
-            await until_stopped((await self._cluster()).api, self.namespace, self.name, self._is_stopped)
+            await until_stopped((await self._cluster()).api, self.namespace, self.name, self.uid, self._is_stopped)
 
     async def resume(self) -> None:
         """Start a suspended job again, from its newest checkpoint."""
@@ -314,7 +314,7 @@ class AsyncJobHandle:
         except JobDeleted:
             return
         if wait:
-            await until_gone(cluster, self.namespace, self.name)
+            await until_gone(cluster, self.namespace, self.name, self.uid)
 
     # ---- The rest ----
 

@@ -157,8 +157,10 @@ def _of_sources(
     if chosen["name"] == "":
         raise BadInput("name='' is empty: must be a name, or None for the name of the function or the script")
     name = chosen["name"] or sources.name
+    suffix = secrets.token_hex(3)
     if checkpoint is None and cluster.folder is not None:
-        checkpoint = cluster.folder / _CHECKPOINTS / name  # so that the job has a result
+        # So that the job has a result. Another job of this name, such as one of replace=, must not continue it.
+        checkpoint = cluster.folder / _CHECKPOINTS / f"{name}-{suffix}"
     parts = dict(checkpoint) if isinstance(checkpoint, Mapping) else None
     text = None if checkpoint is None or parts is not None else str(checkpoint)
     if parts is not None and not (parts.get("uri") or parts.get("volume")):
@@ -177,7 +179,7 @@ def _of_sources(
     if parts is not None:
         spec["checkpoint"] = {**{key: value for key, value in spec["checkpoint"].items() if key != "uri"}, **parts}
     namespace = cluster.namespace
-    config_map = sources.config_map(f"{name}-code-{secrets.token_hex(3)}", namespace)
+    config_map = sources.config_map(f"{name}-code-{suffix}", namespace)
     config_map["metadata"]["labels"] = {contract.LABEL_JOB: name}
     spec["code"] = {"configMap": config_map["metadata"]["name"]}
     if options.get("spec"):

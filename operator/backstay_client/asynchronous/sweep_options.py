@@ -14,6 +14,7 @@ from backstay_client.finding.clusters import FoundCluster
 from backstay_client.sweeps.runner import SweepRunner, TrialJobs
 from backstay_client.sweeps.space import distributions_of, example_of
 from backstay_client.sweeps.store import SweepPlan, SweepStore
+from backstay_spec import contract
 from backstay_spec.whole import whole
 
 __all__ = ["PreparedSweep", "SweepOptions", "prepared_sweep"]
@@ -147,8 +148,10 @@ def _options_of(
     found: dict[str, Any] = {**job, "name": name, "args": {**(job.get("args") or {}), **params}}
     found["labels"] = {**(job.get("labels") or {}), **labels}
     checkpoint = job.get("checkpoint")
+    # Another sweep of this name has another id: its trials must not take the values of these.
+    folder = "-".join(str(part) for part in (name, labels.get(contract.LABEL_SWEEP_ID)) if part)
     if isinstance(checkpoint, Mapping):
-        found["checkpoint"] = {**checkpoint, "uri": f"{checkpoint['uri']}/{name}"}
+        found["checkpoint"] = {**checkpoint, "uri": f"{checkpoint['uri']}/{folder}"}
     elif checkpoint is not None:
-        found["checkpoint"] = f"{checkpoint}/{name}"
+        found["checkpoint"] = f"{checkpoint}/{folder}"
     return found  # type: ignore[return-value]

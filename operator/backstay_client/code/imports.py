@@ -7,6 +7,7 @@ import site
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 
@@ -105,8 +106,14 @@ def _place_of(name: str, folders: Sequence[Path], loaded: Mapping[str, ModuleTyp
     for folder in folders:
         place = folder.joinpath(*name.split("."))
         if place.is_dir() and any(place.glob("*.py")):
-            return place
+            return None if _is_installed_package(name.partition(".")[0]) else place
     return None
+
+
+def _is_installed_package(name: str) -> bool:
+    """Returns whether Python finds an installed module of this name. It precedes a folder without an `__init__.py`."""
+    spec = PathFinder.find_spec(name)
+    return spec is not None and spec.origin is not None and is_installed(Path(spec.origin).resolve())
 
 
 def _imported(source: bytes, name: str, *, is_package: bool, file: Path | None) -> Iterator[str]:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 from backstay_client.code.cells import MODULE as CELL
@@ -175,7 +176,8 @@ def of_script(script: Path) -> SourceFiles:
         raise BadInput(f"{script} does not exist or is not a file")
     file = script.resolve()
     module = file.stem if file.stem.isidentifier() else "backstay_script"
-    files = _packed(module, file.read_bytes(), file, user_folders([file.parent]))
+    # A pod runs only this script: what this process has imported under the same names does not count.
+    files = _packed(module, file.read_bytes(), file, user_folders([file.parent]), loaded={})
     return SourceFiles(name_of_script(script), "", files)
 
 
@@ -202,10 +204,16 @@ def _name_of_main(module: Any, file: Path) -> str:
     return file.stem
 
 
-def _packed(module: str, source: bytes, file: Path | None, folders: Sequence[Path]) -> dict[str, bytes]:
+def _packed(
+    module: str,
+    source: bytes,
+    file: Path | None,
+    folders: Sequence[Path],
+    loaded: Mapping[str, ModuleType] | None = None,
+) -> dict[str, bytes]:
     """Returns the files of a module and of the modules that it imports, with the program that starts them."""
     try:
-        found = modules_of(module, source, file, folders)
+        found = modules_of(module, source, file, folders, loaded)
     except SyntaxError as error:
         raise BadInput(f"{error.filename}, line {error.lineno}: {error.msg}: the code cannot be read") from None
     contents = {module: source, **{name: place.read_bytes() for name, place in found.items() if place is not None}}

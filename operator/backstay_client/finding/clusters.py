@@ -130,16 +130,25 @@ class PodAccount:
         return (self.folder / "namespace").read_text().strip() or "default"
 
     def connect(self) -> ApiCalls:
-        """Returns a connection with the token of now, which is valid for an hour.
+        """Returns a connection. The kubelet replaces the token in the file before it expires.
 
         Raises:
             BadInput: the account cannot be used.
         """
         try:
             tls = ssl.create_default_context(cafile=self.folder / "ca.crt") if self.url.startswith("https") else None
-            return ApiCalls(self.url, (self.folder / "token").read_text().strip(), ssl=tls)
+            return ApiCalls(self.url, ssl=tls, authorization=self._authorization(), renew=self._renewed)
         except (OSError, ssl.SSLError) as error:
             raise BadInput(f"the account of this pod in {self.folder} cannot be used: {error}") from None
+
+    def _authorization(self) -> str:
+        return f"Bearer {(self.folder / 'token').read_text().strip()}"
+
+    async def _renewed(self) -> str:
+        try:
+            return self._authorization()
+        except OSError:
+            return ""
 
 
 def account_of_pod(environ: Mapping[str, str] = os.environ, folder: Path = _ACCOUNT) -> PodAccount | None:
@@ -279,12 +288,22 @@ async def _connect(path: Path, context: str | None, *, is_embedded: bool) -> Api
     from kubernetes.aio import config as kubeconfig
     from kubernetes.aio.client import Configuration
 
-    loaded = Configuration()
-    try:
+    async def load() -> tuple[Configuration, str]:
+        """Returns what the file has now, and the value of the header `Authorization`. A plug-in runs again."""
+        found = Configuration()
         await kubeconfig.load_kube_config(  # type: ignore[no-untyped-call]
-            config_file=str(path), context=context, client_configuration=loaded, persist_config=False
+            config_file=str(path), context=context, client_configuration=found, persist_config=False
         )
-        header = await loaded.get_api_key_with_prefix("BearerToken", alias="authorization")
+        return found, await found.get_api_key_with_prefix("BearerToken", alias="authorization") or ""
+
+    async def renew() -> str:
+        try:
+            return (await load())[1]
+        except (kubeconfig.ConfigException, OSError):
+            return ""
+
+    try:
+        loaded, header = await load()
         tls = None
         if loaded.host.startswith("https"):
             authority = loaded.ssl_ca_cert or None
@@ -297,4 +316,4 @@ async def _connect(path: Path, context: str | None, *, is_embedded: bool) -> Api
                 tls.load_cert_chain(loaded.cert_file, loaded.key_file)
     except (kubeconfig.ConfigException, OSError, ssl.SSLError) as error:
         raise BadInput(f"the kubeconfig {path} cannot be used: {error}") from None
-    return ApiCalls(loaded.host, ssl=tls, authorization=header or "", proxy=loaded.proxy or "")
+    return ApiCalls(loaded.host, ssl=tls, authorization=header, proxy=loaded.proxy or "", renew=renew)

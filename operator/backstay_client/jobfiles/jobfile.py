@@ -523,8 +523,9 @@ def localise(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     spec = job["spec"]
     spec.pop("code", None)
     # A Path joined with an absolute one is the absolute one.
-    spec["workingDir"] = str((folder / spec.get("workingDir", ".")).resolve())
-    job.setdefault("metadata", {}).setdefault("namespace", "default")
+    spec["workingDir"] = str((folder / (spec.get("workingDir") or ".")).resolve())
+    metadata = job.setdefault("metadata", {})
+    metadata["namespace"] = metadata.get("namespace") or "default"
     job.pop("status", None)
     return job
 

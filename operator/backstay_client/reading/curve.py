@@ -12,6 +12,7 @@ from typing import Any
 
 from backstay_client.finding.clusters import FoundCluster
 from backstay_client.reading.records import all_of, places_of, servers_of_shard_0
+from backstay_spec import contract
 
 __all__ = ["TrainingCurve", "curve_of_job", "curve_of_page"]
 
@@ -108,7 +109,10 @@ async def curve_of_job(cluster: FoundCluster, job: dict[str, Any], pods: list[di
         pods: its pods.
     """
     curve = TrainingCurve()
-    stored_pages = all_of(places_of(cluster, job), "curve", job["metadata"]["uid"])
+    # A job whose training was complete before it began has no curve. Its checkpoint folder has that of the training.
+    conditions = (job.get("status") or {}).get("conditions") or ()
+    is_continued = any(one.get("reason") == contract.ALREADY_COMPLETE for one in conditions)
+    stored_pages = all_of(places_of(cluster, job), "curve", "" if is_continued else job["metadata"]["uid"])
     for _, data in await asyncio.to_thread(list, stored_pages):  # the event loop may be a notebook's
         if (stored := curve_of_page(data)) is not None:
             curve = curve.before(stored)

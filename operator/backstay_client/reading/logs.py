@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ _SHORT = {role: name for name, role in ROLES.items()}
 LOOK_SECONDS = 1.0
 _LONGEST_LINE = 1 << 20
 _MOST_LINES = 1000
+QUIET_SECONDS = 0.5
+_QUIET_STEPS = 10
 """Lines that wait for their reader; then the pods' logs wait."""
 
 
@@ -97,6 +99,22 @@ def _nothing(job: str, wanted: WantedLogs, pods: Sequence[dict[str, Any]]) -> st
         if part
     )
     return f"the job {job} has no pod {slot}".rstrip() + f"; `backstay status {job}` lists its pods"
+
+
+async def _until_silent(
+    tasks: Iterable[asyncio.Task[None]], found: asyncio.Queue[Any], count: Callable[[], int]
+) -> None:
+    """Wait until the tasks have ended, or have sent nothing for five seconds although their reader was not late.
+
+    Args:
+        count: returns the number of lines that were sent.
+    """
+    waiting, before, quiet = set(tasks), count(), 0
+    # In short steps: a reader that stops the event loop for a minute ends one of them.
+    while waiting and quiet < _QUIET_STEPS:
+        _, waiting = await asyncio.wait(waiting, timeout=QUIET_SECONDS)
+        quiet = quiet + 1 if found.empty() and count() == before else 0
+        before = count()
 
 
 def _previous(pods: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -218,7 +236,7 @@ async def _find(
                     if started and pod["metadata"]["uid"] not in followed:
                         followed[pod["metadata"]["uid"]] = asyncio.create_task(one(pod))
             if ended:
-                await asyncio.wait(followed.values(), timeout=5.0) if followed else None
+                await _until_silent(followed.values(), found, lambda: sum(number for _, number in sent.values()))
                 return
             await asyncio.sleep(LOOK_SECONDS)
     finally:

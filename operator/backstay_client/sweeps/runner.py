@@ -277,7 +277,8 @@ class SweepRunner:
             found = {"loss", *status.report.train_metrics, *status.metrics, *curve.metrics}
             names = sorted(found.union(*curve.evaluations.values()))
             why = f"the objective {objective!r} does not exist: must be one of {', '.join(names)}"
-            if not self._exists:  # otherwise it is a fault of this trial
+            # Otherwise it is a fault of this trial, or the objective of an earlier job of it is lost.
+            if not self._exists and status.reason != contract.ALREADY_COMPLETE:
                 self._store.fail(trial, why)
                 raise SweepFailed(why)
         self._store.fail(trial, why)

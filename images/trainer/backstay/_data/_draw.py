@@ -52,6 +52,7 @@ def _without_rows(batch: Any) -> str:
         return ""
     return ", ".join(f"batch{jax.tree_util.keystr(path)} has the shape {shape}" for path, shape in arrays[:3])
 
+
 def nbytes(batch: Any) -> int:
     """Returns the bytes of the arrays in a batch, as far as they are in the usual containers."""
     if isinstance(batch, Mapping):
