@@ -69,7 +69,7 @@ class Connection:
         Args:
             url: the API server.
             token: the bearer token.
-            ssl: None: the system's certificate authorities.
+            ssl: the TLS context; None: that of the system's certificate authorities.
             authorization: the value of the header `Authorization`, in place of `token`.
             proxy: the URL of a proxy; empty: none.
             renew: called after an answer 401, because tokens expire: returns another value of `Authorization`, or an

@@ -406,13 +406,16 @@ class JobReport(ReportedStatus):
             known["metrics"] = self.metrics
         if self.checkpoint is not None:
             known["checkpoint"] = self.checkpoint.dated(older.checkpoint)
-        if self.loss is None and self.step is not None:
-            diverges = self.non_finite_loss is not None or older.non_finite_loss is not None
-            if "loss" in self.model_fields_set and self.step >= (older.step or 0):
-                known["loss"] = math.nan
-            elif diverges and self.step > (older.step or 0):
-                known["loss"] = None
-        return older.model_copy(update=known)
+        return older.model_copy(update={**known, **self._lost_loss(older)})
+
+    def _lost_loss(self, older: JobReport) -> dict[str, float | None]:
+        """Returns the row of a loss that is not finite, if this report is newer and has none."""
+        if self.loss is not None or self.step is None:
+            return {}
+        if "loss" in self.model_fields_set and self.step >= (older.step or 0):
+            return {"loss": math.nan}
+        diverges = self.non_finite_loss is not None or older.non_finite_loss is not None
+        return {"loss": None} if diverges and self.step > (older.step or 0) else {}
 
     def stored(self) -> dict[str, Any]:
         """Returns the values to store in the status by name, as far as they are known and need no event; a list is

@@ -208,7 +208,7 @@ def test_the_account_of_a_pod_is_read_again(cluster: FakeApi, tmp_path: Path) ->
     assert cluster.headers == ["Bearer one", "Bearer one", "Bearer one", "Bearer two"]
 
 
-def test_the_end_of_a_deleted_job_is_that_of_its_own_pods(cluster: FakeApi) -> None:
+def test_the_end_of_a_deleted_job_is_that_of_its_pods(cluster: FakeApi) -> None:
     result = RUNNER.invoke(app, ["delete", "digits"])
     assert result.exit_code == 0, result.stderr
     assert cluster.selectors[-1] == f"{contract.LABEL_JOB}=digits,{LABEL_JOB_UID}={job()['metadata']['uid']}"

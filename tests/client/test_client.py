@@ -202,6 +202,9 @@ def test_a_script_a_yaml_file_and_a_mapping_are_submitted_too(client: Client, us
     )
     assert job.wait(progress=False).step == 4
     assert list((user_folder / "kept").glob("*.manifest.json"))
+    again = client.submit(script, workers=1, args=[4], labels={"team": "vision"}, checkpoint=place, replace=True)
+    assert again.wait(progress=False).reason == "AlreadyComplete"
+    assert list(again.metrics().index) == [1, 2, 3, 4], "of the job that has trained"
     assert [one.name for one in client.list(labels={"team": "vision"})] == ["counts"]
     spec = {
         "image": "any",

@@ -73,7 +73,7 @@ async def test_a_pod_is_followed_again_after_a_lost_connection(logs: tuple[bytes
 
 
 async def test_the_log_of_a_job_that_has_ended_is_whole_for_a_slow_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was not sent five seconds after the end of the job was cut without a message."""
+    """Lines that were sent more than five seconds after the end of the job were missing, without a message."""
     monkeypatch.setattr("backstay_client.reading.logs.QUIET_SECONDS", 0.001)
 
     class Slow(FakeApi):

@@ -56,6 +56,7 @@ class FakeJob:
         self.step = 0
         self.deleted = False
         self.ends = "Succeeded"
+        self.why = "Why"
         self.non_finite = False  # whether `evaluate` returns NaN
         self.evaluations: dict[int, dict[str, float]] = {}  # on the curve
         self.lacks = False  # whether `evaluate` does not return the accuracy
@@ -70,7 +71,7 @@ class FakeJob:
         phase = self.ends if self.step == GOAL else "Running"
         loss = self.params["rate"]
         view = JobView(self.name, "default", phase=phase)
-        status = JobStatus(self.name, "default", phase, "Why", "because", self.step, loss, view=view)
+        status = JobStatus(self.name, "default", phase, self.why, "because", self.step, loss, view=view)
         reported: dict[str, Any] = {"step": self.step, "goal_steps": GOAL, "loss": loss}
         if self.report != JobReport():
             return replace(status, report=self.report.model_copy(update=reported))
@@ -312,6 +313,22 @@ async def test_a_dead_api_server_ends_the_sweep_which_can_be_continued(path: Pat
     cluster.unreachable = 0
     with SweepStore(plan(), path) as store:
         assert len(await finish(cluster.runner(store))) == 6
+
+
+async def test_a_trial_whose_training_was_complete_and_has_no_value_does_not_end_the_sweep(
+    path: Path, cluster: FakeCluster
+) -> None:
+    """The process died after the last checkpoint, and the job that was started again had nothing left to train."""
+    with SweepStore(plan(objective="lost"), path) as store:
+        running = cluster.runner(store, trials=2, parallel=2).run()
+        await anext(running)
+        cluster.jobs["digits-0"].why = "AlreadyComplete"
+        with pytest.raises(SweepFailed, match="the objective 'lost' does not exist"):
+            trials = [one async for one in running][-1]
+        trials = store.results()
+    assert trials[0].state == "FAIL"
+    assert "the objective 'lost' does not exist" in trials[0].why
+    assert trials[1].state == "FAIL", "that one has trained"
 
 
 async def test_failed_and_deleted_trials_are_counted_with_their_reason(path: Path, cluster: FakeCluster) -> None:

@@ -131,7 +131,7 @@ def test_bad_sources_are_refused_clearly() -> None:
 
 
 def test_the_arrays_of_a_file_of_numpy_are_columns(tmp_path: Path) -> None:
-    """Its names were the samples: a file of one array had one sample."""
+    """The names of the arrays were the samples."""
     np.savez(tmp_path / "all.npz", x=np.arange(10), y=np.arange(20).reshape(10, 2))
     batch = from_dataset(np.load(tmp_path / "all.npz"), batch_size=3, shuffle=False)(BatchKey(1, 0, 1))
     assert batch["x"].tolist() == [3, 4, 5]

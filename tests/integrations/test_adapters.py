@@ -273,7 +273,7 @@ def test_nnx_parameters_that_are_not_selected_are_frozen_and_statistics_are_not(
 
 
 def test_nnx_statistics_and_streams_in_the_place_of_a_filter_are_not_trained():
-    """A filter by path selected them, too: statistics stopped, and the count of a stream had no gradient."""
+    """A filter by path selected them, too. Statistics stopped, and the count of a stream had no gradient."""
 
     class Net(nnx.Module):
         def __init__(self, rngs):

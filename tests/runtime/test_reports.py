@@ -181,7 +181,7 @@ def test_an_error_of_the_event_files_does_not_end_the_other_reports(caplog: pyte
 
 
 @pytest.mark.parametrize("left", [0, 100])
-def test_an_event_file_that_somebody_deleted_or_cut_is_written_again(tmp_path: Path, left: int) -> None:
+def test_an_event_file_that_a_user_deleted_or_cut_is_written_again(tmp_path: Path, left: int) -> None:
     files = EventFiles(PosixFolder(tmp_path), "job.uid.1")
     for step in range(6):
         files.add(step, {"loss": 1.0})

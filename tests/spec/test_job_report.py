@@ -35,7 +35,7 @@ def test_a_message_of_any_values_is_read(message: dict[str, Any]) -> None:
     ['{"step": 3, "evaluationError": "\\ud800"}', '{"metrics": {"a": ' + "[" * 250 + "]" * 250 + "}}"],
     ids=["half of a surrogate pair", "nested"],
 )
-def test_a_message_that_is_no_valid_json_elsewhere_is_no_report(message: str) -> None:
+def test_a_message_that_another_parser_refuses_is_not_a_report(message: str) -> None:
     """The planner raised with each plan of this job, so the job never ended."""
     found = parsed(message)
     assert found is not None
@@ -44,7 +44,7 @@ def test_a_message_that_is_no_valid_json_elsewhere_is_no_report(message: str) ->
 
 @pytest.mark.parametrize("step", [98, 100])
 def test_o8_the_loss_of_a_last_update_that_was_not_finite_is_not_that_of_an_earlier_one(step: int) -> None:
-    """Its message had no loss, because JSON has no NaN, so the status kept the loss of the newest answer."""
+    """The message had no loss, because JSON has no NaN, so the status kept the loss of the newest answer."""
     known = JobReport(step=step, loss=0.5)
     message = json.loads(json.dumps(JobReport(step=100, loss=math.nan).last()))
     assert message == {"step": 100, "loss": None}

@@ -173,7 +173,7 @@ class PosixFolder:
             self._make()
             path = self.path / name
             with path.open("r+b" if start and path.exists() else "wb") as file:
-                # All of it again, if somebody deleted or cut the file.
+                # All of it again, if a user deleted or cut the file.
                 file.seek(min(start, file.seek(0, os.SEEK_END)))
                 file.write(content[file.tell() :])
         except OSError as error:

@@ -23,9 +23,8 @@ _AHEAD: Final = 2  # batches that a prefetcher has read beyond the one that is d
 class Streamed:
     """`batches` of a stream. Made by `from_iterator`.
 
-    It keeps the batches that it read last. A contribution that was refused is computed again from the same batches, and
-    a change of the number of ranks draws some of the last numbers again. Without them, each of these would read the
-    whole stream again.
+    It keeps the batches that it read last. A refused contribution is computed again from the same batches. A change of the
+    number of ranks draws some of the last numbers again. Without these batches, the whole stream would be read again.
     """
 
     workers = 1  # one iterator can only be read by one thread
@@ -104,9 +103,9 @@ def from_iterator(make: Callable[..., Iterator[Any]], *, shared: bool = False) -
     from the start and discards the used batches, which takes as long as reading them. Where samples can be reached by
     number, `from_dataset` has neither limit.
 
-    The batches of the last two contributions are kept, up to 1 GiB, because some are drawn again: those of a refused
-    contribution, and with `shared` those after a change of the number of ranks. So an iterator must not change a batch
-    that it has returned.
+    The batches of the last two contributions are kept, up to 1 GiB. Those of a refused contribution are drawn again.
+    With `shared`, so are some after a change of the number of ranks. So an iterator must not change a batch that it has
+    returned.
 
     Args:
         make: ``make(rank, world)`` returns an iterator of that rank's batches; with `shared`, ``make()`` returns an
