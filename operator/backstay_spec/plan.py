@@ -137,7 +137,7 @@ def refuse(
     updated, record, fields = before, Record.of(old), {}
     events: tuple[Event, ...] = ()
     if not ended_before:
-        statements = conditions.ended(JobFailure(_INVALID_SPEC, message))
+        statements = conditions.ended(JobFailure(_INVALID_SPEC, message), before)
         updated, events = conditions.updated(before, statements, now, metadata.generation)
         record, fields = replace(record, backoff={}), {"completion_time": status.whole_seconds(now)}
     failed = updated.get(status.FAILED)
@@ -196,7 +196,9 @@ def _ended(facts: Facts, outline: _Outline, ending: end.Success | JobFailure) ->
     return replace(
         outline,
         record=replace(outline.record, backoff={}),
-        statements=outline.statements + tuple(conditions.ended(ending, reached.get("step"))) + tuple(created),
+        statements=outline.statements
+        + tuple(conditions.ended(ending, facts.conditions, reached.get("step")))
+        + tuple(created),
         fields={
             **outline.fields,
             **reached,
@@ -310,7 +312,9 @@ def _judge_slots(facts: Facts, record: Record, slots: Sequence[Slot]) -> Decisio
     if decided.effects.failure is not None:
         return decided
     decided = decided.also(services.refused(facts, decided.record))
-    return decided.also(end.pending_deadline(facts, decided.effects.obstructed))
+    ranks = [slot for slot in slots if slot.role == contract.ROLE_WORKER and ordered.holds(facts, slot)]
+    held = [slot for slot in ranks if (pod := facts.pod(slot, decided.record.current(slot))) is None or not pod.alive]
+    return decided.also(end.pending_deadline(facts, decided.effects.obstructed, held))
 
 
 def _objects(facts: Facts, decided: Decision, slots: Sequence[Slot]) -> Effects:

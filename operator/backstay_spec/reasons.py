@@ -161,6 +161,8 @@ CONDITIONS: Final[tuple[ConditionDoc, ...]] = (
             "Starting": "Not all servers have answered the operator yet.",
             "Filling": "A standby is starting, or receives the state of its shard.",
             "BudgetSpent": "No further standby is created, because `parameterServers.maxRestarts` is used up.",
+            "Suspended": "The job is suspended.",
+            "Finished": "The job has ended.",
             **_POD_WAITS,
         },
         "Only jobs with `standbys: 1` have this condition. While it is False, the loss of a named shard's server "

@@ -250,9 +250,10 @@ class RunPolicy(SpecModel):
     """The job fails when it has run this long since its start, or since it was last resumed. Absent: no limit."""
 
     pending_deadline_seconds: int = 600
-    """The job fails when a pod that an update needs has not started for this long. Before the first update, this
-    includes a pod that started and did not join the others. After the first update, the operator replaces such a
-    pod."""
+    """The job fails when a pod that an update needs has not started for this long. Updates need each server, and with
+    backups or in Async mode only some of the workers. They need a worker by which the job was scaled up once it has
+    joined. Before the first update, the limit includes a pod that started and did not join the others. After the first
+    update, the operator replaces such a pod."""
 
     after_training_seconds: int = 600
     """Time limit for the code after `train` in worker 0, which may export or upload the model. If the script has not

@@ -55,7 +55,12 @@ def job(name: str = "digits", **status: Any) -> dict[str, Any]:
             },
             "checkpoint": {"step": 200, "uri": "file:///ck/step-200", "time": stamp(-30)},
             "history": [
-                {"time": stamp(-80), "type": "Normal", "reason": "Running", "message": "training has begun"},
+                {
+                    "time": stamp(-80),
+                    "type": "Normal",
+                    "reason": "Running",
+                    "message": "all servers and at least one worker are ready",
+                },
                 {
                     "time": stamp(-60),
                     "type": "Warning",

@@ -49,7 +49,7 @@ def test_the_page_of_a_job_states_what_it_does_what_died_and_what_that_cost(widt
     assert "no updates for 5 s or longer" in said
     assert "waits for its input batch, its step 245, for 25 s" in said
     assert "checkpoint of step 200, 30 s ago" in said
-    assert "1:20 ago  Running: training has begun" in said
+    assert "1:20 ago  Running: all servers and at least one worker are ready" in said
     assert said.count("server 0") == 2, "the pod that was replaced is no row"
 
 

@@ -444,6 +444,109 @@ def test_the_wait_for_a_quota_ends_at_the_deadline_even_after_restarts(make_clus
     assert not cluster.deaths, "what never was did not die"
 
 
+@pytest.mark.parametrize("pods_per_rank", [1, 2])
+@pytest.mark.parametrize(("update", "replicas"), [({"backups": 1}, 3), ({"mode": "Async"}, 2)], ids=["backup", "async"])
+def test_a_death_beside_a_rank_that_waits_for_room_does_not_end_the_job(running, update, replicas, pods_per_rank):
+    """The backup had waited for longer than the limit, and the replacement of the dead pod for one second (O4)."""
+    workers = {"replicas": replicas, "podsPerRank": pods_per_rank}
+    policy = {"pendingDeadlineSeconds": 100}
+    cluster = running(SPEC | {"workers": workers, "update": update, "runPolicy": policy})
+    cluster.refuse[f"mnist-worker-{replicas - 1}-"] = ("Forbidden", "exceeded quota")
+    last, first = (
+        [
+            name
+            for name, pod in cluster.pods.items()
+            if (pod["metadata"]["labels"][contract.LABEL_ROLE], pod["metadata"]["labels"][contract.LABEL_INDEX])
+            == (WORKER, str(rank))
+        ]
+        for rank in (replicas - 1, 0)
+    )
+    assert len(last) == len(first) == pods_per_rank
+    for name in last:
+        cluster.delete(name)
+    cluster.settle()
+    for step in range(12):
+        cluster.tick(20)
+        cluster.answer(world=replicas, step=20 + step)
+        cluster.settle()
+    assert cluster.status["phase"] == "Running"
+    cluster.refuse["mnist-worker-0-"] = ("Forbidden", "exceeded quota")
+    for name in first:
+        cluster.delete(name)
+    cluster.settle()
+    for _ in range(9):
+        cluster.tick(10)
+        cluster.settle()
+    assert cluster.status["phase"] != "Failed"
+    for _ in range(3):
+        cluster.tick(10)
+        cluster.settle()
+    assert cluster.condition("Failed")["reason"] == "PodRefused"
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_ranks_that_find_no_room_after_a_scale_up_do_not_end_the_training_of_the_others(running, restarts):
+    cluster = running(SPEC | {"workers": {"replicas": 2}, "runPolicy": {"pendingDeadlineSeconds": 100}})
+    cluster.answer(world=2, step=9)
+    cluster.settle()
+    cluster.refuse["mnist-worker-2-"] = ("Forbidden", "exceeded quota")
+    cluster.edit(workers={"replicas": 3})
+    for step in range(20):
+        cluster.tick(10)
+        cluster.answer(world=2, step=10 + step)
+        cluster.settle()
+    if restarts:
+        cluster.restart_operator()
+        cluster.settle()
+    assert cluster.status["phase"] == "Running"
+    assert "worker 2" in cluster.condition("PodsCreated")["message"]
+    # It has joined, and is needed from now on.
+    cluster.answer(world=3, step=40)
+    cluster.settle()
+    assert cluster.condition("Failed")["reason"] == "PodRefused"
+
+
+def test_a_job_with_backups_whose_pods_are_all_refused_ends_at_the_deadline(make_cluster):
+    """Ranks that no update needs are created after the quorum. They were not counted as missing, and the job waited."""
+    spec = SPEC | {"workers": {"replicas": 3}, "update": {"backups": 1}, "runPolicy": {"pendingDeadlineSeconds": 100}}
+    cluster = make_cluster(spec)
+    cluster.refuse["mnist-worker"] = ("Forbidden", "exceeded quota")
+    cluster.settle()
+    cluster.run_all()
+    for _ in range(9):
+        cluster.tick(10)
+        cluster.settle()
+    assert cluster.status["phase"] != "Failed"
+    for _ in range(4):
+        cluster.tick(10)
+        cluster.settle()
+    assert cluster.condition("Failed")["reason"] == "PodRefused"
+
+
+def test_a_death_while_a_rank_of_the_quorum_is_refused_does_not_end_the_job(running):
+    """The others made updates for longer than the limit. The rank that died is created after the refused one."""
+    policy = {"pendingDeadlineSeconds": 100}
+    cluster = running(SPEC | {"workers": {"replicas": 3}, "update": {"backups": 1}, "runPolicy": policy})
+    cluster.refuse["mnist-worker"] = ("Forbidden", "exceeded quota")
+    cluster.delete(cluster.named(WORKER, 0))
+    cluster.settle()
+    for step in range(12):
+        cluster.tick(20)
+        cluster.answer(world=3, step=20 + step)
+        cluster.settle()
+    assert cluster.status["phase"] == "Running"
+    cluster.delete(cluster.named(WORKER, 2))
+    cluster.settle()
+    for _ in range(9):
+        cluster.tick(10)
+        cluster.settle()
+    assert cluster.status["phase"] != "Failed"
+    for _ in range(4):
+        cluster.tick(10)
+        cluster.settle()
+    assert cluster.condition("Failed")["reason"] == "PodRefused"
+
+
 def test_a_worker_that_the_job_can_do_without_may_stay_pending(running):
     """With backups, one worker that finds no node does not end the training of the others."""
     cluster = running(SPEC | {"workers": {"replicas": 3}, "update": {"backups": 1}})

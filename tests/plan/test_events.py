@@ -168,7 +168,7 @@ def test_running_states_that_no_worker_is_ready_until_one_is(running):
     cluster.settle()
     assert cluster.condition("Running")["status"] == "True"
     (began, again) = [event for event in cluster.events if event[0] == "Running"]
-    assert "training has begun" in str(began)
+    assert str(began).endswith("at least one worker are ready')")
     assert "ready again" in str(again)
 
 
@@ -186,3 +186,17 @@ def test_an_interruption_is_one_event_for_any_order_of_causes(running):
     cluster.settle()
     assert cluster.condition("Training")["reason"] == "WorkersNotReady"
     assert [reason for reason, _ in cluster.events].count("TrainingInterrupted") == 1
+
+
+def test_a_job_without_a_worker_does_not_run_although_no_update_was_made(running):
+    """Running stayed True until the first update, also without pods."""
+    cluster = running({"workers": {"replicas": 1}, "checkpoint": {"uri": "file:///c"}})
+    assert cluster.condition("Running")["status"] == "True"
+    cluster.delete(cluster.named(contract.ROLE_WORKER, 0))
+    cluster.settle()
+    running_now = cluster.condition("Running")
+    assert (running_now["status"], running_now["reason"]) == ("False", "WorkersNotReady")
+    assert cluster.status["phase"] == "Starting"
+    cluster.run_all()
+    cluster.settle()
+    assert cluster.condition("Running")["status"] == "True"

@@ -48,7 +48,7 @@ def test_a_success_without_exit_code_0_is_a_crash(running):
     cluster = running(TWO_SERVERS)
     cluster.end(cluster.named(SERVER, 0), 1, json.dumps({"result": "Succeeded", "step": 5}))
     cluster.settle()
-    assert cluster.status["phase"] == "Running"
+    assert cluster.status["phase"] == "Starting"
     assert cluster.status["roles"]["ParameterServer"]["restarts"] == 1
 
 

@@ -38,7 +38,12 @@ DEATH = {
     "slot": "worker-3",
     "incarnation": 1,
 }
-BEGAN = {"time": "2026-11-22T09:00:00Z", "type": "Normal", "reason": "Running", "message": "training has begun"}
+BEGAN = {
+    "time": "2026-11-22T09:00:00Z",
+    "type": "Normal",
+    "reason": "Running",
+    "message": "all servers and at least one worker are ready",
+}
 
 
 _records: list[Records] = []

@@ -91,10 +91,11 @@ def updated(
     return after, tuple(events)
 
 
-def ended(end: Success | JobFailure, step: int | None = None) -> list[Statement]:
+def ended(end: Success | JobFailure, known: Mapping[str, Condition], step: int | None = None) -> list[Statement]:
     """Returns the conditions of a job that has ended.
 
     Args:
+        known: its conditions until now.
         step: the last step of a job that failed, for its event; None: it is not known.
     """
     if isinstance(end, JobFailure):
@@ -110,6 +111,11 @@ def ended(end: Success | JobFailure, step: int | None = None) -> list[Statement]
         Statement(status.RUNNING, False, "Finished", end.message),
         Statement(status.TRAINING, False, "Finished", "the job has ended"),
         Statement(status.PODS_READY, False, "Finished", "the job has ended"),
+        *(
+            Statement(kind, False, "Finished", "the job has ended")
+            for kind in (status.STANDBYS_IN_SYNC,)
+            if kind in known
+        ),
     ]
 
 
@@ -284,7 +290,7 @@ def training(facts: Facts, record: Record, slots: Sequence[Slot]) -> Training:
     updates, began = facts.observed.updates, status.holds(facts.conditions, status.RUNNING) and not resumed(facts)
     if not facts.trained or _continues(facts):
         first = Statement(status.TRAINING, False, "NotStarted", _not_started(facts))
-        return Training((first, *_running(facts, record, slots, "", began)))
+        return Training((first, *_running(facts, record, slots, stopped if began else "", began)))
     if (over := _ending(facts, record)) is not None:
         return Training((over, *_running(facts, record, slots, "", began)))
     patience = INTERRUPTED if stopped else max(NO_UPDATE, _UPDATES * timedelta(seconds=_seconds(updates)))
@@ -382,7 +388,7 @@ def _running(facts: Facts, record: Record, slots: Sequence[Slot], stopped: str, 
     # After an interruption, the step may be one of before it that is reported late.
     if (servers and workers) or (stepped and not again):
         text = "all servers and at least one worker are ready"
-        event = normal("Running", f"{text} again" if again else "training has begun")
+        event = normal("Running", f"{text} again" if again else text)
         return [Statement(kind, True, "Training", text, event)]
     if began or (facts.trained and stopped):
         text = "not all servers are ready" if stopped == status.REASON_SERVERS else "no worker is ready"

@@ -13,7 +13,7 @@ from backstay_spec.observed import HELD, IN_QUEUE, RefusedCreate
 from backstay_spec.planner import budgets
 from backstay_spec.planner.effects import Creation, Decision, Effects
 from backstay_spec.planner.facts import Facts
-from backstay_spec.planner.pods import PodView
+from backstay_spec.planner.pods import PodView, has_run
 from backstay_spec.planner.record import Record
 
 __all__ = ["LOOK_UP_RETRY", "REFUSED_RETRY", "create", "death_event", "look_up", "lost", "try_again"]
@@ -76,6 +76,6 @@ def death_event(
     died, more = f"{who} (pod {pod}) died: ", f"; `kubectl logs {pod}` shows more"
     # A text that is cut once more would lose its reason.
     why = one_line(verdict.text, max(MAX_EVENT // 4, MAX_EVENT - len(died) - len(f"; {then}{more}")))
-    if why != verdict.text:
+    if why != verdict.text and (view := facts.pod(slot, incarnation)) is not None and has_run(view):
         then += more
     return warning(verdict.cause, f"{died}{why}; {then}", slot.key, incarnation)

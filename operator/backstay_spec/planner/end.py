@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Final
@@ -11,6 +11,7 @@ from backstay_spec import contract, end_of_job, names, status
 from backstay_spec.actions import Action, DeleteJob, DeleteNetworkPolicy, DeletePod, DeleteSecret, DeleteService
 from backstay_spec.causes import Blocked, outcome_of
 from backstay_spec.contract import ALREADY_COMPLETE
+from backstay_spec.names import Slot
 from backstay_spec.planner.deleting import deletions
 from backstay_spec.planner.effects import Effects, JobFailure, Obstructed
 from backstay_spec.planner.facts import Facts
@@ -67,30 +68,67 @@ def active_deadline(facts: Facts) -> Effects:
     return Effects(failure=JobFailure("DeadlineExceeded", text))
 
 
-def pending_deadline(facts: Facts, obstructed: Sequence[Obstructed]) -> Effects:
-    """Returns whether a pod that the job needs could not be started in time: a server, or so many workers that the
-    quorum is missing."""
+def pending_deadline(facts: Facts, obstructed: Sequence[Obstructed], held: Collection[Slot] = ()) -> Effects:
+    """Returns whether a pod that the job needs could not be started in time: a server, or so many ranks that the quorum
+    is missing.
+
+    A rank counts once it has waited for the whole time. Otherwise, a backup that waits for room would end the job with
+    the next death of another rank.
+
+    Args:
+        held: ranks without a living pod, of which none is created before those of the quorum.
+    """
     seconds = facts.spec.run_policy.pending_deadline_seconds
-    limit, world = timedelta(seconds=seconds), facts.spec.workers.replicas
-    quorum = facts.spec.update.quorum(world)
-    # Each pod of a rank that was refused is one entry.
-    missing = len({found.slot for found in obstructed if found.slot.role == contract.ROLE_WORKER})
-    effects = Effects()
+    world = _needed_world(facts)
+    effects, late = Effects(), []
     for found in obstructed:
+        is_server = found.slot.role == contract.ROLE_SERVER and not found.standby
+        if not is_server and (found.slot.role != contract.ROLE_WORKER or found.slot.index >= world):
+            continue
         if found.obstacle.blocked is Blocked.GATED:
             continue  # the controller that set the gate, such as a queue, decides when the pod may start
-        enough = found.slot.role == contract.ROLE_WORKER and world - missing >= quorum
-        if found.standby or found.slot.role == contract.ROLE_EVALUATOR or enough:
-            continue
-        if facts.now >= found.since + limit:
+        due = found.since + timedelta(seconds=seconds)
+        if facts.now < due:
+            effects += Effects(wake=due)
+        else:
+            late.append(found)
+    # Each pod of a rank that was refused is one entry.
+    ranks = {found.slot for found in late if found.slot.role == contract.ROLE_WORKER}
+    if ranks and held:
+        # They may have died now. They miss the quorum for as long as there are no updates.
+        due = _idle_since(facts) + timedelta(seconds=seconds)
+        if facts.now < due:
+            effects += Effects(wake=due)
+        else:
+            ranks.update(slot for slot in held if slot.index < world)
+    is_short = world - len(ranks) < facts.spec.update.quorum(world)
+    for found in late:
+        if found.slot.role == contract.ROLE_SERVER or is_short:
             failed = "did not join" if found.obstacle.blocked is Blocked.NOT_JOINED else "could not be started"
             text = (
                 f"{found.slot.text} {failed} within spec.runPolicy.pendingDeadlineSeconds "
                 f"({seconds} s): {found.obstacle.text}"
             )
             return effects + Effects(failure=JobFailure(found.obstacle.blocked, text))
-        effects += Effects(wake=found.since + limit)
     return effects
+
+
+def _idle_since(facts: Facts) -> datetime:
+    """Returns the time of the last update, or of the start if there was none yet."""
+    if facts.observed.updates is not None:
+        return facts.observed.updates.at
+    known = facts.conditions.get(status.TRAINING)
+    if facts.trained and known is not None and known.last_transition_time is not None:
+        return known.last_transition_time
+    return facts.old.start_time or facts.now
+
+
+def _needed_world(facts: Facts) -> int:
+    """Returns the number of ranks of which updates need a quorum. Ranks by which the job was scaled up belong to it
+    once they have joined."""
+    desired = facts.spec.workers.replicas
+    reported = None if facts.progress is None else facts.progress.report.world
+    return min(desired, reported or facts.old.world or desired)
 
 
 def suspended(facts: Facts) -> tuple[Effects, bool]:

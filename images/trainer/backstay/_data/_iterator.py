@@ -23,8 +23,9 @@ _AHEAD: Final = 2  # batches that a prefetcher has read beyond the one that is d
 class Streamed:
     """`batches` of a stream. Made by `from_iterator`.
 
-    It keeps the batches that it read last. A refused contribution is computed again from the same batches. A change of the
-    number of ranks draws some of the last numbers again. Without these batches, the whole stream would be read again.
+    It keeps the batches that it read last. A refused contribution is computed again from the same batches. A change of
+    the number of ranks draws some of the last numbers again. Without these batches, the whole stream would be read
+    again.
     """
 
     workers = 1  # one iterator can only be read by one thread
