@@ -362,6 +362,8 @@ class JobReport(ReportedStatus):
             update["checkpoint"] = CheckpointStatus(step=found.step, uri=uri)
         if found.metrics and found.evaluated_step is None:
             update["evaluated_step"] = found.step
+        if "loss" in message and found.loss is None:
+            update["loss"] = math.nan  # see `last`
         if found.evaluated_step is not None or "evaluated_step" in update:
             update["evaluation_error"] = found.evaluation_error  # an empty one is known, too
         return found.model_copy(update=update)
@@ -392,8 +394,8 @@ class JobReport(ReportedStatus):
         """Returns the report with the rows that are known here, and with those of `older` for the others.
 
         The metrics of an evaluation are those of its step, even if it has none. A rate of 0 is not known. An empty text
-        is known if it was set: an error that is over has an empty text. A loss that was set to None is not finite
-        (`last`). An older server's message has no such row, so after such a loss, none is taken from an older step.
+        is known if it was set: an error that is over has an empty text. A loss that is not finite has no row in the
+        message of an older server, so a report without one does not take that of an older step.
         """
         known = {
             name: value
@@ -406,16 +408,10 @@ class JobReport(ReportedStatus):
             known["metrics"] = self.metrics
         if self.checkpoint is not None:
             known["checkpoint"] = self.checkpoint.dated(older.checkpoint)
-        return older.model_copy(update={**known, **self._lost_loss(older)})
-
-    def _lost_loss(self, older: JobReport) -> dict[str, float | None]:
-        """Returns the row of a loss that is not finite, if this report is newer and has none."""
-        if self.loss is not None or self.step is None:
-            return {}
-        if "loss" in self.model_fields_set and self.step >= (older.step or 0):
-            return {"loss": math.nan}
         diverges = self.non_finite_loss is not None or older.non_finite_loss is not None
-        return {"loss": None} if diverges and self.step > (older.step or 0) else {}
+        if diverges and self.loss is None and self.step is not None and self.step > (older.step or 0):
+            known["loss"] = None
+        return older.model_copy(update=known)
 
     def stored(self) -> dict[str, Any]:
         """Returns the values to store in the status by name, as far as they are known and need no event; a list is

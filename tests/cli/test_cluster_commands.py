@@ -165,6 +165,9 @@ def test_a_token_that_has_expired_is_replaced(
     (tmp_path / "calls").mkdir()
     own = tmp_path / "config"
     config = yaml.safe_load(own.read_text())
+    config["users"].append({"name": "other", "user": {"token": "of another cluster"}})
+    other = {"name": "other", "context": {"cluster": config["clusters"][0]["name"], "user": "other"}}
+    config["contexts"].append(other)
     arguments = ["-c", PLUGIN, str(tmp_path / "calls")]
     config["users"][0]["user"] = {
         "exec": {
@@ -182,6 +185,11 @@ def test_a_token_that_has_expired_is_replaced(
             cluster.refused = {"Bearer token-0"}
             names = await asyncio.gather(*(found.api.get_job("default", "digits") for _ in range(3)))
             assert len(names) == 3
+            config["current-context"] = "other"  # as `kubectl config use-context` does
+            between.put(own, yaml.safe_dump(config))
+            cluster.refused |= {"Bearer token-1"}
+            await found.api.get_job("default", "digits")
+            between.put(own, "")
             cluster.refused = {f"Bearer token-{number}" for number in range(9)}
             with pytest.raises(ApiRequestError, match="401"):
                 await found.api.get_job("default", "digits")

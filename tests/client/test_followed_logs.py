@@ -92,6 +92,21 @@ async def test_the_log_of_a_job_that_has_ended_is_whole_for_a_slow_reader(monkey
     assert found == list(range(4000))
 
 
+async def test_a_pod_that_prints_after_the_end_of_its_job_does_not_hold_the_reader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("backstay_client.reading.logs.QUIET_SECONDS", 0.001)
+
+    class Prints(FakeApi):
+        async def log(self, namespace: str, pod: str, **options: str) -> AsyncIterator[bytes]:
+            self.logs.clear()
+            while True:
+                yield b"1\n"
+                await asyncio.sleep(0.001)
+
+    assert set(await lines_of(Prints(b""), WantedLogs("worker", 0, follow=True))) == {"1"}
+
+
 async def test_the_logs_end_when_another_job_has_the_name() -> None:
     api = FakeApi(b"1\n", b"of another job\n", jobs=("one", "one", "two"))
     assert await lines_of(api, WantedLogs("worker", 0, follow=True)) == ["1"]

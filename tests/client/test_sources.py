@@ -53,9 +53,9 @@ def test_a_script_travels_with_the_modules_beside_it_and_not_with_those_of_this_
     folder.mkdir()
     (folder / "shared_name.py").write_text("WHERE = 'beside the script'\n")
     (folder / "jax").mkdir()  # Python prefers an installed package to a folder without __init__.py
-    (folder / "jax" / "setup.py").write_text("raise AssertionError\n")
+    (folder / "jax" / "numpy.py").write_text("raise AssertionError\n")
     script = folder / "job.py"
-    script.write_text("import jax\nimport shared_name\n\nprint(shared_name.WHERE)\n")
+    script.write_text("import jax.numpy\nimport shared_name\n\nprint(shared_name.WHERE)\n")
     found = of_script(script)
     assert "raise AssertionError" not in str(found.config_map("code", "default")["data"])
     script.write_text("import shared_name\n\nprint(shared_name.WHERE)\n")

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from flax import struct
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -225,19 +226,29 @@ def test_t9_a_shared_stream_is_not_read_again_when_the_number_of_ranks_changes()
         assert made == 1
 
 
-def test_a_stream_keeps_no_more_than_a_gibibyte() -> None:
+@struct.dataclass
+class Tokens:
+    tokens: Any
+
+
+@pytest.mark.parametrize("kind", [dict, Tokens])
+def test_a_stream_keeps_no_more_than_a_gibibyte(kind: Any) -> None:
     made = 0
 
     def make(rank: int, world: int) -> Iterator[Any]:
         nonlocal made
         made += 1
-        return (np.broadcast_to(np.float64(n), (1 << 26,)) for n in itertools.count())  # 512 MiB that take no memory
+        # 512 MiB that take no memory.
+        return (kind(tokens=np.broadcast_to(np.float64(n), (1 << 26,))) for n in itertools.count())
+
+    def first(step: int) -> Any:
+        batch = stream(BatchKey(step, 0, 1))
+        return (batch["tokens"] if kind is dict else batch.tokens)[0]
 
     stream = from_iterator(make)
-    for step in (0, 1, 2, 1):
-        assert stream(BatchKey(step, 0, 1))[0] == step
+    assert [first(step) for step in (0, 1, 2, 1)] == [0, 1, 2, 1]
     assert made == 1
-    assert stream(BatchKey(0, 0, 1))[0] == 0
+    assert first(0) == 0
     assert made == 2
 
 

@@ -42,6 +42,13 @@ def test_o8_a_rollback_past_a_damaged_checkpoint_reports_the_one_from_which_it_c
     assert observer.newest_checkpoint() == CheckpointStatus(step=0)
 
 
+def test_a_rollback_before_the_first_checkpoint_exports_no_time_of_one() -> None:
+    metrics = PodMetrics("job", "ParameterServer", 0)
+    observer = JobObserver(PeerTable("Sync"), metrics, 10, 0)
+    observer.restarted(0.0, CoordinatorState(term=2, version=0, world=4), "", 0.0)
+    assert b"\nbackstay_checkpoint_timestamp_seconds" not in metrics.page()
+
+
 def test_long_names_of_metrics_have_their_own_series() -> None:
     metrics = PodMetrics("job", "ParameterServer", 0)
     names = [f"{'a' * 150}{number}" for number in range(60)]

@@ -159,8 +159,10 @@ def _of_sources(
     name = chosen["name"] or sources.name
     suffix = secrets.token_hex(3)
     if checkpoint is None and cluster.folder is not None:
-        # So that the job has a result. Another job of this name, such as one of replace=, must not continue it.
-        checkpoint = cluster.folder / _CHECKPOINTS / f"{name}-{suffix}"
+        # So that the job has a result. Another job of this name, such as one of replace=, must not continue it. A
+        # trial of a sweep that is started again does.
+        own = (options.get("labels") or {}).get(contract.LABEL_SWEEP_ID) or suffix
+        checkpoint = cluster.folder / _CHECKPOINTS / f"{name}-{own}"
     parts = dict(checkpoint) if isinstance(checkpoint, Mapping) else None
     text = None if checkpoint is None or parts is not None else str(checkpoint)
     if parts is not None and not (parts.get("uri") or parts.get("volume")):

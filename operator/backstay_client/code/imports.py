@@ -98,6 +98,10 @@ def _place_of(name: str, folders: Sequence[Path], loaded: Mapping[str, ModuleTyp
         place = Path(file).resolve()
         is_user = place.suffix == ".py" and any(place.is_relative_to(folder) for folder in folders)
         return place if is_user and not is_installed(place) else None
+    top = name.partition(".")[0]
+    regular = (path for folder in folders for path in (folder / top / "__init__.py", folder / f"{top}.py"))
+    if not any(path.is_file() for path in regular) and _is_installed_package(top):
+        return None
     for folder in folders:
         place = folder.joinpath(*name.split("."))
         for candidate in (place / "__init__.py", place.with_name(f"{place.name}.py")):
@@ -106,7 +110,7 @@ def _place_of(name: str, folders: Sequence[Path], loaded: Mapping[str, ModuleTyp
     for folder in folders:
         place = folder.joinpath(*name.split("."))
         if place.is_dir() and any(place.glob("*.py")):
-            return None if _is_installed_package(name.partition(".")[0]) else place
+            return place
     return None
 
 

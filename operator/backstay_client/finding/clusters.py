@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import ssl
 import time
@@ -37,6 +38,8 @@ __all__ = [
     "runs_of",
 ]
 
+_LOG = logging.getLogger(__name__)
+_RENEW_SECONDS = 30.0  # for a plug-in that gives a token; without a person it does not wait for a login
 _DEFAULT = Path("~/.kube/config")
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 ANSWER_SECONDS = 5.0
@@ -224,7 +227,8 @@ async def open_cluster(where: Where, job: str | None = None) -> AsyncIterator[Fo
     namespace = where.namespace or contexts[name].get("namespace") or "default"
     is_embedded = path.name == "backstay.kubeconfig"
     shown = f"the embedded cluster in {shortened(str(path.parent))}" if is_embedded else f"{name} ({path})"
-    async with await _connect(path, where.context, is_embedded=is_embedded) as api:
+    plain = is_embedded and where.context is None
+    async with ApiCalls.of_kubeconfig(path) if plain else await _connect(path, name) as api:
         folder = path.parent if is_embedded else None
         yield FoundCluster(api, namespace, shown, folder, job=job, is_default=is_default)
 
@@ -281,9 +285,11 @@ async def _check_listens(url: str) -> None:
         await writer.wait_closed()
 
 
-async def _connect(path: Path, context: str | None, *, is_embedded: bool) -> ApiCalls:
-    if is_embedded and context is None:
-        return ApiCalls.of_kubeconfig(path)
+async def _connect(path: Path, context: str) -> ApiCalls:
+    """
+    Args:
+        context: the name of a context. The current one may be another when the credentials are read again.
+    """
     # Imported here, because it takes half a second of a processor.
     from kubernetes.aio import config as kubeconfig
     from kubernetes.aio.client import Configuration
@@ -298,9 +304,12 @@ async def _connect(path: Path, context: str | None, *, is_embedded: bool) -> Api
 
     async def renew() -> str:
         try:
-            return (await load())[1]
-        except (kubeconfig.ConfigException, OSError):
+            async with asyncio.timeout(_RENEW_SECONDS):
+                found, authorization = await load()
+        except Exception as error:  # noqa: BLE001  # the call fails with the answer 401, which is the cause
+            _LOG.warning("the credentials in %s could not be read again: %s", path, error or type(error).__name__)
             return ""
+        return authorization if found.host == loaded.host else ""
 
     try:
         loaded, header = await load()

@@ -10,8 +10,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from backstay_client.errors import BadInput
 from backstay_client.finding.clusters import FoundCluster
-from backstay_client.reading.records import all_of, places_of, servers_of_shard_0
+from backstay_client.reading.records import (
+    all_of,
+    checkpoint_places,
+    newest_of_each_server,
+    places_of,
+    read_file,
+    servers_of_shard_0,
+)
 from backstay_spec import contract
 
 __all__ = ["TrainingCurve", "curve_of_job", "curve_of_page"]
@@ -109,11 +117,8 @@ async def curve_of_job(cluster: FoundCluster, job: dict[str, Any], pods: list[di
         pods: its pods.
     """
     curve = TrainingCurve()
-    # A job whose training was complete before it began has no curve. Its checkpoint folder has that of the training.
-    conditions = (job.get("status") or {}).get("conditions") or ()
-    is_continued = any(one.get("reason") == contract.ALREADY_COMPLETE for one in conditions)
-    stored_pages = all_of(places_of(cluster, job), "curve", "" if is_continued else job["metadata"]["uid"])
-    for _, data in await asyncio.to_thread(list, stored_pages):  # the event loop may be a notebook's
+    # The event loop may be a notebook's.
+    for data in await asyncio.to_thread(_stored, cluster, job):
         if (stored := curve_of_page(data)) is not None:
             curve = curve.before(stored)
     for pod in servers_of_shard_0(pods):
@@ -121,3 +126,20 @@ async def curve_of_job(cluster: FoundCluster, job: dict[str, Any], pods: list[di
         if page and (current := curve_of_page(page)) is not None:
             return curve.before(current)
     return curve
+
+
+def _stored(cluster: FoundCluster, job: dict[str, Any]) -> list[bytes]:
+    """Returns the stored curves of a job, oldest first.
+
+    A job whose training was complete before it began has none. Then it is that of the newest job in its checkpoint
+    folder.
+    """
+    conditions = (job.get("status") or {}).get("conditions") or ()
+    if not any(one.get("reason") == contract.ALREADY_COMPLETE for one in conditions):
+        return [data for _, data in all_of(places_of(cluster, job), "curve", job["metadata"]["uid"])]
+    newest_first = newest_of_each_server(checkpoint_places(job), "curve")
+    found = []
+    for place in reversed(newest_first):
+        with contextlib.suppress(BadInput):  # deleted meanwhile
+            found.append(read_file(place))
+    return found

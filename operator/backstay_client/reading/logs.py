@@ -28,7 +28,7 @@ LOOK_SECONDS = 1.0
 _LONGEST_LINE = 1 << 20
 _MOST_LINES = 1000
 QUIET_SECONDS = 0.5
-_QUIET_STEPS = 10
+_QUIET_STEPS, _LAST_STEPS = 10, 60
 """Lines that wait for their reader; then the pods' logs wait."""
 
 
@@ -104,16 +104,18 @@ def _nothing(job: str, wanted: WantedLogs, pods: Sequence[dict[str, Any]]) -> st
 async def _until_silent(
     tasks: Iterable[asyncio.Task[None]], found: asyncio.Queue[Any], count: Callable[[], int]
 ) -> None:
-    """Wait until the tasks have ended, or have sent nothing for five seconds although their reader was not late.
+    """Wait until the tasks have ended, or have read nothing for five seconds although the reader of `found` was not
+    late. A pod that prints after the end of the job is read for half a minute.
 
     Args:
-        count: returns the number of lines that were sent.
+        count: returns the number of lines that were read.
     """
-    waiting, before, quiet = set(tasks), count(), 0
+    waiting, before, quiet, steps = set(tasks), count(), 0, 0
     # In short steps: a reader that stops the event loop for a minute ends one of them.
-    while waiting and quiet < _QUIET_STEPS:
+    while waiting and quiet < _QUIET_STEPS and steps < _LAST_STEPS:
         _, waiting = await asyncio.wait(waiting, timeout=QUIET_SECONDS)
         quiet = quiet + 1 if found.empty() and count() == before else 0
+        steps += found.empty()
         before = count()
 
 
@@ -198,12 +200,14 @@ async def _find(
     """Follow each selected pod in a task that puts its lines into `found`."""
     followed: dict[str, asyncio.Task[None]] = {}
     sent: dict[str, tuple[str, int]] = {}  # by uid of a pod: its first line, and how many lines
+    read = 0
 
     async def one(pod: dict[str, Any]) -> None:
+        nonlocal read
         pod_uid, number = pod["metadata"]["uid"], 0
         first, skip = sent.get(pod_uid, ("", 0))
         async for line in _lines(cluster, pod, wanted, follow=True):
-            number += 1
+            number, read = number + 1, read + 1
             if number == 1 and (line != first or wanted.tail is not None):
                 first, skip = line, 0  # not again from the beginning: the log was rotated, or its end was requested
             if number > skip:
@@ -236,7 +240,7 @@ async def _find(
                     if started and pod["metadata"]["uid"] not in followed:
                         followed[pod["metadata"]["uid"]] = asyncio.create_task(one(pod))
             if ended:
-                await _until_silent(followed.values(), found, lambda: sum(number for _, number in sent.values()))
+                await _until_silent(followed.values(), found, lambda: read)
                 return
             await asyncio.sleep(LOOK_SECONDS)
     finally:

@@ -16,7 +16,15 @@ from backstay_client.view.pods import slot_of
 from backstay_spec import contract
 from backstay_spec.records import RECORD_NAME
 
-__all__ = ["all_of", "newest_of_each_server", "places_of", "read_file", "servers_of_shard_0", "unpacked"]
+__all__ = [
+    "all_of",
+    "checkpoint_places",
+    "newest_of_each_server",
+    "places_of",
+    "read_file",
+    "servers_of_shard_0",
+    "unpacked",
+]
 
 
 _MOST_BYTES: Final = 1 << 30
@@ -28,15 +36,20 @@ def places_of(cluster: FoundCluster, job: dict[str, Any]) -> list[str]:
     Args:
         job: the TrainingJob.
     """
-    meta, spec = job["metadata"], job.get("spec") or {}
+    meta = job["metadata"]
     places = []
     if cluster.folder is not None:
         pods = cluster.folder / "pods" / meta["namespace"]
         places += sorted(str(folder) for folder in pods.glob(f"{meta['name']}-*") if folder.is_dir())
-    stored = ((job.get("status") or {}).get("checkpoint") or {}).get("uri") or ""
-    if folder := stored.rpartition("/")[0] or (spec.get("checkpoint") or {}).get("uri"):
-        places.append(folder.removeprefix("file://"))
-    return places
+    return places + checkpoint_places(job)
+
+
+def checkpoint_places(job: dict[str, Any]) -> list[str]:
+    """Returns the folder or URI of a job's checkpoints, in a list; an empty one if it has none."""
+    spec, status = job.get("spec") or {}, job.get("status") or {}
+    stored = (status.get("checkpoint") or {}).get("uri") or ""
+    folder = stored.rpartition("/")[0] or (spec.get("checkpoint") or {}).get("uri")
+    return [folder.removeprefix("file://")] if folder else []
 
 
 def newest_of_each_server(places: list[str], kind: str, uid: str = "") -> list[str]:

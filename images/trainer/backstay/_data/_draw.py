@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -54,10 +54,8 @@ def _without_rows(batch: Any) -> str:
 
 
 def nbytes(batch: Any) -> int:
-    """Returns the bytes of the arrays in a batch, as far as they are in the usual containers."""
-    if isinstance(batch, Mapping):
-        return sum(nbytes(value) for value in batch.values())
-    if isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
-        return sum(nbytes(value) for value in batch)
-    size = getattr(batch, "nbytes", 0)
-    return size if isinstance(size, int) else 0
+    """Returns the bytes of the arrays in a batch."""
+    import jax
+
+    sizes = (getattr(leaf, "nbytes", 0) for leaf in jax.tree_util.tree_leaves(batch))
+    return sum(size for size in sizes if isinstance(size, int))

@@ -38,7 +38,8 @@ class Checkpoints:
         that one may be damaged. An empty `uri`: it begins again."""
         with self._lock:
             self._rows = self._rows.model_copy(update={"checkpoint": _status(uri, step, stored) if uri else None})
-        self._metrics.checkpoint_timestamp.set(stored)
+        if stored:
+            self._metrics.checkpoint_timestamp.set(stored)
 
     def stored(self, order: WriteManifest, uri: str) -> None:
         """A checkpoint is complete."""
