@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -85,6 +86,13 @@ def mesh_of(axes: MeshAxes | None, devices: Sequence[Any]) -> Mesh:
             "mesh is a jax.sharding.Mesh: must be the sizes of its axes, such as {'batch': 2, 'model': 4}, or a "
             "function of the devices that returns the mesh. Parameter servers import this script too, and have other "
             "devices"
+        )
+    counts = Counter(device.process_index for device in devices)
+    if len(set(counts.values())) > 1:
+        shown = ", ".join(f"pod {pod} has {number}" for pod, number in sorted(counts.items()))
+        raise ConfigurationError(
+            f"the pods of this rank have different numbers of devices ({shown}): each of the {len(counts)} pods of a "
+            "rank must have the same number"
         )
     have = f"the devices of {owner_of_devices(devices)} ({len(devices)} {devices[0].platform})"
     made = _returned_by("mesh", have, axes, devices) if callable(axes) else _mesh_of_sizes(axes, devices)

@@ -429,6 +429,7 @@ class WorkerEnd:
         """
         if self._script.evaluate is None or self._rank != 0 or self._env.config.evaluator:
             return {}
+        self._seconds.ended("ending")  # a report during a long evaluation must not take it for reading data
         if self._evaluation is not None and self._evaluation[0] == (term, step):
             metrics, error = self._evaluation[1], ""
         elif error := self._members.share("evaluate", TEXT, lambda: refused_evaluation(self._control, step)):
