@@ -394,8 +394,8 @@ class JobReport(ReportedStatus):
         """Returns the report with the rows that are known here, and with those of `older` for the others.
 
         The metrics of an evaluation are those of its step, even if it has none. A rate of 0 is not known. An empty text
-        is known if it was set: an error that is over has an empty text. A loss that is not finite has no row in the
-        message of an older server, so a report without one does not take that of an older step.
+        is known if it was set: an error that is over has an empty text. The message of an older server has no row
+        for a loss that is not finite. So a report without one does not take that of an older step.
         """
         known = {
             name: value

@@ -98,9 +98,7 @@ def _place_of(name: str, folders: Sequence[Path], loaded: Mapping[str, ModuleTyp
         place = Path(file).resolve()
         is_user = place.suffix == ".py" and any(place.is_relative_to(folder) for folder in folders)
         return place if is_user and not is_installed(place) else None
-    top = name.partition(".")[0]
-    regular = (path for folder in folders for path in (folder / top / "__init__.py", folder / f"{top}.py"))
-    if not any(path.is_file() for path in regular) and _is_installed_package(top):
+    if _is_installed_package(name.partition(".")[0], folders):
         return None
     for folder in folders:
         place = folder.joinpath(*name.split("."))
@@ -114,8 +112,12 @@ def _place_of(name: str, folders: Sequence[Path], loaded: Mapping[str, ModuleTyp
     return None
 
 
-def _is_installed_package(name: str) -> bool:
-    """Returns whether Python finds an installed module of this name. It precedes a folder without an `__init__.py`."""
+def _is_installed_package(name: str, folders: Sequence[Path]) -> bool:
+    """Returns whether a top-level name is that of an installed module. It precedes a folder without an
+    `__init__.py`."""
+    regular = (path for folder in folders for path in (folder / name / "__init__.py", folder / f"{name}.py"))
+    if any(path.is_file() for path in regular):
+        return False
     spec = PathFinder.find_spec(name)
     return spec is not None and spec.origin is not None and is_installed(Path(spec.origin).resolve())
 
