@@ -41,7 +41,7 @@ from backstay_spec import contract
 _LAST_SECONDS = 2.0
 _POLL_SECONDS = 0.25
 _LOGS = "pods"
-_COMPILED = "compiled"  # the folder of JAX's cache of compilations in the cluster
+_COMPILED = ".compiled"  # the folder of JAX's cache of compilations in the cluster
 _UNSEEN_SECONDS = 60.0
 
 

@@ -29,7 +29,7 @@ import yaml
 from backstay_cluster.client import ApiClient, until_answered
 from backstay_cluster.gc import GarbageCollector
 from backstay_cluster.kubelet.kubelet import Kubelet
-from backstay_cluster.kubelet.node import Machine, local_gpus, python_environment
+from backstay_cluster.kubelet.node import RUNNING, Machine, local_gpus, python_environment
 from backstay_cluster.kubelet.preload import Preload
 from backstay_cluster.kubelet.runtime import ProcessRuntime
 from backstay_cluster.net import LoopbackBlock, claim_block
@@ -46,7 +46,9 @@ STOP_SECONDS = 20.0
 EXTRA_ENV = {"BACKSTAY_BIND": "$(POD_IP)", "BACKSTAY_KEEP": "$(POD_LOGS)"}
 # The compilation cache that a pod shares with its replacement:
 # https://docs.jax.dev/en/latest/persistent_compilation_cache.html
-COMPILED_ENV, COMPILED = "JAX_COMPILATION_CACHE_DIR", "compiled"
+COMPILED_ENV = "JAX_COMPILATION_CACHE_DIR"
+# Folders that end with the cluster. The data folder may be the user's project, which has no such names.
+COMPILED, _CONTROL_PLANE = ".compiled", ".control-plane"
 
 
 def kubeconfig(url: str, token: str, ca: bytes | None = None) -> str:
@@ -116,6 +118,7 @@ class EmbeddedCluster:
             raise ValueError(f"kubeconfig {str(self.kubeconfig)!r}: the name must end in .kubeconfig")
         self.url = ""
         self.token = new_token()
+        self._written = False  # whether the kubeconfig is this cluster's
         self.node: Kubelet | None = None
         self._with_kubelet = kubelet
         self._extra_env = {**EXTRA_ENV, **(extra_env or {})}
@@ -179,7 +182,7 @@ class EmbeddedCluster:
                 ca = server.ca.encode()
                 self._tls = ssl.create_default_context(cadata=server.ca)
         else:
-            real = RealServer(folder, self.data_dir / "control-plane", self._block.service_cidr, self.token)
+            real = RealServer(folder, self.data_dir / _CONTROL_PLANE, self._block.service_cidr, self.token)
             self._server = real
             await real.start()
             self.url = real.url
@@ -191,6 +194,7 @@ class EmbeddedCluster:
             self._collector = asyncio.create_task(GarbageCollector(self._client).run())
         self.ca = None if ca is None else ca.decode()
         write_private(self.kubeconfig, kubeconfig(self.url, self.token, ca))
+        self._written = True
         if self._runtime is not None:
             self.node = Kubelet(
                 self._client,
@@ -223,10 +227,11 @@ class EmbeddedCluster:
         if self._block is not None:
             self._block.close()
             self._block = None
-        self.kubeconfig.unlink(missing_ok=True)
-        shutil.rmtree(self.data_dir / "run", ignore_errors=True)
-        shutil.rmtree(self.data_dir / "control-plane", ignore_errors=True)
-        shutil.rmtree(self.data_dir / COMPILED, ignore_errors=True)
+        if self._written:
+            self.kubeconfig.unlink(missing_ok=True)
+            self._written = False
+        for name in (RUNNING, _CONTROL_PLANE, COMPILED):
+            shutil.rmtree(self.data_dir / name, ignore_errors=True)
         if self._temporary:
             shutil.rmtree(self.data_dir, ignore_errors=True)
 

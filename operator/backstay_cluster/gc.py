@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from backstay_cluster.client import JSON_PATCH, ApiClient, ApiRequestError
 from backstay_cluster.kubelet.informer import Informer
@@ -107,6 +107,9 @@ class GarbageCollector:
             self._uids[uid] = (f"{base}{space}/{plural}/{key[1]}", key)
             self._objects[uid] = new
             owners = new["metadata"].get("ownerReferences") or []
+            for owner in (old or {}).get("metadata", {}).get("ownerReferences") or []:
+                if owner["uid"] not in {one["uid"] for one in owners}:
+                    self._todo.put_nowait(owner["uid"])  # it may have waited for this one
             for owner in owners:
                 self._dependents.setdefault(owner["uid"], set()).add(uid)
             if owners or "foregroundDeletion" in (new["metadata"].get("finalizers") or []):
@@ -154,7 +157,16 @@ class GarbageCollector:
                 continue
             owners = other["metadata"].get("ownerReferences") or []
             blocking += any(owner["uid"] == uid and owner.get("blockOwnerDeletion") for owner in owners)
-            if not other["metadata"].get("deletionTimestamp"):
+            if other["metadata"].get("deletionTimestamp"):
+                continue
+            others = [owner for owner in owners if owner["uid"] != uid]
+            if await self._any_stays(others, self._uids[dependent][1][0]):
+                patch = [
+                    {"op": "test", "path": "/metadata/uid", "value": dependent},
+                    {"op": "replace", "path": "/metadata/ownerReferences", "value": others},
+                ]
+                await self._client.request("PATCH", self._uids[dependent][0], body=patch, content_type=JSON_PATCH)
+            else:
                 await self._client.delete(
                     self._uids[dependent][0],
                     {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": dependent}},
@@ -167,6 +179,15 @@ class GarbageCollector:
                 {"op": "remove", "path": f"/metadata/finalizers/{index}"},
             ]
             await self._client.request("PATCH", path, body=patch, content_type=JSON_PATCH)
+
+    async def _any_stays(self, owners: Sequence[Object], namespace: str) -> bool:
+        """Returns whether one of these owners exists, and does not wait for its dependents to be deleted."""
+        for owner in owners:
+            known = (self._objects.get(owner["uid"]) or {}).get("metadata") or {}
+            waits = known.get("deletionTimestamp") and "foregroundDeletion" in (known.get("finalizers") or ())
+            if not waits and await self._lives(owner, namespace):
+                return True
+        return False
 
     async def _lives(self, owner: Object, namespace: str) -> bool:
         """Returns whether an owner exists. The local copies may be late, so the API server is requested for unknown

@@ -48,7 +48,8 @@ def parse_json(body: bytes) -> Any:
         ValueError: the body is not JSON. The message is that of Go's decoder, followed by the start of the body.
     """
     try:
-        return json.loads(body, parse_int=_integer, parse_float=_finite, parse_constant=_finite)
+        found = json.loads(body, parse_int=_integer, parse_float=_finite, parse_constant=_finite)
+        return _unicode(found) if b"\\ud" in body.lower() else found
     except json.JSONDecodeError as error:
         message = "unexpected end of JSON input"
         if error.pos < len(error.doc):
@@ -58,6 +59,18 @@ def parse_json(body: bytes) -> Any:
         raise ValueError(f"json parse error: {message} ({shown})") from None
     except (UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"json parse error: {error}") from None
+
+
+def _unicode(value: Any) -> Any:
+    """Replaces halves of surrogate pairs, as Go's decoder does: no answer could contain them."""
+    match value:
+        case str():
+            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        case list():
+            return [_unicode(inner) for inner in value]
+        case dict():
+            return {_unicode(key): _unicode(inner) for key, inner in value.items()}
+    return value
 
 
 def read_object(resource: Resource, body: bytes, content_type: str, kind: str = "") -> Obj:

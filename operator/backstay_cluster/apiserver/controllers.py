@@ -131,7 +131,7 @@ class Controllers:
             work = self._work.popleft()
             try:
                 work()
-            except ApiError:
+            except Exception:  # noqa: BLE001  # the other work must be done
                 log.exception("a controller of the API server failed")
 
     def _resource(self, storage: tuple[str, str]) -> Resource | None:

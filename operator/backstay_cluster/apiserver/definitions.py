@@ -63,9 +63,10 @@ class DefinitionStrategy(Strategy):
         if spec.get("scope") and spec["scope"] not in {"Namespaced", "Cluster"}:
             causes.append(not_supported("spec.scope", spec["scope"], ["Cluster", "Namespaced"]))
         versions = spec.get("versions") or []
+        causes += [required(f"spec.versions[{at}].name") for at, one in enumerate(versions) if not one.get("name")]
         if sum(bool(v.get("storage")) for v in versions) != 1:
             text = "must have exactly one version marked as storage version"
-            causes.append(invalid_value("spec.versions", [v.get("name") for v in versions] or spec["versions"], text))
+            causes.append(invalid_value("spec.versions", [v.get("name") for v in versions], text))
         schemas = [dig(version, "schema", "openAPIV3Schema") for version in versions]
         for at, schema in enumerate(schemas):
             path = f"spec.versions[{at}].schema.openAPIV3Schema"

@@ -306,7 +306,7 @@ class Handlers:
                 query["orphanDependents"] == "true" if "orphanDependents" in query else body.get("orphanDependents")
             )
             policy = None if orphan is None else "Orphan" if orphan else "Background"
-        if policy not in {None, "Orphan", "Background", "Foreground"}:
+        if policy not in (None, "Orphan", "Background", "Foreground"):
             raise ApiError(
                 422,
                 "Invalid",
@@ -315,6 +315,8 @@ class Handlers:
                 details={"group": "meta.k8s.io", "kind": "DeleteOptions"},
             )
         preconditions = body.get("preconditions") or {}
+        if not isinstance(preconditions, dict):
+            raise bad_request("json: cannot unmarshal value into Go struct field DeleteOptions.preconditions")
         return DeleteOptions(
             grace=grace,
             policy=policy,

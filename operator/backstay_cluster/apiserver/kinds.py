@@ -156,11 +156,13 @@ class ServiceStrategy(Strategy):
         if requested == "None":
             spec["clusterIPs"] = ["None"]
             return
-        address = requested or self._free()
-        if not dry_run:
+        spec["clusterIP"] = requested or self._free()
+        spec["clusterIPs"] = [spec["clusterIP"]]
+
+    def created(self, obj: Obj) -> None:
+        # Only now: a Service of this name may have existed.
+        if (address := obj["spec"].get("clusterIP")) and address != "None":
             self.taken[address] = obj["metadata"]["uid"]
-        spec["clusterIP"] = address
-        spec["clusterIPs"] = [address]
 
     def _free(self) -> str:
         size = self.network.num_addresses - 2
@@ -173,12 +175,17 @@ class ServiceStrategy(Strategy):
 
     def before_update(self, obj: Obj, old: Obj) -> None:
         spec, before = obj["spec"], old["spec"]
+        if before["type"] == "ExternalName" and spec["type"] != "ExternalName" and not spec.get("clusterIP"):
+            spec["clusterIP"] = self._free()
+            spec["clusterIPs"] = [spec["clusterIP"]]
+            self.taken[spec["clusterIP"]] = obj["metadata"]["uid"]
         for name in ("clusterIP", "clusterIPs", "ipFamilies", "ipFamilyPolicy"):
             if not spec.get(name) and before.get(name) and spec["type"] != "ExternalName":
                 spec[name] = before[name]
 
     def deleted(self, obj: Obj) -> None:
-        self.taken.pop(obj["spec"].get("clusterIP", ""), None)
+        # A Service that became an ExternalName has no address any more, and one is still taken for it.
+        self.taken = {address: uid for address, uid in self.taken.items() if uid != obj["metadata"]["uid"]}
 
     def validate(self, obj: Obj, old: Obj | None) -> list[StatusCause]:
         spec = obj["spec"]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Callable
 from typing import Any, Final
 
-from backstay_cluster.apiserver.errors import StatusCause, invalid_value, required
+from backstay_cluster.apiserver.errors import StatusCause, forbidden_field, invalid_value, required
 from backstay_cluster.apiserver.objects import Obj
 from backstay_cluster.apiserver.selectors import LABEL_NAME, LABEL_VALUE
 
@@ -106,8 +107,12 @@ def check_labels(labels: Any, path: str) -> list[StatusCause]:
     return causes
 
 
-def check(data: Obj, rule: NameRule) -> list[StatusCause]:
-    """Returns the errors of an object's metadata, as causes."""
+def check(data: Obj, rule: NameRule, *, custom: bool = False) -> list[StatusCause]:
+    """Returns the errors of an object's metadata, as causes.
+
+    Args:
+        custom: whether it is of a custom resource, whose finalizers need no prefix.
+    """
     causes: list[StatusCause] = []
     if "generateName" in data and not data.get("name"):
         causes += [invalid_value("metadata.generateName", data["generateName"], t) for t in rule(data["generateName"])]
@@ -128,6 +133,9 @@ def check(data: Obj, rule: NameRule) -> list[StatusCause]:
         )
     causes += _owners(data.get("ownerReferences") or [])
     for at, finalizer in enumerate(data.get("finalizers") or []):
+        causes += [invalid_value(f"metadata.finalizers[{at}]", finalizer, text) for text in qualified_name(finalizer)]
+        if custom:
+            continue
         if "/" not in finalizer and finalizer not in {"orphan", "foregroundDeletion", "kubernetes"}:
             causes.append(
                 invalid_value(
@@ -137,6 +145,16 @@ def check(data: Obj, rule: NameRule) -> list[StatusCause]:
                 )
             )
     return causes
+
+
+def check_new_finalizers(data: Obj, old: Obj) -> list[StatusCause]:
+    """Returns the error of an object that is being deleted and gets a further finalizer, as causes."""
+    new = [name for name in data.get("finalizers") or () if name not in (old.get("finalizers") or ())]
+    if not old.get("deletionTimestamp") or not new:
+        return []
+    found = ", ".join(json.dumps(name) for name in new)
+    text = f"no new finalizers can be added if the object is being deleted, found new finalizers []string{{{found}}}"
+    return [forbidden_field("metadata.finalizers", text)]
 
 
 def _owners(owners: list[Obj]) -> list[StatusCause]:

@@ -90,6 +90,7 @@ MERGE_KEYS: Final[dict[tuple[str, str], str]] = {
     ("V1PodSpec", "hostAliases"): "ip",
     ("V1PodSpec", "topologySpreadConstraints"): "topologyKey",
     ("V1PodSpec", "resourceClaims"): "name",
+    ("V1PodSpec", "schedulingGates"): "name",
     ("V1Container", "env"): "name",
     ("V1Container", "ports"): "containerPort",
     ("V1Container", "volumeMounts"): "mountPath",

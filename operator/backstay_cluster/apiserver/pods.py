@@ -132,6 +132,10 @@ class PodStrategy(Strategy):
                 masked[name] = old[name]
             else:
                 masked.pop(name, None)
+        # Gates may be removed, and not added.
+        if all(gate in old.get("schedulingGates", ()) for gate in spec.get("schedulingGates") or ()):
+            masked.pop("schedulingGates", None)
+            masked |= {"schedulingGates": old["schedulingGates"]} if "schedulingGates" in old else {}
         kept = old.get("tolerations", [])
         if any(t not in spec.get("tolerations", []) for t in kept):
             return [

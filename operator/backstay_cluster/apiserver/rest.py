@@ -6,6 +6,7 @@ They are synchronous: each is one atomic step of the event loop, so the server n
 
 from __future__ import annotations
 
+import datetime
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -169,7 +170,7 @@ class Api:
         strategy.default(obj)
         if resource.namespaced and data.get("name"):
             self._admit_into(resource, namespace, data["name"])
-        causes = metadata.check(data, strategy.name_rule)
+        causes = metadata.check(data, strategy.name_rule, custom=resource.custom)
         if not causes:
             strategy.before_create(obj, dry_run=dry_run)
         causes += strategy.validate(obj, None)
@@ -264,7 +265,8 @@ class Api:
             strategy.before_update(obj, old)
         if self._unchanged(obj, old):
             return stored
-        causes = metadata.check(obj["metadata"], strategy.name_rule)
+        causes = metadata.check(obj["metadata"], strategy.name_rule, custom=resource.custom)
+        causes += metadata.check_new_finalizers(obj["metadata"], old["metadata"])
         causes += strategy.validate_status(obj, old) if part == "status" else strategy.validate(obj, old)
         if causes:
             raise invalid(resource.group, obj.pop("__kind__", resource.kind), key[1], causes)
@@ -386,7 +388,7 @@ class Api:
                 return stored, False
             if current:
                 fresh["deletionGracePeriodSeconds"] = grace
-                fresh["deletionTimestamp"] = now()
+                fresh["deletionTimestamp"] = _moved(data["deletionTimestamp"], grace - current)
         elif grace is not None or held:
             fresh["deletionTimestamp"] = _later(grace or 0)
             if not strategy.plain_mark:
@@ -435,7 +437,9 @@ class Api:
 
 
 def _later(seconds: int) -> str:
-    import datetime
+    return _moved(now(), seconds)
 
-    when = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=seconds)
+
+def _moved(stamp: str, seconds: int) -> str:
+    when = datetime.datetime.fromisoformat(stamp) + datetime.timedelta(seconds=seconds)
     return when.strftime("%Y-%m-%dT%H:%M:%SZ")

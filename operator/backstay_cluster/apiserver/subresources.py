@@ -150,6 +150,14 @@ class Subresources:
         if not node:
             raise invalid("", "Binding", target.name, [required("target.name")])
         obj = self._api.get(resource, key).obj
+        # The pod that was chosen may have been replaced by another one of this name.
+        for field, what in (("uid", "UID"), ("resourceVersion", "resource version")):
+            if (given := dig(clean, "metadata", field)) and given != obj["metadata"][field]:
+                text = f"Precondition failed: {what} in precondition: {given}, {what} in object meta: "
+                raise conflict("", "pods/binding", target.name, text + obj["metadata"][field])
+        if dig(obj, "spec", "schedulingGates"):
+            text = f"pod {target.name} has non-empty .spec.schedulingGates"
+            raise conflict("", "pods/binding", target.name, text)
         if obj["metadata"].get("deletionTimestamp"):
             text = f"pod {target.name} is being deleted, cannot be assigned to a host"
             raise conflict("", "pods/binding", target.name, text)

@@ -35,6 +35,8 @@ def age(stamp: str | None) -> str:
         then = datetime.datetime.fromisoformat(stamp)
     except ValueError:
         return "<invalid>"
+    if then.tzinfo is None:
+        return "<invalid>"
     return duration(int((datetime.datetime.now(datetime.UTC) - then).total_seconds()))
 
 

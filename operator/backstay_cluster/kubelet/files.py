@@ -7,6 +7,7 @@ raises `NotReadyError`. The kubelet reports it as the kubelet of Kubernetes does
 from __future__ import annotations
 
 import base64
+import json
 import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from decimal import ROUND_CEILING, Decimal
@@ -59,7 +60,7 @@ def field_of(pod: Mapping[str, Any], path: str, *, pod_ip: str, host_ip: str) ->
         if path.startswith(f"metadata.{kind}['") and path.endswith("']"):
             return values.get(path[len(f"metadata.{kind}['") : -2], "")
         if path == f"metadata.{kind}":
-            return "\n".join(f'{name}="{value}"' for name, value in sorted(values.items()))
+            return "\n".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in sorted(values.items()))
     raise NotReadyError("CreateContainerConfigError", f"fieldRef {path!r} is not supported")
 
 
@@ -236,6 +237,7 @@ class Volumes:
                     write(path, item["path"], found[item["key"]], int(item.get("mode") or mode))
                 return
         if (spec := source.get("downwardAPI")) is not None:
+            mode = int(spec.get("defaultMode") or mode)
             for item in spec.get("items") or []:
                 ref = item.get("fieldRef")
                 if ref is None:

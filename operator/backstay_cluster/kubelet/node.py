@@ -20,6 +20,8 @@ from backstay_cluster.kubelet.objects import Object
 from backstay_cluster.kubelet.runtime import Runtime
 
 GPU = "nvidia.com/gpu"
+RUNNING = ".running"
+"""The folder of the pods that run, in the data folder."""
 # Variables of the kubelet's environment that each container gets: this Python environment needs them; no credentials.
 INHERITED = (
     "HOME",

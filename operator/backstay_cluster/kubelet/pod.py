@@ -17,7 +17,7 @@ from typing import Any
 from backstay_cluster.client import ApiRequestError
 from backstay_cluster.kubelet.container import QUICK_RETRY_SECONDS, RETRY_SECONDS, ContainerProcess, Reserved
 from backstay_cluster.kubelet.files import NotReadyError, Volumes, field_of
-from backstay_cluster.kubelet.node import GPU, PodNode, PoolEmptyError, is_set_within
+from backstay_cluster.kubelet.node import GPU, RUNNING, PodNode, PoolEmptyError, is_set_within
 from backstay_cluster.kubelet.objects import (
     DEFAULT_GRACE,
     Object,
@@ -162,7 +162,7 @@ class PodWorker:
         except PoolEmptyError as error:
             self._fail("UnexpectedAdmissionError", f"the node has too few free addresses or {GPU}: {error}")
             return
-        root = self._node.data_dir / "run" / self._uid
+        root = self._node.data_dir / RUNNING / self._uid
         claims = self._node.data_dir / "claims"
         self._volumes = Volumes(
             self._pod,

@@ -3,6 +3,8 @@ authentication."""
 
 import pytest
 
+from .test_definitions import CRDS, definition
+
 CORE = "/api/v1/namespaces/default"
 MAPS, PODS = f"{CORE}/configmaps", f"{CORE}/pods"
 
@@ -282,6 +284,35 @@ def test_each_service_has_its_own_address(clean):
     assert "may not change once set" in moved.json["message"]
     clean.delete(f"{CORE}/services/s0")
     made(clean.post(f"{CORE}/services", service("t", clusterIP=addresses[0])))
+
+
+def test_no_address_is_lost(clean):
+    """The loop of a client that creates a Service again and again took all addresses of the network."""
+    services = f"{CORE}/services"
+    made(clean.post(services, service("s")))
+    assert clean.post(services, service("s", clusterIP="127.96.7.7")).status == 409
+    made(clean.post(services, service("t", clusterIP="127.96.7.7")))
+    external = {"type": "ExternalName", "externalName": "a.example.com", "clusterIP": None, "clusterIPs": None}
+    assert "clusterIP" not in clean.merge(f"{services}/t", {"spec": external}).json["spec"]
+    clean.delete(f"{services}/t")
+    made(clean.post(services, service("u", clusterIP="127.96.7.7")))
+    made(clean.post(services, service("v", type="ExternalName", externalName="a.example.com")))
+    moved = clean.merge(f"{services}/v", {"spec": {"type": "ClusterIP", "externalName": None}})
+    assert moved.json["spec"]["clusterIP"].startswith("127.96.")
+
+
+def test_requests_of_another_form_are_refused(clean):
+    made(clean.post(f"{CORE}/services", service("s")))
+    for options in ({"preconditions": "x"}, {"propagationPolicy": []}):
+        assert clean.delete(f"{CORE}/services/s", options).status in (400, 422)
+    for versions in ([], [{"served": True, "storage": True, "schema": {"openAPIV3Schema": {"type": "object"}}}]):
+        crd = definition("nameless", "Nameless")
+        crd["spec"]["versions"] = versions
+        assert clean.post(CRDS, crd).status == 422
+    event = {"metadata": {"name": "e"}, "involvedObject": {"namespace": "default"}}
+    made(clean.post(f"{CORE}/events", {**event, "lastTimestamp": "2024-01-01T00:00:00"}))
+    table = "application/json;as=Table;v=v1;g=meta.k8s.io"
+    assert clean.get(f"{CORE}/events", accept=table).status == 200
 
 
 def test_o3_one_patch_moves_a_service_only_if_it_is_where_it_was(clean):

@@ -57,6 +57,31 @@ async def pids_of(cluster: ClusterProcess, name: str, script: str = FAMILY) -> l
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_cluster_deletes_nothing_that_it_has_not_made(tmp_path, monkeypatch, fails):
+    """The folder may be a project with such folders. A failed start deleted them, too, and the kubeconfig."""
+    kept = [tmp_path / name / "mine" for name in ("run", "control-plane", "compiled")]
+    for file in kept:
+        file.parent.mkdir()
+        file.touch()
+    config = tmp_path / "own.kubeconfig"
+    config.write_text("mine")
+    made = EmbeddedCluster(tmp_path, kubeconfig_path=config if fails else None, kubelet=False)
+    if fails:
+        monkeypatch.setenv("KUBEBUILDER_ASSETS", str(tmp_path / "none"))
+        with pytest.raises(Exception, match="KUBEBUILDER_ASSETS"):
+            await made.start()
+    else:
+        monkeypatch.delenv("KUBEBUILDER_ASSETS", raising=False)
+        await made.start()
+        assert made.kubeconfig.exists()
+        await made.stop()
+        assert not made.kubeconfig.exists()
+    assert all(file.exists() for file in kept)
+    assert config.read_text() == "mine"
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} <= {"run", "control-plane", "compiled", "pods"}
+
+
 async def test_two_clusters_at_the_same_time_share_nothing(tmp_path, cluster, driver):
     """It survives two `backstay run` at the same time."""
     with ClusterProcess(tmp_path / "data", log_file=tmp_path / "log") as other:
@@ -231,5 +256,5 @@ async def test_what_one_pod_compiled_its_replacement_loads(cluster, driver):
     for name in (first, second, off):
         await driver.phase(name, "Succeeded")
     logs = [await driver.log(name) for name in (first, second, off)]
-    folder = cluster.logs_dir.parent / "compiled"
+    folder = cluster.logs_dir.parent / ".compiled"
     assert [log.strip() for log in logs] == [f"[{folder}]", f"[{folder}]", "[]"]
