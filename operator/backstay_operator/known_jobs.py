@@ -75,7 +75,7 @@ class KnownJobs:
         """
         for memory in self._memories.values():
             memory.contact = memory.progress = memory.updates = None
-            memory.account = None
+            memory.account = memory.begun = None
             memory.refused = {}
 
     def spec(self, key: JobKey, job: Json) -> TrainingJobSpec | SpecErrors:

@@ -95,7 +95,7 @@ class JobMemory:
         first plan that observes that the gates are gone."""
         if uid in self.in_queue or _is_gated(pod):
             return now
-        return self.gated.get(uid) or _admitted_at(pod)
+        return self.gated.get(uid) or _admitted_at(pod, now)
 
     def refuse(self, name: str, reason: str, message: str, now: datetime) -> None:
         """Record that the create of an object was refused."""
@@ -153,10 +153,14 @@ def _is_gated(pod: Manifest) -> bool:
     return condition_of(pod, "PodScheduled").get("reason") == Blocked.GATED
 
 
-def _admitted_at(pod: Manifest) -> datetime | None:
-    """Returns when a pod of a queue was scheduled, for an operator that has not observed it with its gates; else
-    None."""
+def _admitted_at(pod: Manifest, now: datetime) -> datetime | None:
+    """Returns when a pod of a queue lost its gates, for an operator that has not observed it with them; else None.
+
+    A pod that is not scheduled yet may have lost them now: its condition does not say.
+    """
     found = condition_of(pod, "PodScheduled")
-    if contract.LABEL_QUEUE not in (pod["metadata"].get("labels") or {}) or found.get("status") != "True":
+    if contract.LABEL_QUEUE not in (pod["metadata"].get("labels") or {}):
         return None
+    if found.get("status") != "True":
+        return now if found else None
     return parse_time(found.get("lastTransitionTime"))

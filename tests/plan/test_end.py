@@ -18,6 +18,18 @@ SPEC = {"parameterServers": {"replicas": 1}, "workers": {"replicas": 2}, "checkp
 REFUSED = json.dumps({"result": "Refused", "reason": "OtherParameters", "message": "w is float32[5] here"})
 
 
+def ends_at_the_deadline(cluster):
+    """The job ends after the 100 s that it has, and not before."""
+    for _ in range(9):
+        cluster.tick(10)
+        cluster.settle()
+    assert cluster.status["phase"] != "Failed"
+    for _ in range(4):
+        cluster.tick(10)
+        cluster.settle()
+    assert cluster.condition("Failed")["reason"] == "PodRefused"
+
+
 @pytest.mark.parametrize(("gone", "says"), [(False, ("True", "AllCreated")), (True, ("False", "Finished"))])
 def test_a_job_that_fails_as_soon_as_its_pods_exist_says_whether_they_were_created(make_cluster, gone, says):
     cluster = make_cluster(TWO_SERVERS)
@@ -474,14 +486,7 @@ def test_a_death_beside_a_rank_that_waits_for_room_does_not_end_the_job(running,
     for name in first:
         cluster.delete(name)
     cluster.settle()
-    for _ in range(9):
-        cluster.tick(10)
-        cluster.settle()
-    assert cluster.status["phase"] != "Failed"
-    for _ in range(3):
-        cluster.tick(10)
-        cluster.settle()
-    assert cluster.condition("Failed")["reason"] == "PodRefused"
+    ends_at_the_deadline(cluster)
 
 
 @pytest.mark.parametrize("restarts", [False, True])
@@ -513,14 +518,7 @@ def test_a_job_with_backups_whose_pods_are_all_refused_ends_at_the_deadline(make
     cluster.refuse["mnist-worker"] = ("Forbidden", "exceeded quota")
     cluster.settle()
     cluster.run_all()
-    for _ in range(9):
-        cluster.tick(10)
-        cluster.settle()
-    assert cluster.status["phase"] != "Failed"
-    for _ in range(4):
-        cluster.tick(10)
-        cluster.settle()
-    assert cluster.condition("Failed")["reason"] == "PodRefused"
+    ends_at_the_deadline(cluster)
 
 
 def test_a_death_while_a_rank_of_the_quorum_is_refused_does_not_end_the_job(running):
@@ -537,14 +535,7 @@ def test_a_death_while_a_rank_of_the_quorum_is_refused_does_not_end_the_job(runn
     assert cluster.status["phase"] == "Running"
     cluster.delete(cluster.named(WORKER, 2))
     cluster.settle()
-    for _ in range(9):
-        cluster.tick(10)
-        cluster.settle()
-    assert cluster.status["phase"] != "Failed"
-    for _ in range(4):
-        cluster.tick(10)
-        cluster.settle()
-    assert cluster.condition("Failed")["reason"] == "PodRefused"
+    ends_at_the_deadline(cluster)
 
 
 def test_a_worker_that_the_job_can_do_without_may_stay_pending(running):

@@ -234,6 +234,27 @@ def test_a_job_that_is_resumed_without_the_object_ends(running):
     assert cluster.status["phase"] == "Failed"
 
 
+@pytest.mark.parametrize(("update", "workers"), [({"mode": "Async"}, 3), ({"backups": 2}, 4)])
+def test_a_rank_that_the_quota_has_refused_leaves_no_room_for_a_server(running, update, workers):
+    cluster = running({"parameterServers": {"replicas": 1}, "workers": {"replicas": workers}, "update": update})
+    cluster.answer(term=1, step=5, world=workers)
+    cluster.settle()
+    quota = Quota(cluster, workers)
+    cluster.vanish(cluster.named(WORKER, workers - 1))
+    cluster.settle()
+    for step in range(5):
+        cluster.tick(60)
+        cluster.answer(term=1, step=6 + step, world=workers)
+        cluster.settle()
+    quota.limit = workers - 1
+    cluster.vanish(cluster.named(SERVER, 0))
+    for _ in range(60):
+        cluster.settle()
+        cluster.tick(5)
+        cluster.bury()
+    assert roles(cluster) == [SERVER, *[WORKER] * (workers - 2)]
+
+
 def test_standbys_are_replaced_while_a_rank_beyond_the_need_is_refused(running):
     """The updates of enough other ranks continue, so nothing waits for its room."""
     spec = {"parameterServers": {"replicas": 1, "standbys": 1}, "workers": {"replicas": 3}, "update": {"backups": 1}}

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Final
 
 from backstay_cluster.apiserver.definitions import CLEANUP, STORAGE, Definitions
-from backstay_cluster.apiserver.errors import ApiError
 from backstay_cluster.apiserver.objects import Obj, dig
 from backstay_cluster.apiserver.resources import Resource
 from backstay_cluster.apiserver.rest import FOREGROUND, ORPHAN, Api, DeleteOptions
@@ -131,7 +130,7 @@ class Controllers:
             work = self._work.popleft()
             try:
                 work()
-            except Exception:  # noqa: BLE001  # the other work must be done
+            except Exception:  # the other work must be done
                 log.exception("a controller of the API server failed")
 
     def _resource(self, storage: tuple[str, str]) -> Resource | None:

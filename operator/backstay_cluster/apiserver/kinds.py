@@ -184,7 +184,7 @@ class ServiceStrategy(Strategy):
                 spec[name] = before[name]
 
     def deleted(self, obj: Obj) -> None:
-        # A Service that became an ExternalName has no address any more, and one is still taken for it.
+        # A Service that became an ExternalName has no address any more, and its last one is not free yet.
         self.taken = {address: uid for address, uid in self.taken.items() if uid != obj["metadata"]["uid"]}
 
     def validate(self, obj: Obj, old: Obj | None) -> list[StatusCause]:

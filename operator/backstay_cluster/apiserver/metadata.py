@@ -133,7 +133,7 @@ def check(data: Obj, rule: NameRule, *, custom: bool = False) -> list[StatusCaus
         )
     causes += _owners(data.get("ownerReferences") or [])
     for at, finalizer in enumerate(data.get("finalizers") or []):
-        causes += [invalid_value(f"metadata.finalizers[{at}]", finalizer, text) for text in qualified_name(finalizer)]
+        causes += [invalid_value("metadata.finalizers", finalizer, text) for text in qualified_name(finalizer)]
         if custom:
             continue
         if "/" not in finalizer and finalizer not in {"orphan", "foregroundDeletion", "kubernetes"}:

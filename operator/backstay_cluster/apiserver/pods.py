@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from backstay_cluster import quantity
 from backstay_cluster.apiserver.errors import StatusCause, bad_request, forbidden, forbidden_field
-from backstay_cluster.apiserver.objects import Obj, dig
+from backstay_cluster.apiserver.objects import Obj, dig, now
 from backstay_cluster.apiserver.pod_rules import check_spec
 from backstay_cluster.apiserver.strategy import Strategy
 
@@ -54,6 +54,11 @@ class PodStrategy(Strategy):
 
     def before_create(self, obj: Obj, *, dry_run: bool) -> None:
         spec = obj.setdefault("spec", {})
+        if spec.get("schedulingGates"):
+            text = "Scheduling is blocked due to non-empty scheduling gates"
+            condition = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated", "message": text}
+            times = {"lastProbeTime": None, "lastTransitionTime": now()}
+            obj.setdefault("status", {})["conditions"] = [{**condition, **times}]
         self._service_account(obj, spec)
         self._priority(obj, spec)
         present = spec.setdefault("tolerations", [])
@@ -132,10 +137,12 @@ class PodStrategy(Strategy):
                 masked[name] = old[name]
             else:
                 masked.pop(name, None)
-        # Gates may be removed, and not added.
-        if all(gate in old.get("schedulingGates", ()) for gate in spec.get("schedulingGates") or ()):
-            masked.pop("schedulingGates", None)
-            masked |= {"schedulingGates": old["schedulingGates"]} if "schedulingGates" in old else {}
+        for at, gate in enumerate(spec.get("schedulingGates") or ()):
+            if gate not in old.get("schedulingGates", ()):
+                text = f"only deletion is allowed, but found new scheduling gate '{gate.get('name')}'"
+                return [forbidden_field(f"spec.schedulingGates[{at}].name", text)]
+        masked.pop("schedulingGates", None)
+        masked |= {"schedulingGates": old["schedulingGates"]} if "schedulingGates" in old else {}
         kept = old.get("tolerations", [])
         if any(t not in spec.get("tolerations", []) for t in kept):
             return [

@@ -386,7 +386,7 @@ class Api:
                 if fresh != data and not options.dry_run:
                     stored = self.store.put(resource.storage, {**base, "metadata": fresh})
                 return stored, False
-            if current:
+            if current and grace is not None:
                 fresh["deletionGracePeriodSeconds"] = grace
                 fresh["deletionTimestamp"] = _moved(data["deletionTimestamp"], grace - current)
         elif grace is not None or held:

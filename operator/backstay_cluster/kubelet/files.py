@@ -60,7 +60,9 @@ def field_of(pod: Mapping[str, Any], path: str, *, pod_ip: str, host_ip: str) ->
         if path.startswith(f"metadata.{kind}['") and path.endswith("']"):
             return values.get(path[len(f"metadata.{kind}['") : -2], "")
         if path == f"metadata.{kind}":
-            return "\n".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in sorted(values.items()))
+            return "\n".join(
+                f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in sorted(values.items())
+            )
     raise NotReadyError("CreateContainerConfigError", f"fieldRef {path!r} is not supported")
 
 

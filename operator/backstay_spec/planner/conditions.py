@@ -186,7 +186,7 @@ def pods_created(facts: Facts, found: Effects) -> list[Statement]:
     kind, before = status.PODS_CREATED, facts.conditions.get(status.PODS_CREATED)
     refused = next((o for o in found.obstructed if o.obstacle.blocked in _NOT_CREATED), None)
     if refused is not None:
-        return [Statement(kind, False, refused.obstacle.blocked, f"{refused.slot.text}: {refused.obstacle.text}")]
+        return [Statement(kind, False, refused.obstacle.blocked, f"{refused.text}: {refused.obstacle.text}")]
     if found.creations:
         if before is None or before.status != "False":
             return [Statement(kind, None, "Creating", "pods are being created")]

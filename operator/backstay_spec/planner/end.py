@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Final
@@ -15,7 +15,7 @@ from backstay_spec.names import Slot
 from backstay_spec.planner.deleting import deletions
 from backstay_spec.planner.effects import Effects, JobFailure, Obstructed
 from backstay_spec.planner.facts import Facts
-from backstay_spec.planner.pods import PodView, gone_by, has_worked, is_deleting, is_owned
+from backstay_spec.planner.pods import PodView, gone_by, has_worked, is_deleting, is_owned, lost_at
 from backstay_spec.planner.record import Record
 from backstay_spec.types_status import Condition
 
@@ -68,7 +68,7 @@ def active_deadline(facts: Facts) -> Effects:
     return Effects(failure=JobFailure("DeadlineExceeded", text))
 
 
-def pending_deadline(facts: Facts, obstructed: Sequence[Obstructed], held: Collection[Slot] = ()) -> Effects:
+def pending_deadline(facts: Facts, obstructed: Sequence[Obstructed], held: Mapping[Slot, PodView | None]) -> Effects:
     """Returns whether a pod that the job needs could not be started in time: a server, or so many ranks that the quorum
     is missing.
 
@@ -76,10 +76,10 @@ def pending_deadline(facts: Facts, obstructed: Sequence[Obstructed], held: Colle
     the next death of another rank.
 
     Args:
-        held: ranks without a living pod, of which none is created before those of the quorum.
+        held: ranks without a living pod, of which none is created before those of the quorum, and their last pods.
     """
-    seconds = facts.spec.run_policy.pending_deadline_seconds
-    world = _needed_world(facts)
+    seconds, world = facts.spec.run_policy.pending_deadline_seconds, facts.needed_world
+    limit, start = timedelta(seconds=seconds), facts.old.start_time or facts.now
     effects, late = Effects(), []
     for found in obstructed:
         is_server = found.slot.role == contract.ROLE_SERVER and not found.standby
@@ -87,20 +87,20 @@ def pending_deadline(facts: Facts, obstructed: Sequence[Obstructed], held: Colle
             continue
         if found.obstacle.blocked is Blocked.GATED:
             continue  # the controller that set the gate, such as a queue, decides when the pod may start
-        due = found.since + timedelta(seconds=seconds)
+        due = max(found.since, start) + limit  # a refusal of before a suspension is past
         if facts.now < due:
             effects += Effects(wake=due)
         else:
             late.append(found)
     # Each pod of a rank that was refused is one entry.
     ranks = {found.slot for found in late if found.slot.role == contract.ROLE_WORKER}
-    if ranks and held:
-        # They may have died now. They miss the quorum for as long as there are no updates.
-        due = _idle_since(facts) + timedelta(seconds=seconds)
-        if facts.now < due:
+    for slot, pod in held.items() if ranks else ():
+        # It may have died now. It misses in the quorum for as long as there are no updates.
+        due = max(_idle_since(facts), lost_at(pod) or start) + limit
+        if slot.index < world and facts.now < due:
             effects += Effects(wake=due)
-        else:
-            ranks.update(slot for slot in held if slot.index < world)
+        elif slot.index < world:
+            ranks.add(slot)
     is_short = world - len(ranks) < facts.spec.update.quorum(world)
     for found in late:
         if found.slot.role == contract.ROLE_SERVER or is_short:
@@ -117,18 +117,12 @@ def _idle_since(facts: Facts) -> datetime:
     """Returns the time of the last update, or of the start if there was none yet."""
     if facts.observed.updates is not None:
         return facts.observed.updates.at
-    known = facts.conditions.get(status.TRAINING)
-    if facts.trained and known is not None and known.last_transition_time is not None:
-        return known.last_transition_time
-    return facts.old.start_time or facts.now
-
-
-def _needed_world(facts: Facts) -> int:
-    """Returns the number of ranks of which updates need a quorum. Ranks by which the job was scaled up belong to it
-    once they have joined."""
-    desired = facts.spec.workers.replicas
-    reported = None if facts.progress is None else facts.progress.report.world
-    return min(desired, reported or facts.old.world or desired)
+    known, start = facts.conditions.get(status.TRAINING), facts.old.start_time or facts.now
+    if not facts.trained or known is None:
+        return start
+    # A new operator has no answer of the servers yet.
+    made = facts.observed.begun if known.status == "True" else None
+    return max(known.last_transition_time, made or start)
 
 
 def suspended(facts: Facts) -> tuple[Effects, bool]:

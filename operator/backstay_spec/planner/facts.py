@@ -89,6 +89,14 @@ class Facts:
         return [manifests.address(ip) for ip in self.addresses if ip is not None]
 
     @property
+    def needed_world(self) -> int:
+        """The number of ranks of which updates need a quorum. Ranks by which the job was scaled up belong to it once
+        they have joined."""
+        desired = self.spec.workers.replicas
+        reported = None if self.progress is None else self.progress.report.world
+        return min(desired, reported or self.old.world or desired)
+
+    @property
     def trained(self) -> bool:
         """Whether an update was applied, in this run or in one that this run continues."""
         reported = None if self.progress is None else self.progress.report.step

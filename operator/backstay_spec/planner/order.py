@@ -55,7 +55,9 @@ def judge(facts: Facts, record: Record) -> CreationOrder:
     there = [pod for pod in pods if not (pod.terminal or pod.deleting)]
     # One deletion for each refused server, once: if another job takes the free quota, more deletions may not help.
     wanted = sum(_QUOTA in refusal.message for refusal in refused)
-    room = len(others) - len({pod.slot for pod in there})
+    # A slot that the same quota refused leaves no room.
+    full = {slot for slot in others if (found := _refusal(facts, record, slot)) and _QUOTA in found.message}
+    room = len(set(others) - full - {pod.slot for pod in there})
     released = there[: max(0, wanted - room)]
     actions = tuple(action for pod in released for action in deletions(pod, None, "QuotaForServers"))
     return CreationOrder(0, Effects(actions=actions))
@@ -85,7 +87,7 @@ def _lacks_quorum(facts: Facts, record: Record) -> bool:
         current = record.current(slot)
         pod = facts.pod(slot, current)
         living += pod is not None and pod.alive and not facts.absent(slot, current)
-    if living >= facts.spec.update.quorum(facts.spec.workers.replicas):
+    if living >= facts.spec.update.quorum(facts.needed_world):
         return False
     return any(is_quorum(facts, slot) and _refusal(facts, record, slot) is not None for slot in workers)
 

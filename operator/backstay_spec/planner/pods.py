@@ -203,6 +203,11 @@ def ended_at(view: PodView) -> datetime | None:
     return parse_time(state.get("finishedAt")) if state is not None else None
 
 
+def lost_at(view: PodView | None) -> datetime | None:
+    """Returns when a pod ended, or ends at the latest, or None if there is none or it lives."""
+    return None if view is None else ended_at(view) or gone_by(view)
+
+
 def cause_due(view: PodView) -> datetime | None:
     """Returns the time until which the planner waits for the pod that ended a rank, or None if it is known, or there is
     none.

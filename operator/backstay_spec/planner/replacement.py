@@ -257,13 +257,20 @@ def _judge_unseen(facts: Facts, record: Record, slot: Slot, incarnation: int) ->
     if not (status.holds(facts.conditions, status.PODS_CREATED) or not facts.observed.witnessed.isdisjoint(every)):
         # It may never have existed: the operator can die between the status write and the create.
         return _create(facts, record, slot, None)
-    backoff = budgets.backed_off(facts, record.backoff.get(slot.key), GONE, started=False)
+    started = slot.role == contract.ROLE_WORKER and _has_reported(facts, slot.index, incarnation)
+    backoff = budgets.backed_off(facts, record.backoff.get(slot.key), GONE, started=started)
     after = record.with_death(slot, GONE.cause, charged=False).with_backoff(slot.key, backoff)
     wait = backoff.not_before
     decided = Decision(after, Effects(wake=wait)) if wait is not None else _create(facts, after, slot, GONE.cause)
     death = FoundDead(slot.role, slot.index, incarnation, name, GONE.cause, charged=False)
     event = death_event(facts, decided.record, slot, incarnation, GONE, wait)
     return decided.also(Effects(events=(event,), deaths=(death,)))
+
+
+def _has_reported(facts: Facts, rank: int, incarnation: int) -> bool:
+    """Returns whether the servers have received something of this worker, so that it ran."""
+    known = facts.progress
+    return known is not None and incarnation in (known.beating.get(rank), known.contributed.get(rank))
 
 
 def _not_created(facts: Facts, slot: Slot, incarnation: int, name: str, refusal: RefusedCreate) -> Effects:
@@ -289,7 +296,7 @@ def _reported_at(facts: Facts, slot: Slot, obstacle: Obstacle, created: Conditio
     Args:
         created: the condition PodsCreated, which is False. Another slot may have been refused for longer.
     """
-    if f"{slot.text}:" not in created.message:
+    if not created.message.startswith(f"{slot.text}:"):
         return None
     died = (entry.time for entry in facts.old.history if entry.slot == slot.key)
     after = max((created.last_transition_time, *died))  # the slot had a pod until then

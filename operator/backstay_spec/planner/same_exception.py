@@ -52,6 +52,9 @@ def last_raised(pods: Sequence[PodView], start: datetime) -> list[Raised]:
     """
     if not pods or pods[-1].ready:
         return []
+    # A worker that has lost a server is not Ready, and what ended its predecessors is past.
+    if pods[-1].alive and has_worked(pods[-1], None):
+        return []
     dead = [pod for pod in reversed(pods) if pod.ended and not pod.deleting]
     dead = [pod for pod in dead if (made := created_at(pod)) is not None and made >= start]
     found = [raised_by(pod.raw) for pod in dead]

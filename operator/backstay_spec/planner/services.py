@@ -22,7 +22,7 @@ from backstay_spec.planner.creating import REFUSED_RETRY
 from backstay_spec.planner.deleting import deletions
 from backstay_spec.planner.effects import Effects, Obstructed
 from backstay_spec.planner.facts import Facts, desired_slots
-from backstay_spec.planner.pods import PodView, ended_at, gone_by, is_deleting, is_owned
+from backstay_spec.planner.pods import PodView, is_deleting, is_owned, lost_at
 from backstay_spec.planner.record import Record
 
 __all__ = ["missing", "refused", "repointed", "with_old_address"]
@@ -118,8 +118,7 @@ def refused(facts: Facts, record: Record) -> Effects:
 
 def _lost_at(facts: Facts, pod: PodView | None) -> datetime:
     """Returns when a slot lost its pod; without a pod, when the job first lacked one, of any slot."""
-    at = None if pod is None else ended_at(pod) or gone_by(pod)
-    if at is not None:
+    if (at := lost_at(pod)) is not None:
         return at
     created = facts.conditions.get(status.PODS_CREATED)
     return facts.now if created is None or created.status != "False" else created.last_transition_time

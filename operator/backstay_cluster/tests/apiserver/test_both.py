@@ -271,7 +271,7 @@ def test_any_sequence_of_requests_has_the_same_answers_and_the_same_watch(both, 
     assert watched[0] == watched[1]
 
 
-PODS = "/api/v1/namespaces/default/pods"
+OWN_PODS = "/api/v1/namespaces/default/pods"
 MERGE, STRATEGIC = "application/merge-patch+json", "application/strategic-merge-patch+json"
 
 
@@ -303,39 +303,39 @@ def test_scheduling_gates_are_removed_and_not_added(both):
         ]
     ):
         name = f"gated-{number}"
-        assert same(both, "POST", PODS, pod(name, schedulingGates=gates))[0] == 201
-        assert same(both, "POST", f"{PODS}/{name}/binding", binding(name))[0] == 409
-        status, found = same(both, "PATCH", f"{PODS}/{name}", {"spec": patch}, content_type=kind)
+        assert same(both, "POST", OWN_PODS, pod(name, schedulingGates=gates))[0] == 201
+        assert same(both, "POST", f"{OWN_PODS}/{name}/binding", binding(name))[0] == 409
+        status, found = same(both, "PATCH", f"{OWN_PODS}/{name}", {"spec": patch}, content_type=kind)
         if number == 3:
             assert status == 422
         else:
             assert len(found["spec"].get("schedulingGates", [])) == (1, 0, 1)[number]
-        removed(both, f"{PODS}/{name}")
+        removed(both, f"{OWN_PODS}/{name}")
 
 
 def test_a_pod_is_bound_only_if_it_is_the_one_that_was_chosen(both):
-    assert same(both, "POST", PODS, pod("chosen"))[0] == 201
+    assert same(both, "POST", OWN_PODS, pod("chosen"))[0] == 201
     for api in both:
-        wrong = api.post(f"{PODS}/chosen/binding", binding("chosen", uid="another"))
+        wrong = api.post(f"{OWN_PODS}/chosen/binding", binding("chosen", uid="another"))
         assert wrong.status == 409
         assert "Precondition failed: UID in precondition: another" in wrong.json["message"]
-        own = api.get(f"{PODS}/chosen").json["metadata"]["uid"]
-        assert api.post(f"{PODS}/chosen/binding", binding("chosen", uid=own)).status == 201
-    removed(both, f"{PODS}/chosen")
+        own = api.get(f"{OWN_PODS}/chosen").json["metadata"]["uid"]
+        assert api.post(f"{OWN_PODS}/chosen/binding", binding("chosen", uid=own)).status == 201
+    removed(both, f"{OWN_PODS}/chosen")
 
 
 def test_a_second_delete_moves_the_end_of_the_grace_period(both):
     for api in both:
-        assert api.post(PODS, pod("leaving")).status == 201
-        assert api.post(f"{PODS}/leaving/binding", binding("leaving")).status == 201
+        assert api.post(OWN_PODS, pod("leaving")).status == 201
+        assert api.post(f"{OWN_PODS}/leaving/binding", binding("leaving")).status == 201
         ends = []
         for grace in (100, 40, 70):
-            assert api.delete(f"{PODS}/leaving?gracePeriodSeconds={grace}").status == 200
-            found = api.get(f"{PODS}/leaving").json["metadata"]
+            assert api.delete(f"{OWN_PODS}/leaving?gracePeriodSeconds={grace}").status == 200
+            found = api.get(f"{OWN_PODS}/leaving").json["metadata"]
             ends.append((datetime.fromisoformat(found["deletionTimestamp"]), found["deletionGracePeriodSeconds"]))
         assert [(ends[0][0] - end).total_seconds() for end, _ in ends] == [0, 60, 60]
         assert [grace for _, grace in ends] == [100, 40, 40]
-    removed(both, f"{PODS}/leaving")
+    removed(both, f"{OWN_PODS}/leaving")
 
 
 def test_finalizers_follow_the_same_rules(both):
@@ -343,21 +343,21 @@ def test_finalizers_follow_the_same_rules(both):
     for finalizers in (["cleanup"], ["a b/c"], ["example.com/x"], ["/x"], ["a/b/c"]):
         marked = pod("marked")
         marked["metadata"]["finalizers"] = finalizers
-        same(both, "POST", PODS, marked)
+        same(both, "POST", OWN_PODS, marked)
         twin = {**widget(), "kind": "Twin"}
         twin["metadata"] = {"name": "marked", "finalizers": finalizers}
         if same(both, "POST", twins, twin)[0] == 201:
             assert same(both, "DELETE", f"{twins}/marked")[0] == 200
             more = {"metadata": {"finalizers": [*finalizers, "example.com/late"]}}
             assert same(both, "PATCH", f"{twins}/marked", more, content_type=MERGE)[0] == 422
-        removed(both, f"{PODS}/marked", f"{twins}/marked")
+        removed(both, f"{OWN_PODS}/marked", f"{twins}/marked")
 
 
 def test_half_of_a_surrogate_pair_is_replaced_and_the_kind_stays_readable(both):
     env = [{"name": "A", "value": "x\udcffy"}, {"name": "B", "value": "\U0001f600"}]
-    assert same(both, "POST", PODS, pod("odd", containers=[{"name": "c", "image": "i", "env": env}]))[0] == 201
+    assert same(both, "POST", OWN_PODS, pod("odd", containers=[{"name": "c", "image": "i", "env": env}]))[0] == 201
     for api in both:
-        found = api.get(f"{PODS}/odd").json["spec"]["containers"][0]["env"]
+        found = api.get(f"{OWN_PODS}/odd").json["spec"]["containers"][0]["env"]
         assert [one["value"] for one in found] == ["x\ufffdy", "\U0001f600"]
-        assert api.get(PODS).status == 200
-    removed(both, f"{PODS}/odd")
+        assert api.get(OWN_PODS).status == 200
+    removed(both, f"{OWN_PODS}/odd")
