@@ -163,6 +163,7 @@ class GarbageCollector:
             if await self._any_stays(others, self._uids[dependent][1][0]):
                 patch = [
                     {"op": "test", "path": "/metadata/uid", "value": dependent},
+                    {"op": "test", "path": "/metadata/ownerReferences", "value": owners},
                     {"op": "replace", "path": "/metadata/ownerReferences", "value": others},
                 ]
                 await self._client.request("PATCH", self._uids[dependent][0], body=patch, content_type=JSON_PATCH)

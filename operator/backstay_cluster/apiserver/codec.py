@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any, Final
 
 from backstay_cluster.apiserver import types
@@ -16,6 +17,8 @@ from backstay_cluster.apiserver.protobuf import PROTOBUF, decode_protobuf
 from backstay_cluster.apiserver.resources import Resource
 from backstay_cluster.apiserver.store import Stored
 
+_SURROGATE: Final = re.compile(rb"\\u[dD]|\xed")
+"""An escape, or three bytes, that may be half of a surrogate pair."""
 _GO_MESSAGES: Final = (
     ("Expecting property name", "invalid character {!r} looking for beginning of object key string"),
     ("Illegal trailing comma", "invalid character {!r} looking for beginning of object key string"),
@@ -49,7 +52,7 @@ def parse_json(body: bytes) -> Any:
     """
     try:
         found = json.loads(body, parse_int=_integer, parse_float=_finite, parse_constant=_finite)
-        return _unicode(found) if b"\\ud" in body.lower() else found
+        return _unicode(found) if _SURROGATE.search(body) else found
     except json.JSONDecodeError as error:
         message = "unexpected end of JSON input"
         if error.pos < len(error.doc):

@@ -132,7 +132,13 @@ def check(data: Obj, rule: NameRule, *, custom: bool = False) -> list[StatusCaus
             )
         )
     causes += _owners(data.get("ownerReferences") or [])
-    for at, finalizer in enumerate(data.get("finalizers") or []):
+    causes += _finalizers(data.get("finalizers") or [], custom=custom)
+    return causes
+
+
+def _finalizers(finalizers: list[str], *, custom: bool) -> list[StatusCause]:
+    causes: list[StatusCause] = []
+    for at, finalizer in enumerate(finalizers):
         causes += [invalid_value("metadata.finalizers", finalizer, text) for text in qualified_name(finalizer)]
         if custom:
             continue

@@ -132,17 +132,13 @@ class PodStrategy(Strategy):
                 masked[name] = [
                     {**new, "image": before.get("image")} for new, before in zip(spec[name], old[name], strict=True)
                 ]
-        for name, limit in (("activeDeadlineSeconds", None), ("tolerations", None)):
-            if name in old or limit:
+        for name in ("activeDeadlineSeconds", "tolerations", "schedulingGates"):
+            if name in old:
                 masked[name] = old[name]
             else:
                 masked.pop(name, None)
-        for at, gate in enumerate(spec.get("schedulingGates") or ()):
-            if gate not in old.get("schedulingGates", ()):
-                text = f"only deletion is allowed, but found new scheduling gate '{gate.get('name')}'"
-                return [forbidden_field(f"spec.schedulingGates[{at}].name", text)]
-        masked.pop("schedulingGates", None)
-        masked |= {"schedulingGates": old["schedulingGates"]} if "schedulingGates" in old else {}
+        if gates := _new_gates(spec, old):
+            return gates
         kept = old.get("tolerations", [])
         if any(t not in spec.get("tolerations", []) for t in kept):
             return [
@@ -164,6 +160,19 @@ class PodStrategy(Strategy):
         if not spec.get("nodeName") or dig(obj, "status", "phase") in {"Succeeded", "Failed"}:
             period = 0  # no process of the pod runs that would need the time
         return 1 if period < 0 else int(period)
+
+
+def _new_gates(spec: Obj, old: Obj) -> list[StatusCause]:
+    """Returns the errors of scheduling gates that were added."""
+    known = old.get("schedulingGates") or ()
+    return [
+        forbidden_field(
+            f"spec.schedulingGates[{at}].name",
+            f"only deletion is allowed, but found new scheduling gate '{gate.get('name')}'",
+        )
+        for at, gate in enumerate(spec.get("schedulingGates") or ())
+        if gate not in known
+    ]
 
 
 def default_spec(spec: Obj) -> None:

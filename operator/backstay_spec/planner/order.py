@@ -81,13 +81,14 @@ def is_quorum(facts: Facts, slot: Slot) -> bool:
 
 def _lacks_quorum(facts: Facts, record: Record) -> bool:
     """Returns whether too few workers live for an update, and one of the quorum is refused."""
-    workers = [slot for slot in desired_slots(facts.job) if slot.role == contract.ROLE_WORKER]
+    world = facts.needed_world
+    workers = [slot for slot in desired_slots(facts.job) if slot.role == contract.ROLE_WORKER and slot.index < world]
     living = 0
     for slot in workers:
         current = record.current(slot)
         pod = facts.pod(slot, current)
         living += pod is not None and pod.alive and not facts.absent(slot, current)
-    if living >= facts.spec.update.quorum(facts.needed_world):
+    if living >= facts.spec.update.quorum(world):
         return False
     return any(is_quorum(facts, slot) and _refusal(facts, record, slot) is not None for slot in workers)
 
