@@ -238,7 +238,7 @@ def run(
             return
         # All that can be refused is refused before the cluster starts. After the training it would cost the result.
         job = localise_script(job, file) if runs_script else localise(job, folder_of(file))
-        # The cluster of this command ends with the job, which it reads until then.
+        # This command reads the job after its end, and its cluster ends with the command.
         (job["spec"].get("runPolicy") or {}).pop("ttlSecondsAfterFinished", None)
         check(job, str(file))
         refuse_what_cannot_run(job, file)

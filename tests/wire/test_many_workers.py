@@ -67,6 +67,9 @@ def push_all(kit, dial, background, shards, mode: str, ranks, attempt: int = 1, 
         again: as a worker does, a rank whose connection is closed connects again, and sends the same contribution.
     """
 
+    # Before one of them pushes: with backups, a thread that begins late would be alone in the next version.
+    began = shards[0].engine.version
+
     def push(rank: int):
         for number in itertools.count(attempt):
             try:
@@ -76,11 +79,12 @@ def push_all(kit, dial, background, shards, mode: str, ranks, attempt: int = 1, 
                     raise
         raise AssertionError
 
-    def push_once(rank: int, attempt: int):
+    def push_once(rank: int, number: int):
         client = dial(*shards, rank=rank, mode=mode)
         into = [shard.buffers() for shard in shards]
-        version = client.exchange_all(None, 0, into).version
-        gradient = kit.gid(rank, version, attempt=attempt)
+        pulled = client.exchange_all(None, 0, into).version
+        version = began if mode == "Sync" and number == attempt else pulled
+        gradient = kit.gid(rank, version, attempt=number)
         gradient.key_step = version if mode == "Sync" else 0
         blocks = [shard.gradient(1.0 + rank) for shard in shards]
         return client.exchange_all(Push(gradient, blocks, lambda: GradientInfo(finite=True, examples=1)), 0, into)

@@ -95,7 +95,7 @@ def pending_deadline(facts: Facts, obstructed: Sequence[Obstructed], held: Mappi
     # Each pod of a rank that was refused is one entry.
     ranks = {found.slot for found in late if found.slot.role == contract.ROLE_WORKER}
     for slot, pod in held.items() if ranks else ():
-        # It may have died now. It misses in the quorum for as long as there are no updates.
+        # It may have died now. The quorum lacks it for as long as there are no updates.
         due = max(_idle_since(facts), lost_at(pod) or start) + limit
         if slot.index < world and facts.now < due:
             effects += Effects(wake=due)
