@@ -23,6 +23,7 @@ from backstay_spec.observed import (
     Spent,
     Updates,
 )
+from backstay_spec.planner.pods import own_pods
 
 __all__ = ["JobMemory"]
 
@@ -34,8 +35,9 @@ class JobMemory:
 
     Attributes:
         uid: the job's uid.
-        secret_at, secret_deleted, witnessed, progress, contact, updates, gated, missing, refused, begun,
+        secret_at, secret_deleted, witnessed, vacant, progress, contact, updates, gated, missing, refused, begun,
             status_written: see `backstay_spec.observed.Observed`.
+        filled: the slots of which a pod was observed to live.
         in_queue: the uids of the pods that had scheduling gates in the last observation.
     """
 
@@ -43,6 +45,8 @@ class JobMemory:
     secret_at: datetime | None = None
     secret_deleted: bool = False
     witnessed: set[str] = field(default_factory=set)
+    filled: set[names.Slot] = field(default_factory=set)
+    vacant: dict[names.Slot, datetime] = field(default_factory=dict)
     progress: Progress | None = None
     contact: Contact | None = None
     updates: Updates | None = None
@@ -67,6 +71,9 @@ class JobMemory:
         seen = {pod["metadata"]["name"] for pod in pods}
         self.missing -= seen
         self.witnessed |= seen
+        living = {slot for slot, views in own_pods(pods, self.uid).items() if any(view.alive for view in views)}
+        self.filled |= living
+        self.vacant = {slot: self.vacant.get(slot, now) for slot in self.filled - living}
         there = seen.union(found["metadata"]["name"] for found in (*services, *policies))
         self.refused = {name: why for name, why in self.refused.items() if name not in there or why.reason == TAKEN}
         self.gated = {uid: at for pod in pods if (at := self._gated_until(uid := pod["metadata"]["uid"], pod, now))}
@@ -84,6 +91,7 @@ class JobMemory:
             spent=spent,
             gated=dict(self.gated),
             witnessed=frozenset(self.witnessed),
+            vacant=dict(self.vacant),
             missing=frozenset(self.missing),
             refused=dict(self.refused),
             begun=self.begun,
@@ -132,8 +140,8 @@ class JobMemory:
         """Drop entries about pods that are neither the newest of their slot nor serve it.
 
         Args:
-            workers: the number of ranks. When the job is scaled up again, an old refusal of a higher rank no longer
-                counts.
+            workers: the number of ranks. When the job is scaled up again, an old refusal of a higher rank, and how
+                long it has had no pod, no longer count.
         """
         current = set()
         for key, incarnation in (*incarnations.items(), *active.items()):
@@ -144,6 +152,7 @@ class JobMemory:
                 current |= set(found)
                 if role == contract.ROLE_WORKER and slot.index >= workers:
                     self.refused = {name: why for name, why in self.refused.items() if name not in found}
+        self.filled = {slot for slot in self.filled if slot.role != contract.ROLE_WORKER or slot.index < workers}
         self.missing &= current
         self.witnessed &= current
 

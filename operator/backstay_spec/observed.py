@@ -14,6 +14,7 @@ from typing import Any, Final, TypeAlias
 
 from backstay_spec.goodput import SecondsReport
 from backstay_spec.job_report import JobReport
+from backstay_spec.names import Slot
 
 Manifest: TypeAlias = Mapping[str, Any]
 
@@ -224,6 +225,7 @@ class Observed:
         gated: uid of a pod -> until when it had scheduling gates, as far as this operator observed. For a pod that
             has them, this is the time of the observation.
         witnessed: names of pods that this process has observed: if one of them is missing, it did exist.
+        vacant: a slot of which this process has observed a living pod, and now observes none -> since when.
         missing: names of recorded pods that a live GET did not find, in answer to `actions.LookUpPod`.
         refused: name of an object -> why its last create was refused; dropped once a create succeeds.
         begun: when this operator first observed the job.
@@ -243,6 +245,7 @@ class Observed:
     spent: Spent | None = None
     gated: Mapping[str, datetime] = field(default_factory=dict)
     witnessed: frozenset[str] = frozenset()
+    vacant: Mapping[Slot, datetime] = field(default_factory=dict)
     missing: frozenset[str] = frozenset()
     refused: Mapping[str, RefusedCreate] = field(default_factory=dict)
     begun: datetime | None = None

@@ -313,8 +313,8 @@ def _judge_slots(facts: Facts, record: Record, slots: Sequence[Slot]) -> Decisio
         return decided
     decided = decided.also(services.refused(facts, decided.record))
     ranks = [slot for slot in slots if slot.role == contract.ROLE_WORKER and ordered.holds(facts, slot)]
-    last = {slot: facts.pod(slot, decided.record.current(slot)) for slot in ranks}
-    held = {slot: pod for slot, pod in last.items() if pod is None or not pod.alive}
+    last = {slot: decided.record.current(slot) for slot in ranks}
+    held = {slot: known for slot, known in last.items() if (pod := facts.pod(slot, known)) is None or not pod.alive}
     return decided.also(end.pending_deadline(facts, decided.effects.obstructed, held))
 
 

@@ -94,6 +94,7 @@ CONDITIONS: Final[tuple[ConditionDoc, ...]] = (
             "PodRefused": "The API server refused a pod. The message has the reason.",
             "PodHeldBack": "The queue must first admit other pods of the job, or still counts an old pod.",
             "InvalidPod": "The API server refused a pod as invalid. The job fails.",
+            "Suspended": "The job is suspended.",
             "Finished": "The job ended before the operator had observed all pods.",
         },
         "For `PodRefused`: raise the quota, or correct what the message names.",

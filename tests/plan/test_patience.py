@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 
 import pytest
 
 from backstay_spec import contract
+from backstay_spec.simulated import to_seconds
 
 SERVER, WORKER, EVALUATOR = contract.ROLE_SERVER, contract.ROLE_WORKER, contract.ROLE_EVALUATOR
 QUOTA = ("Forbidden", "exceeded quota: pods")
@@ -162,3 +164,89 @@ def test_the_condition_names_the_standby_that_is_refused(running):
         cluster.tick(10)
         trains(cluster, 6, in_sync={})
     assert cluster.condition("PodsCreated")["message"].startswith("the standby of parameter server 0: Forbidden")
+
+
+@pytest.mark.parametrize("is_gone", [False, True], ids=["shown", "gone"])
+def test_an_eviction_before_the_first_update_beside_a_refused_backup_does_not_end_the_job(running, is_gone):
+    """The pod that was evicted may no longer be shown, so nothing of it says when it was lost."""
+    cluster = running({**ONE_SERVER, "workers": {"replicas": 3}, "update": {"backups": 1}})
+    cluster.refuse["mnist-worker"] = QUOTA
+    cluster.delete(cluster.named(WORKER, 1))
+    cluster.settle()
+    cluster.bury()
+    for _ in range(70):
+        cluster.tick(10)
+        trains(cluster, 0)
+    evicted = cluster.named(WORKER, 2)
+    if is_gone:
+        cluster.vanish(evicted)
+    else:
+        cluster.end(evicted, 143)
+    for _ in range(59):
+        trains(cluster, 0)
+        assert cluster.status["phase"] != "Failed", (evicted, cluster.status["conditions"])
+        cluster.tick(10)
+    cluster.tick(20)
+    trains(cluster, 0)
+    assert cluster.condition("Failed")["reason"] == "PodRefused"
+
+
+def test_a_worker_that_vanishes_beside_a_service_that_is_refused_for_long_does_not_end_the_job(running):
+    cluster = running({**ONE_SERVER, "workers": {"replicas": 1}, "evaluator": {}})
+    trains(cluster, 5)
+    cluster.refuse = {"mnist-eval": QUOTA, "mnist-ps-0-": ("Forbidden", "exceeded quota: services=1")}
+    cluster.vanish(cluster.named(EVALUATOR, 0))
+    cluster.settle()
+    cluster.services = {}
+    for step in range(70):
+        cluster.tick(20)
+        trains(cluster, 6 + step)
+    cluster.vanish(cluster.named(WORKER, 0))
+    cluster.settle()
+    assert cluster.status["phase"] != "Failed"
+    cluster.tick(599)
+    cluster.settle()
+    assert cluster.status["phase"] != "Failed"
+    cluster.tick(2)
+    cluster.settle()
+    assert "services=1" in cluster.condition("Failed")["message"]
+
+
+def test_the_clock_of_the_api_server_does_not_decide_whether_a_resumed_job_trains(running):
+    """The times of pods are of the API server's clock, the start of a run is of the operator's."""
+    cluster = running({**ONE_SERVER, "workers": {"replicas": 1}})
+    trains(cluster, 50, coordinator=1)
+    cluster.edit(runPolicy={"suspend": True})
+    for _ in range(6):
+        cluster.settle()
+        cluster.bury()
+    cluster.tick(60)
+    cluster.edit(runPolicy={"suspend": False})
+    cluster.settle()
+    for pod in cluster.pods.values():
+        pod["metadata"]["creationTimestamp"] = to_seconds(cluster.now - timedelta(seconds=3))
+    cluster.run_all()
+    trains(cluster, 51, coordinator=2)
+    cluster.tick(5)
+    trains(cluster, 52, coordinator=2)
+    assert cluster.condition("Training")["status"] == "True"
+
+
+def test_the_conditions_of_a_suspended_job_are_of_no_earlier_time(make_cluster):
+    cluster = make_cluster({**ONE_SERVER, "workers": {"replicas": 1}})
+    cluster.refuse = {"mnist-worker": QUOTA}
+    cluster.settle()
+    assert cluster.condition("PodsCreated")["reason"] == "PodRefused"
+    cluster.edit(runPolicy={"suspend": True})
+    for _ in range(6):
+        cluster.settle()
+        cluster.bury()
+    assert cluster.condition("PodsCreated")["reason"] == "Suspended"
+    cluster.refuse = {}
+    cluster.edit(runPolicy={"suspend": False})
+    cluster.apply(cluster.plan())
+    assert cluster.condition("PodsCreated")["status"] == "Unknown"
+    cluster.run_all()
+    cluster.settle()
+    trains(cluster, 1)
+    assert cluster.condition("PodsCreated")["status"] == "True"

@@ -19,7 +19,7 @@ from backstay_spec.planner.end import Success
 from backstay_spec.planner.facts import Facts
 from backstay_spec.planner.last_messages import SHARD_0
 from backstay_spec.planner.new_status import ALL_CREATED
-from backstay_spec.planner.pods import PodView, created_at, has_worked
+from backstay_spec.planner.pods import PodView, has_worked
 from backstay_spec.planner.record import Record, standby_key
 from backstay_spec.status_model import format_time
 from backstay_spec.types_status import Condition
@@ -147,7 +147,7 @@ def suspended(facts: Facts, *, running: bool) -> list[Statement]:
         Statement(status.PODS_READY, False, "Suspended", "the job is suspended"),
         *(
             Statement(kind, False, "Suspended", "the job is suspended")
-            for kind in (status.TRAINED, status.AFTER_TRAINING_COMPLETE, status.STANDBYS_IN_SYNC)
+            for kind in (status.PODS_CREATED, status.TRAINED, status.AFTER_TRAINING_COMPLETE, status.STANDBYS_IN_SYNC)
             if kind in facts.conditions
         ),
     ]
@@ -187,10 +187,11 @@ def pods_created(facts: Facts, found: Effects) -> list[Statement]:
     refused = next((o for o in found.obstructed if o.obstacle.blocked in _NOT_CREATED), None)
     if refused is not None:
         return [Statement(kind, False, refused.obstacle.blocked, f"{refused.text}: {refused.obstacle.text}")]
+    begins = before is None or before.reason == "Suspended"
     if found.creations:
-        if before is None or before.status != "False":
+        if before is None or begins or before.status != "False":
             return [Statement(kind, None, "Creating", "pods are being created")]
-    elif not facts.can_create and before is None:
+    elif not facts.can_create and begins:
         return [Statement(kind, None, "Preparing", "Secret and Services are being created")]
     return []
 
@@ -325,10 +326,8 @@ def _continues(facts: Facts) -> bool:
 
 def _reports_this_run(facts: Facts) -> bool:
     """Returns whether the newest report of a job that was resumed is of a server that was created since."""
-    start, coordinator = facts.old.start_time, 0 if facts.progress is None else facts.progress.coordinator
-    pod = facts.pod(SHARD_0, coordinator)
-    made = None if pod is None else created_at(pod)
-    return made is not None and start is not None and made >= start
+    pod = facts.pod(SHARD_0, 0 if facts.progress is None else facts.progress.coordinator)
+    return pod is not None and facts.is_of_this_run(pod)
 
 
 def _not_started(facts: Facts) -> str:

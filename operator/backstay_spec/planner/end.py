@@ -15,7 +15,7 @@ from backstay_spec.names import Slot
 from backstay_spec.planner.deleting import deletions
 from backstay_spec.planner.effects import Effects, JobFailure, Obstructed
 from backstay_spec.planner.facts import Facts
-from backstay_spec.planner.pods import PodView, gone_by, has_worked, is_deleting, is_owned, lost_at
+from backstay_spec.planner.pods import PodView, gone_by, has_worked, is_deleting, is_owned
 from backstay_spec.planner.record import Record
 from backstay_spec.types_status import Condition
 
@@ -68,7 +68,7 @@ def active_deadline(facts: Facts) -> Effects:
     return Effects(failure=JobFailure("DeadlineExceeded", text))
 
 
-def pending_deadline(facts: Facts, obstructed: Sequence[Obstructed], held: Mapping[Slot, PodView | None]) -> Effects:
+def pending_deadline(facts: Facts, obstructed: Sequence[Obstructed], held: Mapping[Slot, int]) -> Effects:
     """Returns whether a pod that the job needs could not be started in time: a server, or so many ranks that the quorum
     is missing.
 
@@ -76,7 +76,7 @@ def pending_deadline(facts: Facts, obstructed: Sequence[Obstructed], held: Mappi
     the next death of another rank.
 
     Args:
-        held: ranks without a living pod, of which none is created before those of the quorum, and their last pods.
+        held: ranks without a living pod, of which none is created before those of the quorum -> their incarnation.
     """
     seconds, world = facts.spec.run_policy.pending_deadline_seconds, facts.needed_world
     limit, start = timedelta(seconds=seconds), facts.old.start_time or facts.now
@@ -94,9 +94,9 @@ def pending_deadline(facts: Facts, obstructed: Sequence[Obstructed], held: Mappi
             late.append(found)
     # Each pod of a rank that was refused is one entry.
     ranks = {found.slot for found in late if found.slot.role == contract.ROLE_WORKER}
-    for slot, pod in held.items() if ranks else ():
+    for slot, incarnation in held.items() if ranks else ():
         # It may have died now. The quorum lacks it for as long as there are no updates.
-        due = max(_idle_since(facts), lost_at(pod) or start) + limit
+        due = max(_idle_since(facts), facts.lost_at(slot, incarnation)) + limit
         if slot.index < world and facts.now < due:
             effects += Effects(wake=due)
         elif slot.index < world:

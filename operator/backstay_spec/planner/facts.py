@@ -10,7 +10,7 @@ from typing import Any, Final
 from backstay_spec import contract, manifests, names, status
 from backstay_spec.names import ROLE_OF_LABEL, Slot
 from backstay_spec.observed import Contact, Manifest, Observed, PlanSettings, Progress, RefusedCreate
-from backstay_spec.planner.pods import PodView, is_deleting, is_owned, own_pods
+from backstay_spec.planner.pods import PodView, created_at, is_deleting, is_owned, lost_at, own_pods
 from backstay_spec.types import ObjectMeta, TrainingJob, TrainingJobSpec
 from backstay_spec.types_status import Condition, TrainingJobStatus
 
@@ -18,6 +18,8 @@ __all__ = ["FRESH", "Facts", "desired_slots", "facts_of"]
 
 # A round of calls ends every 2 s, or every 3.5 s at most while a server does not answer.
 FRESH: Final = timedelta(seconds=5)
+# A clock that differs by more is a fault of the cluster. No job is suspended and resumed in this time.
+SKEW: Final = timedelta(seconds=10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,22 @@ class Facts:
         """Returns the API server's last refusal to create this pod, or one of its rank."""
         found = (self.observed.refused.get(name) for name in self.pod_names(slot, incarnation))
         return next((refusal for refusal in found if refusal is not None), None)
+
+    def lost_at(self, slot: Slot, incarnation: int) -> datetime:
+        """Returns when a slot lost its pod of this incarnation, or when it first lacked one if it had none.
+
+        An operator that started later does not know when a pod vanished. The job then lacked one, of any slot.
+        """
+        created = self.conditions.get(status.PODS_CREATED)
+        lacked = self.now if created is None or created.status != "False" else created.last_transition_time
+        at = lost_at(self.pod(slot, incarnation)) or self.observed.vacant.get(slot) or lacked
+        return max(at, self.old.start_time or at)
+
+    def is_of_this_run(self, pod: PodView) -> bool:
+        """Returns whether a pod was created since the job began to run, or was resumed: earlier pods may have had
+        another spec. The API server and the operator have different clocks."""
+        made, start = created_at(pod), self.old.start_time
+        return made is not None and start is not None and made >= start - SKEW
 
     def was_desired(self, slot: Slot) -> bool:
         """Returns whether the last status had this slot. If not, this operator deleted its old pods, and they are not

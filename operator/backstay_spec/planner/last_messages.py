@@ -15,7 +15,7 @@ from backstay_spec.job_report import JobReport
 from backstay_spec.names import Slot
 from backstay_spec.observed import Progress
 from backstay_spec.planner.facts import Facts
-from backstay_spec.planner.pods import PodView, created_at
+from backstay_spec.planner.pods import PodView
 from backstay_spec.planner.record import Record
 
 __all__ = ["SHARD_0", "WORKER_0", "LastMessages", "last_messages"]
@@ -94,5 +94,4 @@ def _counts(facts: Facts, record: Record, pod: PodView, outcome: PodOutcome) -> 
     result. Otherwise its successor may have begun another history."""
     if pod.incarnation >= record.current(pod.slot):
         return True
-    made, start = created_at(pod), facts.old.start_time
-    return bool(outcome.checkpoint) and made is not None and start is not None and made >= start
+    return bool(outcome.checkpoint) and facts.is_of_this_run(pod)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from backstay_spec.causes import reached_by
 from backstay_spec.planner.facts import Facts
-from backstay_spec.planner.pods import created_at
 
 __all__ = ["last_step"]
 
 
 def last_step(facts: Facts) -> int | None:
     """Returns the largest step of the newest term that a pod of this run reported as applied, or None if none did."""
-    old, progress, start = facts.old, facts.progress, facts.old.start_time
+    old, progress = facts.old, facts.progress
     known: list[tuple[int | None, int]] = []
     if progress is not None and progress.last is not None:
         known.append(progress.last)
@@ -23,11 +22,8 @@ def last_step(facts: Facts) -> int | None:
         known.append((progress.report.term, progress.report.step))
     elif old.step is not None:
         known.append((old.term, old.step))
-    for pods in facts.pods.values():
-        for pod in pods:
-            made = created_at(pod)
-            if (found := reached_by(pod.raw)) and made is not None and start is not None and made >= start:
-                known.append(found)
+    of_this_run = (pod for pods in facts.pods.values() for pod in pods if facts.is_of_this_run(pod))
+    known += [found for pod in of_this_run if (found := reached_by(pod.raw))]
     # An older term was rolled back. A message without a term belongs to the newest one.
     newest = max((term for term, _ in known if term is not None), default=None)
     return max((step for term, step in known if term in (None, newest)), default=None)

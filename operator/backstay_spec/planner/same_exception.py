@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 
 from backstay_spec import contract
 from backstay_spec.exceptions import NOT_TRAINED, Raised, raised_by
 from backstay_spec.names import Slot
 from backstay_spec.planner.effects import JobFailure
 from backstay_spec.planner.facts import Facts, desired_slots
-from backstay_spec.planner.pods import PodView, created_at, has_worked
+from backstay_spec.planner.pods import PodView, has_worked
 
 __all__ = ["REASON", "judge", "last_raised"]
 
@@ -32,11 +31,10 @@ _PODS = {
 def judge(facts: Facts) -> JobFailure | None:
     """Returns the job's failure, if most of its pods, or of a role's, raise the same exception before the first
     update."""
-    start = facts.old.start_time
-    if facts.trained or facts.done or facts.spec.run_policy.suspend or start is None:
+    if facts.trained or facts.done or facts.spec.run_policy.suspend:
         return None
     slots = desired_slots(facts.job)
-    last = {slot: found for slot in slots if (found := last_raised(facts.pods.get(slot, ()), start))}
+    last = {slot: found for slot in slots if (found := last_raised(facts, slot))}
     for role in (contract.ROLE_SERVER, contract.ROLE_WORKER):
         of_role = [slot for slot in slots if slot.role == role]
         if failure := _agreed(of_role, last, role):
@@ -44,19 +42,15 @@ def judge(facts: Facts) -> JobFailure | None:
     return _agreed(slots, last, "")
 
 
-def last_raised(pods: Sequence[PodView], start: datetime) -> list[Raised]:
-    """Returns the lasting exceptions of a slot's dead pods, newest first; none if its newest pod works.
-
-    Args:
-        start: when the job began to run, or was resumed: earlier pods may have had another spec.
-    """
+def last_raised(facts: Facts, slot: Slot) -> list[Raised]:
+    """Returns the lasting exceptions of a slot's dead pods of this run, newest first; none if its newest pod works."""
+    pods = facts.pods.get(slot, ())
     if not pods or pods[-1].ready:
         return []
     # A worker that has lost a server is not Ready, and what ended its predecessors is past.
     if pods[-1].alive and has_worked(pods[-1], None):
         return []
-    dead = [pod for pod in reversed(pods) if pod.ended and not pod.deleting]
-    dead = [pod for pod in dead if (made := created_at(pod)) is not None and made >= start]
+    dead = [pod for pod in reversed(pods) if pod.ended and not pod.deleting and facts.is_of_this_run(pod)]
     found = [raised_by(pod.raw) for pod in dead]
     lasting = []
     for pod, raised in zip(dead, found, strict=True):

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from datetime import datetime
 from typing import Final
 
 from backstay_spec import contract
@@ -37,11 +36,10 @@ _FAILURES: Final = 2
 
 def judge(facts: Facts, record: Record) -> JobFailure | None:
     """Returns the job's failure by a mistake of its script."""
-    start = facts.old.start_time
-    if facts.done or facts.spec.run_policy.suspend or start is None:
+    if facts.done or facts.spec.run_policy.suspend:
         return None
     slots = [slot for slot in desired_slots(facts.job) if slot.role == contract.ROLE_WORKER]
-    raised = {slot: found for slot in slots if (found := _exceptions(facts, slot, start))}
+    raised = {slot: found for slot in slots if (found := _exceptions(facts, slot))}
     # One worker is enough, because its own data is invalid.
     for slot, found in raised.items():
         if found[0].type in OF_BATCHES:
@@ -51,7 +49,7 @@ def judge(facts: Facts, record: Record) -> JobFailure | None:
         return _failure(newest[0], f"all {len(slots)} workers after the first update")
     for shard in facts.shards:
         server = Slot(contract.ROLE_SERVER, shard)
-        if failure := _cannot_serve(facts, record, server, start):
+        if failure := _cannot_serve(facts, record, server):
             return failure
     for slot, found in raised.items():
         if _cannot_contribute(facts, record, slot, found):
@@ -59,17 +57,17 @@ def judge(facts: Facts, record: Record) -> JobFailure | None:
     return None
 
 
-def _exceptions(facts: Facts, slot: Slot, start: datetime) -> list[Raised]:
+def _exceptions(facts: Facts, slot: Slot) -> list[Raised]:
     """Returns the exceptions of a slot's dead pods, newest first. An end without one may have another cause."""
-    found = same_exception.last_raised(facts.pods.get(slot, ()), start)
+    found = same_exception.last_raised(facts, slot)
     return list(itertools.takewhile(lambda raised: not raised.guessed, found))
 
 
-def _cannot_serve(facts: Facts, record: Record, slot: Slot, start: datetime) -> JobFailure | None:
+def _cannot_serve(facts: Facts, record: Record, slot: Slot) -> JobFailure | None:
     """Returns the failure, if at least three pods of a server in a row have raised the same exception before they
     served."""
     pods, backoff = facts.pods.get(slot, ()), record.backoff.get(slot.key)
-    found = _exceptions(facts, slot, start)
+    found = _exceptions(facts, slot)
     # The newest death is counted too: the same plan that counts it is followed by another one.
     if not facts.trained or backoff is None or backoff.failures <= _FAILURES:
         return None

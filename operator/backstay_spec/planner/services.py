@@ -4,10 +4,10 @@ address (O3)."""
 from __future__ import annotations
 
 from collections.abc import Collection
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any, Final
 
-from backstay_spec import contract, manifests, names, status
+from backstay_spec import contract, manifests, names
 from backstay_spec.actions import (
     Action,
     CreateNetworkPolicy,
@@ -22,7 +22,7 @@ from backstay_spec.planner.creating import REFUSED_RETRY
 from backstay_spec.planner.deleting import deletions
 from backstay_spec.planner.effects import Effects, Obstructed
 from backstay_spec.planner.facts import Facts, desired_slots
-from backstay_spec.planner.pods import PodView, is_deleting, is_owned, lost_at
+from backstay_spec.planner.pods import PodView, is_deleting, is_owned
 from backstay_spec.planner.record import Record
 
 __all__ = ["missing", "refused", "repointed", "with_old_address"]
@@ -111,17 +111,9 @@ def refused(facts: Facts, record: Record) -> Effects:
         pod = facts.pod(slot, record.current(slot))
         if pod is None or not pod.alive:
             # While its pod ran, the refusal counted for nothing.
-            since = max(tried, _lost_at(facts, pod)) if facts.trained else tried
+            since = max(tried, facts.lost_at(slot, record.current(slot))) if facts.trained else tried
             found.append(Obstructed(slot, obstacle, since))
     return Effects(obstructed=tuple(found))
-
-
-def _lost_at(facts: Facts, pod: PodView | None) -> datetime:
-    """Returns when a slot lost its pod; without a pod, when the job first lacked one, of any slot."""
-    if (at := lost_at(pod)) is not None:
-        return at
-    created = facts.conditions.get(status.PODS_CREATED)
-    return facts.now if created is None or created.status != "False" else created.last_transition_time
 
 
 def _if_due(facts: Facts, name: str, action: Action) -> Effects:
