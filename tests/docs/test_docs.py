@@ -240,6 +240,19 @@ def test_every_page_is_in_the_navigation() -> None:
     assert listed == {name for name in found if not re.match(r"decisions/\d", name)}  # decisions/index.md lists these
 
 
+def test_the_first_change_finds_the_tests_of_each_package() -> None:
+    """A package that has no row, and a folder that does not exist, would send a first patch to CI untested."""
+    page = (DOCS / "first-change.md").read_text().partition("## What the checks want")[0]
+    rows = re.findall(r"^\| (`.*) \| (.*) \|$", page, re.MULTILINE)
+    changed = {name for packages, _ in rows for name in re.findall(r"`([^`]+)`", packages)}
+    trainer = ROOT / "images" / "trainer" / "backstay"
+    packages = {path.parent.name for path in trainer.glob("*/__init__.py")}
+    packages |= {f"operator/{path.parent.name}" for path in (ROOT / "operator").glob("*/__init__.py")}
+    assert changed == packages | {"docs", "examples", "helm"}
+    for folder in {name for _, cell in rows for name in re.findall(r"tests/\w+", cell)}:
+        assert list((ROOT / folder).glob("test_*.py")), folder
+
+
 # Blocks
 
 

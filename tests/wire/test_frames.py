@@ -67,7 +67,7 @@ def test_the_end_mark_must_count_the_same() -> None:
 
 
 def test_another_size_is_refused_before_anything_is_sent() -> None:
-    with pytest.raises(Refusal, match=r"1099511627776 bytes are announced: .* has 4"):
+    with pytest.raises(Refusal, match=r"1099511627776 bytes are announced: .* have 4"):
         Cover([4]).announce(1 << 40)
 
 
