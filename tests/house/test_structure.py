@@ -15,6 +15,7 @@ from .test_house import MODULES, ROOT
 
 TRAINER = ROOT / "images" / "trainer" / "backstay"
 MOST_ARGUMENTS, MOST_FILES, MOST_BRANCHES = 7, 15, 15
+LEAST_WORDS = 6  # of the reason for more branches
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.comprehension, ast.match_case)
 SCRIPTS = sorted((ROOT / "bench").rglob("*.py"))
@@ -59,10 +60,11 @@ def branches(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def reasons(text: str) -> set[int]:
-    """Returns the lines of a module with a comment for readers, and not only for tools."""
+    """Returns the lines of a module with a sentence for readers, and not only with a word, or for tools."""
     found = tokenize.generate_tokens(io.StringIO(text).readline)
     comments = (token for token in found if token.type == tokenize.COMMENT)
-    return {token.start[0] for token in comments if not token.string.startswith(("# noqa", "# type:"))}
+    said = [token for token in comments if not token.string.startswith(("# noqa", "# type:"))]
+    return {token.start[0] for token in said if len(re.findall(r"[A-Za-z]+", token.string)) >= LEAST_WORDS}
 
 
 def test_a_function_with_many_branches_has_a_comment_with_the_reason() -> None:

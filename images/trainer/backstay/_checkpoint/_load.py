@@ -14,7 +14,7 @@ import jax
 from .._update import AVERAGE, MODEL_STATE, STATE, leaf_names
 from ..errors import CheckpointError
 from ._formats import StartFrom, frozen_values
-from ._manifest import FrozenLeaf, FrozenRecord, ManifestLeaf
+from ._manifest import FrozenLeaf, FrozenRecord, Manifest, ManifestLeaf
 from ._names import MANIFEST_SUFFIX
 from ._reader import OF_MODEL, Reader
 from ._store import CheckpointStore
@@ -82,21 +82,7 @@ def load(
             leaves (the message names the first). Or `base` has other arrays than the job.
     """
     uri = str(uri)
-    skipped: tuple[str, ...] = ()
-    if uri.endswith(MANIFEST_SUFFIX):
-        folder, _, name = uri.rpartition("/")
-        store = CheckpointStore(folder or ".")
-        manifest = store.open(name, verify=False)
-    elif best:
-        store = CheckpointStore(uri)
-        manifest = store.best()
-    else:
-        store = CheckpointStore(uri)
-        newest = store.newest()
-        if newest.manifest is None:
-            damaged = "".join(f"\n  skipped {line}" for line in newest.skipped)
-            raise CheckpointError(f"there is no complete checkpoint in {uri}{damaged}")
-        manifest, skipped = newest.manifest, newest.skipped
+    store, manifest, skipped = _opened(uri, best=best)
     own = None
     with contextlib.suppress(CheckpointError):  # it costs the metrics only
         own = store.evaluation(manifest.key)
@@ -111,7 +97,7 @@ def load(
     def parameters(read: Callable[[int], Any]) -> Any:
         leaves = [read(i) for i in range(len(manifest.leaves))]
         specs, structure = list[_Leaf](manifest.leaves), manifest.structure
-        if record is not None:
+        if record is not None:  # the manifest's structure has the trained leaves alone
             leaves, specs = record.parameters(leaves, frozen), record.parameters(specs, record.leaves)
             structure = record.structure
         return _tree(leaves, specs, structure, like_params, manifest.name)
@@ -138,6 +124,22 @@ def load(
         average=average,
         frozen=manifest.frozen,
     )
+
+
+def _opened(uri: str, *, best: bool) -> tuple[CheckpointStore, Manifest, tuple[str, ...]]:
+    """Returns the store, the manifest that `load` reads, and newer ones that are damaged."""
+    if uri.endswith(MANIFEST_SUFFIX):
+        folder, _, name = uri.rpartition("/")
+        store = CheckpointStore(folder or ".")
+        return store, store.open(name, verify=False), ()
+    store = CheckpointStore(uri)
+    if best:
+        return store, store.best(), ()
+    newest = store.newest()
+    if newest.manifest is None:
+        damaged = "".join(f"\n  skipped {line}" for line in newest.skipped)
+        raise CheckpointError(f"there is no complete checkpoint in {uri}{damaged}")
+    return store, newest.manifest, newest.skipped
 
 
 def _tree(

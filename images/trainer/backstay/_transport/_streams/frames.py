@@ -141,7 +141,8 @@ class Cover:
         """The sender announces how many bytes it will send. Raises `Refusal` unless it is all of the selection."""
         if nbytes != self._total:
             raise Refusal(
-                RefusalCode.INVALID, f"{nbytes} bytes are announced: the selected blocks of this shard have {self._total}"
+                RefusalCode.INVALID,
+                f"{nbytes} bytes are announced: the selected blocks of this shard have {self._total}",
             )
 
     def add(self, block: int, offset: int, nbytes: int) -> Span:

@@ -234,6 +234,7 @@ class StreamClient:
                 return None
             return Cover([wire.nbytes for wire in wires]).whole(nbytes, into)
 
+        # Small parameters come in one frame and larger ones in chunks, and both may be refused or have other bytes.
         frame, body = self._read(whole)
         while (kind := kind_of(frame)) == "received":  # acknowledgements of the last windows
             frame, body = self._read(whole)
