@@ -80,12 +80,12 @@ def service(job: ObjectMeta, shard: int, incarnation: int, cluster_ip: str | Non
     return manifest
 
 
-def network_policy(job: ObjectMeta, settings: PlanSettings, pods_per_rank: int = 1) -> dict[str, Any]:
-    """Returns the connections that the job's pods accept (O7).
+def network_policies(job: ObjectMeta, settings: PlanSettings, pods_per_rank: int) -> list[dict[str, Any]]:
+    """Returns the connections that the job's pods accept (O7). Policies add to each other.
 
     Pods of the job reach both RPC ports, and the operator reaches the control port. Everyone reaches the metrics port,
-    which serves only health and metrics. Where a rank has several pods, workers reach each other at all ports: JAX,
-    Gloo and NCCL listen on ports that the system chooses.
+    which serves only health and metrics. Where a rank has several pods, a second policy lets workers reach each other
+    at all ports: JAX, Gloo and NCCL listen on ports that the system chooses. Servers stay closed.
     """
 
     def port(number: int) -> dict[str, Any]:
@@ -93,31 +93,29 @@ def network_policy(job: ObjectMeta, settings: PlanSettings, pods_per_rank: int =
 
     members = {"matchLabels": names.job_labels(job.name, job.uid)}
     workers = {"matchLabels": names.job_labels(job.name, job.uid) | {contract.LABEL_ROLE: contract.ROLE_WORKER}}
-    # One policy selects all pods of the job, so this opens the servers too, for workers of their job only.
-    among_workers = [{"from": [{"podSelector": workers}]}] if pods_per_rank > 1 else []
     operator: dict[str, Any] = {
         "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": settings.operator_namespace}}
     }
     if settings.operator_labels:
         operator["podSelector"] = {"matchLabels": dict(settings.operator_labels)}
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": object_meta(job, names.network_policy_name(job.name, job.uid, pods_per_rank), "network"),
-        "spec": {
-            "podSelector": members,
-            "policyTypes": ["Ingress"],
-            "ingress": [
-                {
-                    "from": [{"podSelector": members}],
-                    "ports": [port(contract.PORT_CONTROL), port(contract.PORT_DATA)],
-                },
-                {"from": [operator], "ports": [port(contract.PORT_CONTROL)]},
-                {"ports": [port(contract.PORT_METRICS)]},
-                *among_workers,
-            ],
-        },
-    }
+    of_all = [
+        {"from": [{"podSelector": members}], "ports": [port(contract.PORT_CONTROL), port(contract.PORT_DATA)]},
+        {"from": [operator], "ports": [port(contract.PORT_CONTROL)]},
+        {"ports": [port(contract.PORT_METRICS)]},
+    ]
+    found = [(names.network_policy_name(job.name, job.uid), members, of_all)]
+    if pods_per_rank > 1:
+        among_workers: list[dict[str, Any]] = [{"from": [{"podSelector": workers}]}]
+        found.append((names.members_policy_name(job.name, job.uid), workers, among_workers))
+    return [
+        {
+            "apiVersion": "networking.k8s.io/v1",
+            "kind": "NetworkPolicy",
+            "metadata": object_meta(job, name, "network"),
+            "spec": {"podSelector": selected, "policyTypes": ["Ingress"], "ingress": rules},
+        }
+        for name, selected, rules in found
+    ]
 
 
 def address(cluster_ip: str) -> str:

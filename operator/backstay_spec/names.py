@@ -110,10 +110,14 @@ def secret_name(job: str, uid: str) -> str:
     return f"{job}-token-{short_hash(uid)}"
 
 
-def network_policy_name(job: str, uid: str, pods_per_rank: int = 1) -> str:
-    """Returns the name of the job's NetworkPolicy, ``{job}-ingress-{hash}``. Where ranks have several pods it is
-    ``{job}-ingress-ranks-{hash}``, because it has another rule."""
-    return f"{job}-ingress-{'ranks-' if pods_per_rank > 1 else ''}{short_hash(uid)}"
+def network_policy_name(job: str, uid: str) -> str:
+    """Returns the name of the NetworkPolicy of all pods of the job, ``{job}-ingress-{hash}``."""
+    return f"{job}-ingress-{short_hash(uid)}"
+
+
+def members_policy_name(job: str, uid: str) -> str:
+    """Returns the name of the NetworkPolicy of workers in ranks of several pods, ``{job}-members-{hash}``."""
+    return f"{job}-members-{short_hash(uid)}"
 
 
 def job_labels(job: str, uid: str) -> dict[str, str]:

@@ -60,6 +60,7 @@ def test_names_are_labels_and_unique(name, uid, pods):
     made = [names.pod_name(name, str(uid), slot, n) for slot, n in pods]
     made += [names.service_name(name, str(uid), i) for i in range(3)]
     made += [names.secret_name(name, str(uid)), names.network_policy_name(name, str(uid))]
+    made.append(names.members_policy_name(name, str(uid)))
     assert all(LABEL.fullmatch(n) for n in made)
     assert len(set(made)) == len(made)
 
@@ -291,7 +292,7 @@ def test_a_service_selects_one_incarnation_of_one_job():
 
 def test_the_network_policy_admits_the_pods_of_the_job():
     """O7: RPC from the job's pods and the operator; health and metrics from every client; ingress only."""
-    policy = manifests.network_policy(job().metadata, PlanSettings("backstay-system", {"app": "backstay"}))
+    (policy,) = manifests.network_policies(job().metadata, PlanSettings("backstay-system", {"app": "backstay"}), 1)
     assert policy["spec"]["policyTypes"] == ["Ingress"]
     peers, operator, everyone = policy["spec"]["ingress"]
     assert [p["port"] for p in peers["ports"]] == [7077, 7078]

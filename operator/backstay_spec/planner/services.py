@@ -58,16 +58,21 @@ def _missing_secret(facts: Facts, lacks_config: bool) -> Effects:
 
 def _missing_policy(facts: Facts) -> Effects:
     meta, pods_per_rank = facts.meta, facts.spec.workers.pods_per_rank
-    name = names.network_policy_name(meta.name, meta.uid, pods_per_rank)
     found = {
         policy["metadata"]["name"]: policy["metadata"]["uid"]
         for policy in facts.observed.network_policies
         if is_owned(policy, meta.uid) and not is_deleting(policy)
     }
-    if name in found:
-        # `podsPerRank` was changed while the job was suspended. One policy cannot forbid what another one allows.
-        return Effects(actions=tuple(DeleteNetworkPolicy(other, uid) for other, uid in found.items() if other != name))
-    return _if_due(facts, name, CreateNetworkPolicy(manifests.network_policy(meta, facts.settings, pods_per_rank)))
+    policies = manifests.network_policies(meta, facts.settings, pods_per_rank)
+    wanted = {policy["metadata"]["name"]: policy for policy in policies}
+    effects = Effects()
+    for name, policy in wanted.items():
+        if name not in found:
+            effects += _if_due(facts, name, CreateNetworkPolicy(policy))
+    if effects.actions or effects.wake:
+        return effects
+    # `podsPerRank` was changed while the job was suspended. One policy cannot forbid what another one allows.
+    return Effects(actions=tuple(DeleteNetworkPolicy(name, uid) for name, uid in found.items() if name not in wanted))
 
 
 def _missing_services(facts: Facts, record: Record) -> Effects:
