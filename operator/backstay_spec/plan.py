@@ -307,8 +307,10 @@ def _judge_slots(facts: Facts, record: Record, slots: Sequence[Slot]) -> Decisio
     for slot in slots:
         if decided.effects.failure is not None:
             return decided
-        hold = ordered.holds(facts, slot)
-        decided = decided.then(replacement.judge(facts, decided.record, slot, hold=hold, given_up=given_up))
+        hold, yields = ordered.holds(facts, slot), slot in ordered.partial[1:]
+        decided = decided.then(
+            replacement.judge(facts, decided.record, slot, hold=hold, yields=yields, given_up=given_up)
+        )
     if decided.effects.failure is not None:
         return decided
     decided = decided.also(services.refused(facts, decided.record))

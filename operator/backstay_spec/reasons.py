@@ -237,6 +237,12 @@ EVENTS: Final[tuple[EventDoc, ...]] = (
         "The operator deletes a pod, because a newer pod fills its slot. This is part of a replacement, not a fault.",
         "None.",
     ),
+    EventDoc(
+        "GivenBack",
+        "Warning",
+        "Only some pods of a rank have room. They are deleted, and the rank is tried again.",
+        "Raise the quota or add nodes. With `spec.scheduling.queue`, a rank starts when all its pods have room.",
+    ),
     EventDoc("Trained", "Normal", "The last update is stored. The script of worker 0 may still run.", "None."),
     EventDoc("Succeeded", "Normal", "The job has succeeded.", "None."),
     EventDoc(

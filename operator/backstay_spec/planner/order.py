@@ -1,12 +1,13 @@
 """Decides the order in which a job's pods are created, which is the servers, then the quorum of workers, then the rest
 (O9).
 
-Without its servers a job cannot train, so its other pods must not use up the quota that a server needs.
+Without its servers a job cannot train, so its other pods must not use up the quota that a server needs. Of ranks of
+several pods, two could each hold a part of the room that one of them needs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from backstay_spec import contract
@@ -16,6 +17,7 @@ from backstay_spec.observed import HELD, IN_QUEUE, RefusedCreate
 from backstay_spec.planner.deleting import deletions
 from backstay_spec.planner.effects import NOTHING, Creation, Effects
 from backstay_spec.planner.facts import Facts, desired_slots
+from backstay_spec.planner.pods import is_bound_in_part
 from backstay_spec.planner.record import Record
 
 __all__ = ["REST", "CreationOrder", "is_quorum", "judge", "stage"]
@@ -33,13 +35,21 @@ class CreationOrder:
     Attributes:
         last: the last stage of which pods are created (see `stage`), because the API server refuses a pod of it.
         release: deletions that free quota for the refused servers.
+        partial: the ranks of which some pods have room, and others not, the lowest first. The first one waits for
+            room, and the others give theirs back.
+        filled: the rank for which the quota is kept free, because it has room for some of its pods; None: there is
+            none. All pods of workers request the same, so where one pod has no room, no other rank has.
     """
 
     last: int = REST
     release: Effects = NOTHING
+    partial: tuple[Slot, ...] = ()
+    filled: int | None = None
 
     def holds(self, facts: Facts, slot: Slot) -> bool:
         """Returns whether no worker or evaluator of this slot is created now; of a server's slot, no standby."""
+        if self.filled is not None and slot.role == contract.ROLE_WORKER and slot.index > self.filled:
+            return True
         is_needed = slot.role == contract.ROLE_WORKER and is_quorum(facts, slot)
         return self.last < (1 if is_needed else REST)
 
@@ -48,8 +58,11 @@ def judge(facts: Facts, record: Record) -> CreationOrder:
     """Returns the consequences of refused servers, and of refused workers of the quorum, for the other pods."""
     servers = [Slot(contract.ROLE_SERVER, shard) for shard in facts.shards]
     refused = [refusal for slot in servers if (refusal := _refusal(facts, record, slot)) is not None]
+    partial = [slot for slot in desired_slots(facts.job) if _is_partial(facts, record, slot)]
+    short = (slot.index for slot in partial if (why := _refusal(facts, record, slot)) and _QUOTA in why.message)
+    known = CreationOrder(partial=tuple(partial), filled=next(short, None))
     if not refused:
-        return CreationOrder(1 if _lacks_quorum(facts, record) else REST)
+        return replace(known, last=1 if _lacks_quorum(facts, record) else REST)
     others = [slot for slot in desired_slots(facts.job) if slot.role != contract.ROLE_SERVER]
     pods = [pod for slot in sorted(others, key=_least_needed_first) for pod in facts.pods.get(slot, ())]
     there = [pod for pod in pods if not (pod.terminal or pod.deleting)]
@@ -60,7 +73,7 @@ def judge(facts: Facts, record: Record) -> CreationOrder:
     room = len(set(others) - full - {pod.slot for pod in there})
     released = there[: max(0, wanted - room)]
     actions = tuple(action for pod in released for action in deletions(pod, None, "QuotaForServers"))
-    return CreationOrder(0, Effects(actions=actions))
+    return replace(known, last=0, release=Effects(actions=actions))
 
 
 def stage(facts: Facts, record: Record, creation: Creation) -> int:
@@ -91,6 +104,15 @@ def _lacks_quorum(facts: Facts, record: Record) -> bool:
     if living >= facts.spec.update.quorum(world):
         return False
     return any(is_quorum(facts, slot) and _refusal(facts, record, slot) is not None for slot in workers)
+
+
+def _is_partial(facts: Facts, record: Record, slot: Slot) -> bool:
+    """Returns whether only some pods of a rank have room: the API server refuses others, or the scheduler finds no
+    node for them."""
+    pod = facts.pod(slot, record.current(slot))
+    if pod is None or not pod.members or not pod.alive:
+        return False
+    return _refusal(facts, record, slot) is not None or is_bound_in_part(pod)
 
 
 def _refusal(facts: Facts, record: Record, slot: Slot) -> RefusedCreate | None:

@@ -187,6 +187,13 @@ def _turned_at(view: PodView) -> datetime | None:
     return parse_time(condition_of(view.raw, "Ready").get("lastTransitionTime"))
 
 
+def is_bound_in_part(view: PodView) -> bool:
+    """Returns whether some pods of a rank have nodes, and the scheduler finds none for others."""
+    found = None if view.ready else obstacle_of(view.raw)
+    is_bound = any((member.raw.get("spec") or {}).get("nodeName") for member in view.members)
+    return is_bound and found is not None and found.blocked is Blocked.UNSCHEDULABLE
+
+
 def created_at(view: PodView) -> datetime | None:
     """Returns when the pod was created."""
     return parse_time((view.raw.get("metadata") or {}).get("creationTimestamp"))

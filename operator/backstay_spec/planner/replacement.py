@@ -33,6 +33,7 @@ from backstay_spec.causes import (
     refusal_obstacle,
     verdict_of,
 )
+from backstay_spec.events import warning
 from backstay_spec.names import Slot
 from backstay_spec.observed import UNCOUNTED, RefusedCreate
 from backstay_spec.planner import budgets, hung, leaving, promotion, standbys
@@ -45,6 +46,7 @@ from backstay_spec.planner.pods import (
     PodView,
     cause_due,
     created_at,
+    is_bound_in_part,
     is_settled,
     ready_since,
     silent_since,
@@ -52,23 +54,31 @@ from backstay_spec.planner.pods import (
 )
 from backstay_spec.planner.promotion import GONE
 from backstay_spec.planner.record import Record
-from backstay_spec.types_status import Condition
+from backstay_spec.types_status import Backoff, Condition
 
 __all__ = ["judge"]
 
 _LONG_AGO: Final = datetime.min.replace(tzinfo=UTC)
 _TRIES_A_PLACE: Final = 0.25  # of the deadline; an autoscaler may add a node meanwhile
+_GIVEN_BACK: Final = timedelta(seconds=30)  # others create their pods again after 5 s
 _FIRST_TRIES: Final = timedelta(seconds=30)
 NOT_JOINED: Final = "the pod runs, but has not joined the job: the script may hang before backstay.train"
 
 
 def judge(
-    facts: Facts, record: Record, slot: Slot, *, hold: bool = False, given_up: GivenUp = NONE_GIVEN_UP
+    facts: Facts,
+    record: Record,
+    slot: Slot,
+    *,
+    hold: bool = False,
+    yields: bool = False,
+    given_up: GivenUp = NONE_GIVEN_UP,
 ) -> Decision:
     """Returns the pods of one slot after this plan.
 
     Args:
         hold: whether no worker and no evaluator of this slot is created now, or no standby of it (see `order`).
+        yields: whether a lower rank could use the room that this one has for some of its pods.
         given_up: the pods that are created again because of the queue.
     """
     held = hold and slot.role != contract.ROLE_SERVER
@@ -77,7 +87,7 @@ def judge(
         deleted = Decision(record, _delete(current, "NeverAdmitted"))
         return deleted.then(_create(facts, record, slot, None))
     if not (facts.has_standbys and slot.role == contract.ROLE_SERVER):
-        return _judge_slot(facts, record, slot, held=held)
+        return _judge_slot(facts, record, slot, held=held, yields=yields)
     found = promotion.judge(facts, record, slot)
     if isinstance(found, promotion.StoreFirst | promotion.AskFirst):
         return Decision(record, Effects(wake=found.until))
@@ -90,16 +100,20 @@ def judge(
     return decided.then(standbys.judge(facts, decided.record, slot, decided.effects.creations, given_up))
 
 
-def _judge_slot(facts: Facts, record: Record, slot: Slot, *, held: bool = False) -> Decision:
+def _judge_slot(facts: Facts, record: Record, slot: Slot, *, held: bool = False, yields: bool = False) -> Decision:
     current = record.current(slot)
     pod = facts.pod(slot, current)
     waits = record.waits_until(slot.key)
     outlived = facts.outlived_suspension(slot)
     refused = pod is None and facts.refusal(slot, current) is not None
     if pod is not None and pod.alive and waits is None and not outlived:
-        if absent := facts.absent(slot, current):
-            return _judge_incomplete(facts, record, pod, absent, held=held)
-        return _judge_living(facts, record, pod)
+        absent = facts.absent(slot, current)
+        if absent:
+            decided = _judge_incomplete(facts, record, pod, absent, held=held)
+        else:
+            decided = _judge_living(facts, record, pod)
+        is_dead = decided.record.newest(slot) != record.newest(slot) or decided.record.waits_until(slot.key)
+        return decided if is_dead or not pod.members else _given_back(facts, decided, pod, absent, yields=yields)
     if not facts.can_create or held:
         # A death is judged when the pod can be replaced: one status records the death and the replacement.
         return Decision(record)
@@ -163,8 +177,8 @@ def _judge_living(facts: Facts, record: Record, pod: PodView) -> Decision:
     if obstacle is None:
         return _judge_running(facts, record, pod)
     since = max(created_at(pod) or facts.now, facts.observed.gated.get(pod.uid) or _LONG_AGO)
-    other_place = None
-    if obstacle.blocked is Blocked.UNSCHEDULABLE and facts.can_create and _is_bound_in_part(facts, pod):
+    other_place, required = None, _has_required_place(facts)
+    if required and facts.can_create and is_bound_in_part(pod):
         other_place = since + _TRIES_A_PLACE * _pending_limit(facts)
         if facts.now >= other_place:
             key = facts.spec.scheduling.group_topology_key
@@ -181,12 +195,37 @@ def _judge_living(facts: Facts, record: Record, pod: PodView) -> Decision:
     return Decision(record, effects)
 
 
-def _is_bound_in_part(facts: Facts, pod: PodView) -> bool:
-    """Returns whether some pods of a rank have nodes, so that the others must lie near them, and another place may have
-    room for all."""
-    required = facts.spec.scheduling.group_topology_key is not None
-    required = required and facts.spec.scheduling.group_topology == "Required"
-    return required and any((member.raw.get("spec") or {}).get("nodeName") for member in pod.members)
+def _has_required_place(facts: Facts) -> bool:
+    """Returns whether the pods of a rank must lie near each other, so that another place may have room for all."""
+    return facts.spec.scheduling.group_topology_key is not None and facts.spec.scheduling.group_topology == "Required"
+
+
+def _given_back(facts: Facts, decided: Decision, pod: PodView, absent: Sequence[str], *, yields: bool) -> Decision:
+    """Delete the pods of a rank that has no room for the others, and create all of them again later.
+
+    Two ranks, of one job or of two, could each hold what the other one needs. Nothing of this is a death.
+    """
+    refused = any(name in facts.observed.refused for name in absent)
+    found = [o for o in decided.effects.obstructed if o.obstacle.blocked in (Blocked.REFUSED, Blocked.UNSCHEDULABLE)]
+    in_part = is_bound_in_part(pod) and not _has_required_place(facts)
+    if yields and refused:
+        due = facts.now
+    elif found and (refused or in_part):
+        patience = _TRIES_A_PLACE if yields else 1.0
+        due = min(o.since for o in found) + patience * _pending_limit(facts)
+    else:
+        return decided
+    if not facts.can_create or decided.effects.failure is not None:
+        return decided
+    if facts.now < due:
+        return decided.also(Effects(wake=due))
+    slot, known = pod.slot, decided.record.backoff.get(pod.slot.key) or Backoff()
+    record = decided.record.with_backoff(slot.key, known.model_copy(update={"not_before": facts.now + _GIVEN_BACK}))
+    bound = sum(bool((member.raw.get("spec") or {}).get("nodeName")) for member in pod.members)
+    text = f"{slot.text} has room for {len(pod.members) if refused else bound} of its {len(facts.members(slot))} pods"
+    event = warning("GivenBack", f"{text}; all are created again in {_GIVEN_BACK.seconds} s", slot.key, pod.incarnation)
+    effects = replace(decided.effects, creations=(), events=(*decided.effects.events, event))
+    return Decision(record, effects + _delete(pod, "GivenBack"))
 
 
 def _judge_running(facts: Facts, record: Record, pod: PodView) -> Decision:
