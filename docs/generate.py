@@ -320,7 +320,10 @@ def decisions() -> str:
 def end_of_job() -> str:
     """Returns the waits at the end of a job."""
     rows = ((wait.who, wait.what, f"{wait.seconds:.0f} s", wait.late) for wait in WAITS)
-    verdicts = ((leader.value, *(row[one].value for one in HasResult)) for leader, row in AFTER_TRAINING.items())
+    verdicts = (
+        (pod.value, *(row[one].value if one in row else "-" for one in HasResult))
+        for pod, row in AFTER_TRAINING.items()
+    )
     return f"""{NOTE}# The end of a job
 
 After the last update, the coordinator stores the last version, waits for its evaluation, and sends
@@ -332,12 +335,21 @@ worker 0, for `spec.runPolicy.afterTrainingSeconds`.
 {table(("waits", "until", "at most", "afterwards"), iter(rows))}
 ## The script of worker 0
 
-While shard 0's server has the result, a dead worker 0 is replaced as during training. Afterwards its
-replacement reads the last checkpoint, and without one the job fails. The script must not do its work
-after training twice. If a pod had the result and was lost, the job succeeds, and the condition
-AfterTrainingComplete is False.
+The script must not do its work after training twice. The operator judges worker 0 by the first of
+these rules that applies:
 
-{table(("the pod of worker 0", *(one.value for one in HasResult)), verdicts)}"""
+1. A last message names a pod that has the result. If that pod has ended with code 0, the job
+   succeeds. If it was replaced during training, the job succeeds, with a warning.
+2. No message names such a pod, and shard 0's server runs. Unless `train` has returned in worker 0,
+   it is replaced as during training. The server has the result.
+3. Worker 0 is a rank of several pods that reads the checkpoint. If a pod of it does not exist yet,
+   the pods are created as during training.
+4. The table below applies to the newest pod of worker 0. A combination with "-" cannot occur.
+
+A replacement reads the last checkpoint, and without one the job fails. With a warning, the
+condition AfterTrainingComplete is False. `afterTrainingSeconds` ends each wait.
+
+{table(("the newest pod", *(one.value for one in HasResult)), verdicts)}"""
 
 
 def silences() -> str:
