@@ -378,25 +378,32 @@ confirms this, {silence.NO_WITNESS_CALLS} calls are needed. `stallSeconds` has n
 
 
 def states_of_all() -> str:
-    """Returns the states of jobs, pods and ranks."""
+    """Returns the states of jobs and pods."""
     jobs = ((f"`{phase}`", row.set_by, row.next) for phase, row in states.JOBS.items())
     deaths = ((f"`{cause}`", set_by, states.budget_of(cause)) for cause, set_by in states.DEATHS.items())
     obstacles = (
         (f"`{blocked}`", row.set_by, row.next or "the job fails", states.end_of(blocked))
         for blocked, row in states.OBSTACLES.items()
     )
-    ranks = ((f"{name}", row.set_by, row.next) for name, row in states.RANKS.items())
+    pods = ((f"`{word}`", set_by) for word, set_by in states.PODS.items())
     return f"""{NOTE}# States
 
-The tables are in `backstay_spec/states.py`. Tests compare those of jobs and of pods with the code.
+The tables are in `backstay_spec/states.py`. Tests compare them with the code.
 [Conditions and events](../reference/conditions.md) lists the conditions of a job and their reasons.
 
 ## Jobs
 
 The conditions are the state of a job. Its phase is computed from them. A job that was suspended
-continues from its newest checkpoint.
+continues from its newest checkpoint. The first phase of a job is one of these:
+{states.FIRST}. The operator writes a phase when it plans. Thus a short job may
+be `Pending` until it succeeds.
 
 {table(("phase", "set by", "next"), jobs)}
+## Pods
+
+`backstay status` shows one word for each pod:
+
+{table(("state", "set by"), pods)}
 ## Pods that do not start
 
 `status` and the condition PodsReady name the reason. Only servers, and workers without which the
@@ -414,10 +421,11 @@ one.
 {table(("cause", "set by", "charged to"), deaths)}
 ## Ranks
 
-A rank is the slot of a worker. A world is the number of ranks that updates count on. The grace of
-an update does not wait for a silent rank.
-
-{table(("state", "set by", "next"), ranks)}"""
+A rank is the slot of a worker, and has no table of states. A world is the number of ranks that
+updates count on, and a commit of the coordinator sets it ([decision
+0029](../decisions/0029-the-coordinator.md)). A rank below the world stays in it while its pod is
+silent ([Silence](silence.md)) or is replaced.
+"""
 
 
 # Path from `docs` -> its text.
