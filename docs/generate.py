@@ -320,7 +320,10 @@ def decisions() -> str:
 def end_of_job() -> str:
     """Returns the waits at the end of a job."""
     rows = ((wait.who, wait.what, f"{wait.seconds:.0f} s", wait.late) for wait in WAITS)
-    verdicts = ((leader.value, *(row[one].value for one in HasResult)) for leader, row in AFTER_TRAINING.items())
+    verdicts = (
+        (pod.value, *(row[one].value if one in row else "-" for one in HasResult))
+        for pod, row in AFTER_TRAINING.items()
+    )
     return f"""{NOTE}# The end of a job
 
 After the last update, the coordinator stores the last version, waits for its evaluation, and sends
@@ -332,12 +335,21 @@ worker 0, for `spec.runPolicy.afterTrainingSeconds`.
 {table(("waits", "until", "at most", "afterwards"), iter(rows))}
 ## The script of worker 0
 
-While shard 0's server has the result, a dead worker 0 is replaced as during training. Afterwards its
-replacement reads the last checkpoint, and without one the job fails. The script must not do its work
-after training twice. If a pod had the result and was lost, the job succeeds, and the condition
-AfterTrainingComplete is False.
+The script must not do its work after training twice. The operator judges worker 0 by the first of
+these rules that applies:
 
-{table(("the pod of worker 0", *(one.value for one in HasResult)), verdicts)}"""
+1. A last message names a pod that has the result. If that pod has ended with code 0, the job
+   succeeds. If it was replaced during training, the job succeeds, with a warning.
+2. No message names such a pod, and shard 0's server runs. Unless `train` has returned in worker 0,
+   it is replaced as during training. The server has the result.
+3. Worker 0 is a rank of several pods that reads the checkpoint. If a pod of it does not exist yet,
+   the pods are created as during training.
+4. The table below applies to the newest pod of worker 0. A combination with "-" cannot occur.
+
+A replacement reads the last checkpoint, and without one the job fails. With a warning, the
+condition AfterTrainingComplete is False. `afterTrainingSeconds` ends each wait.
+
+{table(("the newest pod", *(one.value for one in HasResult)), verdicts)}"""
 
 
 def silences() -> str:
@@ -366,25 +378,32 @@ confirms this, {silence.NO_WITNESS_CALLS} calls are needed. `stallSeconds` has n
 
 
 def states_of_all() -> str:
-    """Returns the states of jobs, pods and ranks."""
+    """Returns the states of jobs and pods."""
     jobs = ((f"`{phase}`", row.set_by, row.next) for phase, row in states.JOBS.items())
     deaths = ((f"`{cause}`", set_by, states.budget_of(cause)) for cause, set_by in states.DEATHS.items())
     obstacles = (
         (f"`{blocked}`", row.set_by, row.next or "the job fails", states.end_of(blocked))
         for blocked, row in states.OBSTACLES.items()
     )
-    ranks = ((f"{name}", row.set_by, row.next) for name, row in states.RANKS.items())
+    pods = ((f"`{word}`", set_by) for word, set_by in states.PODS.items())
     return f"""{NOTE}# States
 
-The tables are in `backstay_spec/states.py`. Tests compare those of jobs and of pods with the code.
+The tables are in `backstay_spec/states.py`. Tests compare them with the code.
 [Conditions and events](../reference/conditions.md) lists the conditions of a job and their reasons.
 
 ## Jobs
 
 The conditions are the state of a job. Its phase is computed from them. A job that was suspended
-continues from its newest checkpoint.
+continues from its newest checkpoint. The first phase of a job is one of these:
+{states.FIRST}. The operator writes a phase when it plans. Thus a short job may
+be `Pending` until it succeeds.
 
 {table(("phase", "set by", "next"), jobs)}
+## Pods
+
+`backstay status` shows one word for each pod:
+
+{table(("state", "set by"), pods)}
 ## Pods that do not start
 
 `status` and the condition PodsReady name the reason. Only servers, and workers without which the
@@ -402,10 +421,11 @@ one.
 {table(("cause", "set by", "charged to"), deaths)}
 ## Ranks
 
-A rank is the slot of a worker. A world is the number of ranks that updates count on. The grace of
-an update does not wait for a silent rank.
-
-{table(("state", "set by", "next"), ranks)}"""
+A rank is the slot of a worker, and has no table of states. A world is the number of ranks that
+updates count on, and a commit of the coordinator sets it ([decision
+0029](../decisions/0029-the-coordinator.md)). A rank below the world stays in it while its pod is
+silent ([Silence](silence.md)) or is replaced.
+"""
 
 
 # Path from `docs` -> its text.

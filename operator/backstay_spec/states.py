@@ -1,4 +1,4 @@
-"""The states of jobs, pods and ranks, as rows for the docs. Tests compare those of jobs and pods with the code.
+"""The states of jobs and pods, as rows for the docs. Tests compare them with the code.
 
 The conditions of a job, and their reasons, are in `reasons`.
 """
@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from backstay_spec.causes import Blocked, Cause
 from backstay_spec.types_status import Phase
 
-__all__ = ["DEATHS", "JOBS", "OBSTACLES", "RANKS", "StateDoc", "budget_of", "end_of"]
+__all__ = ["DEATHS", "FIRST", "JOBS", "OBSTACLES", "PODS", "StateDoc", "budget_of", "end_of"]
 
 
 class StateDoc(NamedTuple):
@@ -22,16 +22,35 @@ class StateDoc(NamedTuple):
 
 
 JOBS: Final[Mapping[Phase, StateDoc]] = {
-    "Pending": StateDoc("The job was accepted. No container of a pod has started.", "Starting, Failed, Suspended"),
-    "Starting": StateDoc(
-        "A container has started. A server, or each worker, is not ready.", "Pending, Running, Failed, Suspended"
+    "Pending": StateDoc(
+        "The job was accepted. No container of a pod has started.", "Starting, Running, Succeeded, Failed, Suspended"
     ),
-    "Running": StateDoc("All servers and a worker are ready, or were.", "Starting, Succeeded, Failed, Suspended"),
-    "Suspended": StateDoc("`spec.runPolicy.suspend` is true, and all pods have ended.", "Pending"),
+    "Starting": StateDoc(
+        "A container has started. A server, or each worker, is not ready.",
+        "Pending, Running, Succeeded, Failed, Suspended",
+    ),
+    "Running": StateDoc(
+        "All servers and a worker are ready, or were.", "Pending, Starting, Succeeded, Failed, Suspended"
+    ),
+    "Suspended": StateDoc("`spec.runPolicy.suspend` is true, and all pods have ended.", "Pending, Failed"),
     "Succeeded": StateDoc("Training is complete, and the script of worker 0 has ended with exit code 0.", "final"),
     "Failed": StateDoc("A reason of the condition Failed.", "final"),
 }
-"""The phases. A phase is computed from the conditions, which are the state."""
+"""The phases, and those that the next status may have. A phase is computed from the conditions, which are the state."""
+
+FIRST: Final = "Pending, Suspended, Failed"
+"""The phases that the first status of a job may have."""
+
+PODS: Final[Mapping[str, str]] = {
+    "Pending": "No container of the pod has started.",
+    "Starting": "A container runs, and the condition Ready is not True.",
+    "Ready": "The condition Ready is True: the process has joined the job.",
+    "Terminating": "The pod is being deleted, and has not ended.",
+    "Succeeded": "All containers have ended with exit code 0.",
+    "Failed": "All containers have ended, and one of them failed. Or the kubelet or the node ended the pod.",
+    "Stopped": "The run on this machine ended first.",
+}
+"""The words of `backstay status` for a pod, and what sets each."""
 
 DEATHS: Final[Mapping[Cause, str]] = {
     Cause.CRASHED: "An exit code that is not 0, or an init container failed.",
@@ -69,21 +88,6 @@ OBSTACLES: Final[Mapping[Blocked, StateDoc]] = {
     Blocked.NOT_JOINED: StateDoc("The pod runs, and its process has not joined the job.", "the pod continues"),
 }
 """The reasons why a pod does not start."""
-
-RANKS: Final[Mapping[str, StateDoc]] = {
-    "joins": StateDoc("The worker's pod was created, and has not joined all servers.", "waits, or in force"),
-    "waits": StateDoc("The worker has joined. Its rank is not in force yet.", "in force"),
-    "in force": StateDoc("A commit has set a world that has the rank.", "silent, replaced, leaves"),
-    "silent": StateDoc(
-        "The coordinator receives no heartbeat ([Silence](silence.md)).",
-        "in force, replaced",
-    ),
-    "replaced": StateDoc("The pod is dead. Another pod, with a higher incarnation, gets the rank.", "joins"),
-    "leaves": StateDoc(
-        "The job was scaled down: a commit has set a smaller world.", "final, until the job is scaled up"
-    ),
-}
-"""The states of a rank, which is a slot of a worker. Its pods are replaced, and the rank stays."""
 
 
 def budget_of(cause: Cause) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
-from backstay_spec import contract
+from backstay_spec import contract, states
 from backstay_spec.actions import Action, CreateSecret, DeleteSecret, Plan
 from backstay_spec.job_report import JobReport
 from backstay_spec.observed import Contact, Observed, PlanSettings, Progress, Silence
@@ -27,6 +27,11 @@ stamp = to_seconds
 
 class Cluster(SimulatedJob):
     """One job, its objects, and some that only look like its own."""
+
+    FOLLOWS: Final = {
+        *((None, phase) for phase in states.FIRST.split(", ")),
+        *((phase, after) for phase, row in states.JOBS.items() for after in row.next.split(", ")),
+    }
 
     def __init__(self, spec: dict[str, Any] | None = None, name: str = "mnist", settings: PlanSettings = SETTINGS):
         self.now = START
@@ -49,6 +54,7 @@ class Cluster(SimulatedJob):
         self.reachable: frozenset[int] = frozenset()  # what workers report
         self.unreachable: frozenset[int] = frozenset()
         self.writes = 0
+        self.followed: set[tuple[Any, Any]] = set()  # phases of two statuses in a row that differ
 
     # Actions of the operator.
 
@@ -108,8 +114,12 @@ class Cluster(SimulatedJob):
     def write(self, todo: Plan) -> None:
         if todo.status is None:
             return
+        before = self.status.get("phase")
         assert run_without_waiting(self.write_status(todo))
         self.writes += 1
+        if (phases := (before, self.status["phase"])) != (before, before):
+            assert phases in self.FOLLOWS, "the table of phases lacks this"
+            self.followed.add(phases)
 
     def act(self, action: Action) -> None:
         match action:

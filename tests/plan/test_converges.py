@@ -136,10 +136,12 @@ def test_any_history_converges(make_cluster, standbys, members):
             self.cluster.tick(seconds)
 
         @rule(world=st.integers(1, 5), rank=st.integers(0, 4), incarnation=st.integers(1, 3))
+        @precondition(lambda self: self.cluster.status)
         def servers_answer(self, world, rank, incarnation):
             self.cluster.answer(world=world, step=3, contributed={rank: incarnation})
 
         @rule(data=st.data(), in_sync=st.sets(st.integers(0, 1)), ago=st.sampled_from([0, 30]))
+        @precondition(lambda self: self.cluster.status)
         def all_servers_answer(self, data, in_sync, ago):
             cluster = self.cluster
             for name in sorted(name for name in cluster.pods if "-ps-" in name):
@@ -257,7 +259,8 @@ def test_any_history_converges(make_cluster, standbys, members):
             cluster.edit(runPolicy={"suspend": False})
             for _ in range(4):
                 cluster.tick(70)
-                cluster.answer(step=9, world=cluster.job.spec.workers.replicas)
+                if cluster.status:  # pods, and thus servers, are created after the first status
+                    cluster.answer(step=9, world=cluster.job.spec.workers.replicas)
                 cluster.settle(30)
                 cluster.bury()
             if self.ended():

@@ -33,7 +33,7 @@ class PodRow:
     Attributes:
         slot: the slot in words, such as ``worker 3`` or ``server 0 (standby)``.
         pod: its name.
-        state: one word: Pending, Starting, Ready, Succeeded, Failed, Terminating.
+        state: one word of `backstay_spec.states.PODS`.
         does: its current activity; empty: not known.
         node: where it runs.
         incarnation: its number in its slot.

@@ -131,17 +131,19 @@ class Act(Enum):
     FAIL = "the job fails"
 
 
-def _row(present: Act, uncertain: Act, absent: Act) -> Mapping[HasResult, Act]:
-    return {HasResult.PRESENT: present, HasResult.UNCERTAIN: uncertain, HasResult.ABSENT: absent}
+def _row(present: Act | None, uncertain: Act, absent: Act) -> Mapping[HasResult, Act]:
+    found = {HasResult.PRESENT: present, HasResult.UNCERTAIN: uncertain, HasResult.ABSENT: absent}
+    return {result: act for result, act in found.items() if act is not None}
 
 
 # A pod that may have the result may have done the work of the script, which a replacement would do again. If it failed,
 # it ended by itself: with the result in the code after training, and otherwise within `train`, before that code.
+# Only a pod that has ended shows that it has the result.
 AFTER_TRAINING: Final[Mapping[Worker0Pod, Mapping[HasResult, Act]]] = {
-    Worker0Pod.DUE: _row(Act.REPLACE, Act.REPLACE, Act.REPLACE),
-    Worker0Pod.UNSEEN: _row(Act.LOOK_UP, Act.LOOK_UP, Act.REPLACE),
-    Worker0Pod.GONE: _row(Act.LOSE, Act.LOSE, Act.REPLACE),
-    Worker0Pod.RUNS: _row(Act.WAIT, Act.WAIT, Act.REPLACE),
+    Worker0Pod.DUE: _row(None, Act.REPLACE, Act.REPLACE),
+    Worker0Pod.UNSEEN: _row(None, Act.LOOK_UP, Act.REPLACE),
+    Worker0Pod.GONE: _row(None, Act.LOSE, Act.REPLACE),
+    Worker0Pod.RUNS: _row(None, Act.WAIT, Act.REPLACE),
     Worker0Pod.ENDS: _row(Act.WAIT, Act.WAIT, Act.WAIT),
     Worker0Pod.DONE: _row(Act.COMPLETE, Act.COMPLETE, Act.REPLACE),
     Worker0Pod.LOST: _row(Act.LOSE, Act.LOSE, Act.REPLACE),
@@ -249,42 +251,67 @@ def restored_from(end: TrainingEnded, facts: Facts) -> runtime.Trained | None:
 
 
 def _judge_worker_0(facts: Facts, record: Record, end: TrainingEnded) -> Verdict:
-    current = record.current(WORKER_0)
-    pod = facts.pod(WORKER_0, current)
-    if end.served_until is not None and not end.returned and not _has_ended_in_order(pod):
-        return replacement.judge(facts, record, WORKER_0)  # as before the end: the servers have the result
-    before = facts.pod(WORKER_0, end.returned) if end.returned else None
-    if before is not None and _is_done(before):
-        return _complete(facts, record, end, before)
-    if end.returned and current > end.returned and not (pod is not None and is_restored(pod)):
-        return _lost(end, f"incarnation {end.returned} of worker 0 had the result and was lost")
-    joins = pod is not None and pod.alive and is_restored(pod) and not has_worked(pod, None)
-    if joins and facts.absent(WORKER_0, current):
-        # Not all pods of its rank were created. None of them has the result before all have joined.
+    pod = facts.pod(WORKER_0, record.current(WORKER_0))
+    found = _by_named_pod(facts, record, end, pod)
+    if found is not None:
+        return found
+    if _waits_for_servers(end, pod) or _waits_for_its_rank(facts, pod):
         return replacement.judge(facts, record, WORKER_0)
-    act = AFTER_TRAINING[_worker_0_pod(facts, record, pod)][_has_result(facts, end, pod)]
-    if act is Act.LOOK_UP:
-        return Decision(record, look_up(facts, WORKER_0, current))
-    if act is Act.REPLACE:
-        return _replaced(facts, record, end, pod)
-    if pod is None:
-        return _lost(end, f"worker 0 (pod {facts.pod_name(WORKER_0, current)}) no longer exists")
+    result = _has_result(facts, end, pod)
+    act = AFTER_TRAINING[_worker_0_pod(facts, record, pod, result)][result]
+    return _verdict(facts, record, end, pod, act)
+
+
+def _by_named_pod(facts: Facts, record: Record, end: TrainingEnded, pod: PodView | None) -> Verdict | None:
+    """Returns the verdict about the pod that has the result by a last message, if it has ended in order or was replaced
+    during training."""
+    if not end.returned:
+        return None
+    named = facts.pod(WORKER_0, end.returned)
+    if named is not None and _is_done(named):
+        return _complete(facts, record, end, named)
+    if record.current(WORKER_0) > end.returned and not (pod is not None and is_restored(pod)):
+        return _lost(end, f"incarnation {end.returned} of worker 0 had the result and was lost")
+    return None
+
+
+def _waits_for_servers(end: TrainingEnded, pod: PodView | None) -> bool:
+    """Returns whether worker 0 is judged as before the end: the servers have the result."""
+    return end.served_until is not None and not end.returned and not _has_ended_in_order(pod)
+
+
+def _waits_for_its_rank(facts: Facts, pod: PodView | None) -> bool:
+    """Returns whether not all pods of its rank were created. None of them has the result before all have joined."""
+    joins = pod is not None and pod.alive and is_restored(pod) and not has_worked(pod, None)
+    return joins and pod is not None and bool(facts.absent(WORKER_0, pod.incarnation))
+
+
+def _verdict(facts: Facts, record: Record, end: TrainingEnded, pod: PodView | None, act: Act) -> Verdict:
+    current = record.current(WORKER_0)
     match act:
+        case Act.LOOK_UP:
+            return Decision(record, look_up(facts, WORKER_0, current))
+        case Act.REPLACE:
+            return _replaced(facts, record, end, pod)
         case Act.WAIT:
-            return Decision(record, Effects(wake=None if pod.alive else cause_due(pod)))
-        case Act.LOSE:
+            return Decision(record, Effects(wake=None if pod is None or pod.alive else cause_due(pod)))
+        case Act.LOSE if pod is None:
+            return _lost(end, f"worker 0 (pod {facts.pod_name(WORKER_0, current)}) no longer exists")
+        case Act.LOSE if pod is not None:
             return _lost(end, f"worker 0 (pod {pod.name}) was lost before its script had ended: {_death(pod)}")
-        case Act.COMPLETE:
+        case Act.COMPLETE if pod is not None:
             return _complete(facts, record, end, pod)
-        case Act.FAIL:
+        case Act.FAIL if pod is not None:
             found = outcome_of(pod.raw)
             text = f"worker 0 (pod {pod.name}) failed after training: {_death(pod)}"
             failed = _failed(end, text, found.traceback if found is not None else "")
             return _once_server_left(facts, record, end, pod, failed)
+    raise ValueError(f"worker 0 has no pod, which {act.name} needs")
 
 
-def _worker_0_pod(facts: Facts, record: Record, pod: PodView | None) -> Worker0Pod:
-    if record.waits_until(WORKER_0.key) is not None:
+def _worker_0_pod(facts: Facts, record: Record, pod: PodView | None, result: HasResult) -> Worker0Pod:
+    # A pod may end with the result, and be counted as dead before the servers report the end of training.
+    if record.waits_until(WORKER_0.key) is not None and result is not HasResult.PRESENT:
         return Worker0Pod.DUE
     if pod is None:
         current = record.current(WORKER_0)

@@ -394,7 +394,8 @@ def _running(facts: Facts, record: Record, slots: Sequence[Slot], stopped: str, 
         return [Statement(kind, False, stopped, text)]
     if again:
         return []  # updates are reported before Kubernetes shows that the pods are ready
-    pods = (facts.pod(slot, record.current(slot)) for slot in slots)
+    # A pod that ended before a suspension stays recorded until its slot gets another one.
+    pods = (facts.pod(slot, record.current(slot)) for slot in slots if not facts.outlived_suspension(slot))
     if any(pod is not None and pod.started for pod in pods):
         return [Statement(kind, False, status.REASON_STARTING, "pods are starting")]
     return [Statement(kind, False, status.REASON_PENDING, "no pod has started")]
