@@ -84,8 +84,8 @@ def network_policies(job: ObjectMeta, settings: PlanSettings, pods_per_rank: int
     """Returns the connections that the job's pods accept (O7). Policies add to each other.
 
     Pods of the job reach both RPC ports, and the operator reaches the control port. Everyone reaches the metrics port,
-    which serves only health and metrics. Where a rank has several pods, a second policy lets workers reach each other
-    at all ports: JAX, Gloo and NCCL listen on ports that the system chooses. Servers stay closed.
+    which serves only health and metrics. Where ranks have several pods, a second policy opens all ports of workers to
+    workers. JAX, Gloo and NCCL listen on ports that the system chooses. Servers stay closed.
     """
 
     def port(number: int) -> dict[str, Any]:

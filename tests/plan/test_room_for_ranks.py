@@ -82,7 +82,7 @@ def test_as_many_ranks_are_complete_as_have_room(room, ranks, pods, order):
 
 
 def test_of_two_jobs_that_each_hold_half_of_a_rank_one_gets_it():
-    """No operator knows what other jobs wait for, so each gives its half back after the time to start."""
+    """The planner of a job does not see what other jobs need, so each gives its half back after the time to start."""
     quota, order = Quota(4), random.Random(1)
     jobs = [limited(quota, order, 1, 2) for _ in range(2)]
     passes(jobs, 60)

@@ -211,6 +211,7 @@ def _given_back(facts: Facts, decided: Decision, pod: PodView, absent: Sequence[
     if yields and refused:
         due = facts.now
     elif found and (refused or in_part):
+        # Nodes and refusals without a quota may fit one rank only, so a higher one may start where a lower one cannot.
         patience = _TRIES_A_PLACE if yields else 1.0
         due = min(o.since for o in found) + patience * _pending_limit(facts)
     else:
