@@ -55,7 +55,7 @@ NAMES = {
     "int4": "SGD, Int4 and BFloat16",
     "bfloat16x2": "SGD, 2 workers, BFloat16 both ways",
 }
-GOALS = {"sgd": "0.75", "adam": "0.65", "sgd2": "0.80"}
+GOALS = {"sgd": "0.95", "adam": "0.85", "sgd2": "1.20"}
 ARRAYS, ELEMENTS = 4, (16 << 20) // 4
 HALF = ("BFloat16", "BFloat16")
 WIRES = {"bfloat16": HALF, "int8": ("Int8", "BFloat16"), "int4": ("Int4", "BFloat16"), "bfloat16x2": HALF}
