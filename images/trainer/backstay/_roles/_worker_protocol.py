@@ -43,7 +43,7 @@ def after_loss(error: PeerLost | Refused, superseded: Superseded | None, *, stop
         stopped: whether a pod of the rank has received SIGTERM.
 
     Raises:
-        Superseded: it is `superseded`, from which the error of the call may follow.
+        Superseded: the argument `superseded`, from which the error of the call may follow.
     """
     if superseded is not None:
         raise superseded from error
