@@ -31,8 +31,9 @@ def arguments(**more):
     jax.config.update("jax_enable_x64", True)
     return {
         "init": lambda key: {
-            "dense": {"kernel": jax.random.normal(key, (40, 30)), "bias": jnp.zeros(30)},
-            "out": jnp.ones((30, 2)),
+            # `Wire` encodes only float32 leaves of at least `SMALL` elements.
+            "dense": {"kernel": jax.random.normal(key, (40, 120), jnp.float32), "bias": jnp.zeros(120)},
+            "out": jnp.ones((120, 2)),
         },
         "loss": loss,
         "batches": lambda key: key.rng.normal(size=(4, 40)),

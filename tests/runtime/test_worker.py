@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backstay._coordination import Outcome
-from backstay._roles._worker_protocol import Fate, WorkerProtocol, may_be_result
+from backstay._roles._worker_protocol import AfterLoss, Fate, WorkerProtocol, after_loss, may_be_result
 from backstay._transport import Pulled
 from backstay._update import Selection
+from backstay.errors import PeerLost, Refused, Superseded, WaitedTooLong
 from backstay_rpc.control_pb2 import GradientId, JoinReply, RejectReason
+from backstay_rpc.refusals import RefusalCode
 
 NO_REASON = RejectReason.REJECT_UNSPECIFIED
 
@@ -101,6 +103,44 @@ def test_t4_the_result_is_never_a_model_of_which_some_fragments_are_older(
 ) -> None:
     """The servers have left, so that the whole model cannot be requested: `kept`: what came last is the result."""
     assert may_be_result(received, done=done) is kept
+
+
+AFTER_REFUSAL = {
+    RefusalCode.NOT_AUTHENTICATED: AfterLoss.RAISE,
+    RefusalCode.INVALID: AfterLoss.RAISE,
+    RefusalCode.REPLACED: AfterLoss.RAISE,
+    RefusalCode.JOB_FAILED: AfterLoss.RAISE,
+    RefusalCode.MOVED: AfterLoss.JOIN,
+    RefusalCode.FULL: AfterLoss.JOIN,
+    RefusalCode.REPEATED: AfterLoss.JOIN,
+    RefusalCode.NOT_READY: AfterLoss.JOIN,
+    RefusalCode.BROKEN: AfterLoss.JOIN,
+    RefusalCode.LATE: AfterLoss.RAISE,
+}
+AFTER_ERROR = [
+    (PeerLost("the connection broke"), AfterLoss.JOIN),
+    (WaitedTooLong("no server answered"), AfterLoss.RAISE),
+    (Superseded(RefusalCode.REPLACED, "replaced"), AfterLoss.RAISE),
+    (Refused("NO_CODE_OF_THE_LIST", "refused"), AfterLoss.RAISE),
+    *((Refused(code, "refused"), after) for code, after in AFTER_REFUSAL.items()),
+]
+
+
+@pytest.mark.parametrize(("error", "after"), AFTER_ERROR, ids=[str(error) for error, _ in AFTER_ERROR])
+def test_an_error_of_a_call_decides_what_a_worker_does_next(error: PeerLost | Refused, after: AfterLoss) -> None:
+    """SIGTERM counts before the error, and the replacement of this rank before both."""
+    assert after_loss(error, None, stopped=False) is after
+    assert after_loss(error, None, stopped=True) is AfterLoss.STOP
+    replaced = Superseded(RefusalCode.REPLACED, "a heartbeat")
+    for stopped in (False, True):
+        with pytest.raises(Superseded) as raised:
+            after_loss(error, replaced, stopped=stopped)
+        assert raised.value is replaced
+        assert raised.value.__cause__ is error
+
+
+def test_the_table_has_every_code_of_a_refusal() -> None:
+    assert set(AFTER_REFUSAL) == set(RefusalCode)
 
 
 @pytest.mark.parametrize(

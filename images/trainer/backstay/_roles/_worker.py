@@ -20,7 +20,6 @@ from backstay_rpc.control_pb2 import (
     Hello,
     JoinReply,
 )
-from backstay_rpc.refusals import JOIN_AGAIN
 from backstay_spec.contract import ALREADY_COMPLETE
 
 from .. import _instrument
@@ -31,6 +30,7 @@ from .._script import FrozenPart, Script, ScriptPlan
 from .._transport import (
     ALONE,
     FLAG,
+    TEXT,
     ControlClient,
     DividedArrangement,
     DividedSlot,
@@ -46,12 +46,12 @@ from .._transport import (
     record_exchange,
 )
 from .._update import ALL, ALL_AVERAGED, ALL_EXACT, Selection
-from ..errors import BackstayError, PeerLost, Refused, WaitedTooLong
+from ..errors import BackstayError, PeerLost, Refused
 from ._contributions import Contributions
 from ._ending import Stopped, WorkerEnd
 from ._observers import SecondsObserver, WorkerObserver
 from ._same_script import check_same_script
-from ._worker_protocol import Fate, WorkerProtocol, may_be_result
+from ._worker_protocol import AfterLoss, Fate, WorkerProtocol, after_loss, may_be_result
 
 __all__ = ["Worker"]
 
@@ -185,7 +185,8 @@ class Worker:
         self.seconds.ended("starting")
         while True:
             while not (pulled.done or pulled.version >= self._script.steps):
-                self._raise_if_stopped()
+                if self._is_stopped():
+                    raise Stopped
                 if self._rank >= pulled.world:
                     pulled, params = self._wait_for_world(pulled, params)
                     continue
@@ -205,10 +206,9 @@ class Worker:
         """Whether this pod decides for its rank."""
         return self._members.member == 0
 
-    def _raise_if_stopped(self) -> None:
-        """Raises `Stopped` if a pod of the rank has received SIGTERM."""
-        if self._members.agree("stop", FLAG, self._stop.requested.is_set, any):
-            raise Stopped
+    def _is_stopped(self) -> bool:
+        """Returns whether a pod of the rank has received SIGTERM."""
+        return self._members.agree("stop", FLAG, self._stop.requested.is_set, any)
 
     # ---- A step ----
 
@@ -286,7 +286,7 @@ class Worker:
             except (PeerLost, Refused) as error:
                 self._judge(error)
 
-    def _reconnect(self, error: Exception) -> tuple[Pulled, Sequence[Any]]:
+    def _reconnect(self, error: PeerLost | Refused) -> tuple[Pulled, Sequence[Any]]:
         """Join again and again, until this worker has parameters."""
         while True:
             self._judge(error)
@@ -298,22 +298,17 @@ class Worker:
             finally:
                 self.seconds.ended("reconnecting")
 
-    def _judge(self, error: Exception) -> None:
-        """Raise an error that connecting again cannot fix."""
+    def _judge(self, error: PeerLost | Refused) -> None:
+        """Raise the error that ends this worker after a failed call, or wait until it may join again."""
         self._disconnect()
-        self._members.share("reconnect", FLAG, lambda: self._is_superseded(error))
-        self._raise_if_stopped()
-        if isinstance(error, WaitedTooLong):
-            raise error
-        if isinstance(error, Refused) and error.code not in JOIN_AGAIN:
-            raise error
+        stopped = self._is_stopped()
+        after = partial(after_loss, error, self._heart.superseded, stopped=stopped)
+        match self._members.share("reconnect", TEXT, after):  # only the leader has heartbeats
+            case AfterLoss.STOP:
+                raise Stopped
+            case AfterLoss.RAISE:
+                raise error
         self._stop.requested.wait(self._env.timeouts.reconnect_pause)
-
-    def _is_superseded(self, error: Exception) -> bool:
-        """Raises `Superseded` if this rank was replaced, before the error that followed from it."""
-        if self._heart.superseded is not None:
-            raise self._heart.superseded from error
-        return False
 
     def _join(self) -> tuple[Pulled, Sequence[Any]]:
         self._heart.activity = WAITING if self._contributions.compiled else COMPILING
@@ -395,6 +390,7 @@ class Worker:
                     return None
                 _LOG.warning("the result has the precision of wire.parameters: %s", error)  # the servers have left
         average: Any = None
+        # Another pull: the result has both models, and an answer has one value of each block (`Answer.values`).
         if self._script.average is not None:
             try:
                 last, received = self._pull(None, pulled.version, ALL_AVERAGED)

@@ -1,21 +1,56 @@
-"""Keeps the position of a worker, names its contributions, and interprets the answers to them (T3, T4). Pure.
+"""Keeps the position of a worker, names its contributions, and interprets answers and errors (T3, T4). Pure.
 
 The worker sends and waits. All answers go through this module, so that tests need no thread, clock or server.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from backstay_rpc.control_pb2 import GradientId, JoinReply, RejectReason
+from backstay_rpc.refusals import JOIN_AGAIN
 
 from .._coordination import MODES, OUTCOME_OF, Mode, Outcome
 from .._transport import Pulled
 from .._update import Selection
+from ..errors import PeerLost, Refused, Superseded, WaitedTooLong
 from ._key_steps import KEY_STEPS
 
-__all__ = ["Exchange", "Fate", "WorkerProtocol", "may_be_result"]
+__all__ = ["AfterLoss", "Exchange", "Fate", "WorkerProtocol", "after_loss", "may_be_result"]
+
+
+class AfterLoss(enum.StrEnum):
+    """The next action of a worker after a call to the servers failed. The value travels between the pods of a rank."""
+
+    JOIN = enum.auto()
+    """It joins all servers again. `Exchange.repeats` then decides whether it sends its contribution again."""
+
+    STOP = enum.auto()
+    """It leaves, because a pod of its rank received SIGTERM."""
+
+    RAISE = enum.auto()
+    """It raises the error of the call, because joining again cannot correct the cause."""
+
+
+def after_loss(error: PeerLost | Refused, superseded: Superseded | None, *, stopped: bool) -> AfterLoss:
+    """Returns what follows a failed call to the servers.
+
+    Args:
+        error: the error of the call.
+        superseded: the error that heartbeats have received; None: they have not shown that this rank was replaced.
+        stopped: whether a pod of the rank has received SIGTERM.
+
+    Raises:
+        Superseded: the argument `superseded`, from which the error of the call may follow.
+    """
+    if superseded is not None:
+        raise superseded from error
+    if stopped:
+        return AfterLoss.STOP
+    is_final = isinstance(error, WaitedTooLong) or (isinstance(error, Refused) and error.code not in JOIN_AGAIN)
+    return AfterLoss.RAISE if is_final else AfterLoss.JOIN
 
 
 @dataclass(frozen=True)
