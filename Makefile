@@ -93,9 +93,11 @@ bench: $(VENV)/.installed  ## the design's numbers, measured here, without bench
 	$(BIN)/python bench/jobs.py
 	$(BIN)/python bench/start.py
 
-chaos: $(VENV)/.installed  ## deaths at chosen moments; ten minutes of faults by a seed; the quiet runs; what became of it; half an hour
+chaos: $(VENV)/.installed  ## deaths at chosen moments; ten minutes of faults by a seed; the quiet runs; what became of it; 45 minutes
 	$(BIN)/python bench/moments.py
+	$(BIN)/python bench/moments.py --pods-per-rank 2
 	$(BIN)/python bench/chaos.py --seconds $(SECONDS_OF_CHAOS) --seed $(SEED) --standbys $(STANDBYS)
+	$(BIN)/python bench/chaos.py --seconds $(SECONDS_OF_CHAOS) --seed $(SEED) --pods-per-rank 2
 
 tools:
 	sh tests/tools.sh

@@ -11,25 +11,32 @@ __all__ = ["gpus_of", "prepare", "shared"]
 
 _GPU: Final = "nvidia.com/gpu"
 _NAMES: Final = (_GPU, "nvidia.com/mig-")  # such as nvidia.com/gpu.shared and nvidia.com/mig-1g.10gb
-_PARTS: Final = ("nvidia.com/gpu.shared", "nvidia.com/mig-")
+_SLICED: Final = "nvidia.com/gpu.shared"
+_PARTS: Final = (_SLICED, "nvidia.com/mig-")
 _PLATFORMS: Final = "JAX_PLATFORMS"
 _VISIBLE: Final = "NVIDIA_VISIBLE_DEVICES"
+_PREALLOCATE: Final = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _NCCL_LOG: Final = "NCCL_DEBUG"
 _MEMORY: Final = "/dev/shm"  # noqa: S108  # the folder of shared memory
 _VOLUME: Final = "backstay-shared-memory"
 
 
+def _limits_of(container: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the limits of a container's resources."""
+    return (container.get("resources") or {}).get("limits") or {}
+
+
 def gpus_of(container: Mapping[str, Any]) -> int:
     """Returns the number of GPUs, or parts of GPUs, that a container requests; 0 where the limit is not a whole
     number."""
-    limits = (container.get("resources") or {}).get("limits") or {}
+    limits = _limits_of(container)
     asked = [str(value) for name, value in limits.items() if str(name).startswith(_NAMES)]
     return sum(int(value) for value in asked if value.isascii() and value.isdigit())
 
 
 def shared(container: Mapping[str, Any]) -> bool:
     """Returns whether a container requests a part of a GPU, or one that others use too."""
-    limits = (container.get("resources") or {}).get("limits") or {}
+    limits = _limits_of(container)
     return any(str(name).startswith(_PARTS) for name in limits)
 
 
@@ -46,6 +53,7 @@ def prepare(spec: dict[str, Any], container: dict[str, Any], role: str, members:
     """Add to a pod what its GPUs need, unless the template says something else.
 
     - Variables: JAX uses CUDA, and the CPU beside it. The trainer refuses to train on the CPU instead.
+    - On a GPU that other pods use too, JAX takes memory when it needs it, and not most of it at its start.
     - A toleration of the taint that keeps other pods away from nodes with GPUs. Only some clouds add it.
     - With several GPUs, or several pods in a rank, shared memory for NCCL. The default of 64 MiB is too small.
     - With several pods in a rank, the warnings of NCCL.
@@ -67,6 +75,8 @@ def prepare(spec: dict[str, Any], container: dict[str, Any], role: str, members:
     variables.append({"name": contract.ENV_GPUS, "value": str(number)})
     if not any(item.get("name") == _PLATFORMS for item in variables):
         variables.append({"name": _PLATFORMS, "value": "cuda,cpu"})
+    if _SLICED in _limits_of(container) and not any(item.get("name") == _PREALLOCATE for item in variables):
+        variables.append({"name": _PREALLOCATE, "value": "false"})
     tolerations = spec.setdefault("tolerations", [])
     if not any(item.get("key") in (_GPU, None) and item.get("effect") in ("NoSchedule", None) for item in tolerations):
         tolerations.append({"key": _GPU, "operator": "Exists", "effect": "NoSchedule"})

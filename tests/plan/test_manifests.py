@@ -326,6 +326,15 @@ def with_gpus(limits, **spec):
     return build(workers={"template": {"spec": {"containers": [container], **spec}}})
 
 
+def test_a_worker_on_a_gpu_that_others_use_takes_no_memory_at_its_start():
+    """MIG gives each pod its own memory."""
+    name = "XLA_PYTHON_CLIENT_PREALLOCATE"
+    for limit, value in (("gpu.shared", "false"), ("gpu", None), ("mig-1g.10gb", None)):
+        assert environment(with_gpus({f"nvidia.com/{limit}": 1})).get(name) == value
+    own = with_gpus({"nvidia.com/gpu.shared": 1}, container={"env": [{"name": name, "value": "true"}]})
+    assert environment(own)[name] == "true"
+
+
 @pytest.mark.parametrize("limits", [{"nvidia.com/gpu": 1}, {"nvidia.com/gpu": "1"}, {"nvidia.com/mig-1g.10gb": 1}])
 def test_a_worker_with_a_gpu_needs_only_the_limit(limits):
     pod = with_gpus(limits)
