@@ -160,7 +160,8 @@ def test_the_job_does_what_the_cell_says(running, monkeypatch, pod, result, name
     assert asked[0] == (pod, result)
 
 
-def test_t8_a_pod_that_had_the_result_is_not_replaced_while_its_slot_backs_off(running):
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_t8_a_pod_that_had_the_result_is_not_replaced_while_its_slot_backs_off(running, is_gone):
     """T8: it was counted as dead before shard 0 named it. A replacement would do the work of the script again."""
     cluster = running(SPEC)
     cluster.tick(1)
@@ -168,7 +169,12 @@ def test_t8_a_pod_that_had_the_result_is_not_replaced_while_its_slot_backs_off(r
     cluster.end(leader(cluster), 137)
     cluster.settle()
     assert cluster.status["backoff"]["worker-0"]["notBefore"]
+    if is_gone:
+        cluster.vanish(leader(cluster))
     cluster.train(returned=1)
     cluster.settle()
-    assert cluster.condition("Failed")["reason"] == "AfterTrainingFailed"
+    cluster.tick(70)
+    cluster.settle()
+    reason = "PodLost" if is_gone else "AfterTrainingFailed"
+    assert cluster.condition("AfterTrainingComplete")["reason"] == reason
     assert cluster.status["incarnations"]["worker-0"] == 1

@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backstay_spec import contract
@@ -33,7 +33,7 @@ def is_worker(manifest):
     return manifest["metadata"].get("labels", {}).get(contract.LABEL_ROLE) == WORKER
 
 
-def limited(quota, order, ranks, pods):
+def limited(quota, order, ranks, pods, **update):
     """Returns a job that trains with one rank, and whose creates of one stage come in any order."""
 
     class Limited(Cluster):
@@ -50,7 +50,7 @@ def limited(quota, order, ranks, pods):
             super().apply(replace(todo, actions=tuple(actions)))
 
     spec = {"parameterServers": {"replicas": 1}, "workers": {"replicas": ranks, "podsPerRank": pods}}
-    job = Limited({**spec, "update": {"mode": "Async"}})
+    job = Limited({**spec, "update": update or {"mode": "Async"}})
     quota.jobs.append(job)
     return job
 
@@ -71,6 +71,7 @@ def complete(job, pods):
     return counts.count(pods), sum(count for count in counts if count < pods)
 
 
+@settings(max_examples=40)
 @given(st.integers(0, 9), st.integers(1, 4), st.integers(2, 3), st.randoms(use_true_random=False))
 def test_as_many_ranks_are_complete_as_have_room(room, ranks, pods, order):
     job = limited(Quota(room), order, ranks, pods)
@@ -136,3 +137,122 @@ def test_a_rank_whose_other_pod_finds_no_node_gives_its_node_back(running, lacki
         found.append([rank for rank in lacking if rank in alive])
     assert cluster.status["phase"] == "Running"
     assert found == expected
+
+
+class Nodes(Cluster):
+    """A cluster whose nodes have room for some pods of workers. The scheduler binds them in any order."""
+
+    def schedule(self, room, order):
+        bound = sum(is_worker(pod) and "nodeName" in pod["spec"] for pod in self.pods.values())
+        waiting = [name for name in self.living() if is_worker(self.pods[name])]
+        waiting = [name for name in waiting if "nodeName" not in self.pods[name]["spec"]]
+        for number, name in enumerate(order.sample(waiting, len(waiting))):
+            if bound + number < room:
+                self.pods[name]["spec"]["nodeName"] = "n1"
+            else:
+                self.gate(name, gated=False)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("room", "ranks", "pods", "update"), [(2, 3, 3, {"mode": "Async"}), (3, 4, 2, {"mode": "Sync", "backups": 2})]
+)
+@pytest.mark.parametrize("lacks", ["quota", "nodes"])
+def test_a_job_with_room_for_too_few_ranks_ends(lacks, room, ranks, pods, update, seed):
+    """The time to start continues while ranks give their parts back and take others."""
+    order, spec = random.Random(seed), {"parameterServers": {"replicas": 1}, "update": update}
+    if lacks == "quota":
+        job = limited(Quota(room), order, ranks, pods, **update)
+    else:
+        job = Nodes({**spec, "workers": {"replicas": ranks, "podsPerRank": pods}})
+    seconds = 0
+    while "completionTime" not in job.status and seconds < 1200:
+        job.settle()
+        if lacks == "nodes":
+            job.schedule(room, order)
+        else:
+            for name in job.living():
+                job.run(name, ready=not is_worker(job.pods[name]))
+        job.bury()
+        job.tick(6)
+        seconds += 6
+    assert job.status["phase"] == "Failed"
+    assert 600 <= seconds <= 660
+
+
+@pytest.mark.parametrize("reason", ["Conflict", "InternalError", "Forbidden"])
+def test_a_refusal_that_lasts_for_seconds_deletes_no_pod(make_cluster, reason):
+    """A ResourceQuota that many creates change, and a webhook that does not answer."""
+    job = make_cluster({"parameterServers": {"replicas": 1}, "workers": {"replicas": 4, "podsPerRank": 2}})
+    job.refuse = {f"mnist-worker-{rank}-1-": (reason, "the object has been modified") for rank in range(4)}
+    job.settle()
+    job.refuse = {}
+    job.tick(5)
+    job.settle()
+    assert len(job.living()) == 9
+    assert set(job.status["incarnations"].values()) == {1}
+
+
+def test_pods_that_die_before_they_start_after_a_part_was_given_back_end_the_job():
+    quota, order = Quota(2), random.Random(0)
+    job = limited(quota, order, 2, 2, mode="Sync")
+    while not job.status.get("backoff"):  # each rank has got one pod
+        job.manifest.pop("status", None)
+        job.pods, job.memory = {}, type(job.memory)(job.uid)
+        job.settle()
+    quota.room = 99
+    seconds = 0
+    while "completionTime" not in job.status and seconds < 1200:
+        for name in job.living():
+            if is_worker(job.pods[name]) and job.pods[name]["metadata"]["labels"][contract.LABEL_INDEX] == "1":
+                job.pods[name]["status"] = {
+                    "phase": "Failed",
+                    "reason": "UnexpectedAdmissionError",
+                    "message": "no gpu",
+                }
+            else:
+                job.run(name)
+        job.settle(40)
+        job.bury()
+        job.tick(10)
+        job.settle(40)
+        seconds += 10
+    assert job.condition("Failed")["reason"] == "NeverStarted"
+    assert seconds <= 620
+
+
+def test_a_deletion_that_fails_is_repeated():
+    quota, order = Quota(2), random.Random(0)
+    job = limited(quota, order, 2, 2, mode="Sync")
+    while not (held := [pod for pod in job.pods.values() if pod["metadata"].get("deletionTimestamp")]):
+        job.manifest.pop("status", None)
+        job.pods, job.memory = {}, type(job.memory)(job.uid)
+        job.settle()
+    for pod in held:
+        del pod["metadata"]["deletionTimestamp"]
+    job.settle()
+    assert all(pod["metadata"].get("deletionTimestamp") for pod in held)
+
+
+def test_a_rank_that_was_held_back_behind_another_one_gives_its_part_back():
+    """Its refusal no longer names the quota itself, but the pod for which it waits."""
+    quota, order = Quota(5), random.Random(0)
+    job = limited(quota, order, 3, 2, mode="Sync", backups=1)
+    passes([job], 36)
+    job.answer(world=3, step=9, contributed={0: 1, 1: 1})
+    job.settle()
+    assert complete(job, 2) == (2, 1)
+    job.tick(6)  # the pod that was refused is due again
+    for name in job.living():
+        if job.pods[name]["metadata"]["labels"][contract.LABEL_INDEX] == "1" and is_worker(job.pods[name]):
+            job.disrupt(name, "DeletionByTaintManager")
+    job.settle()
+    job.bury()
+    quota.room = 4  # another job takes one place
+    for step in range(10, 20):
+        job.answer(world=3, step=step, contributed={0: 1})
+        job.settle()
+        job.run_all()
+        job.bury()
+        job.tick(6)
+    assert complete(job, 2) == (2, 0)

@@ -200,7 +200,8 @@ def test_after_the_first_update_budgets_decide(make_cluster):
     assert cluster.status["phase"] != "Failed"
 
 
-def test_exceptions_from_before_a_suspension_do_not_count(make_cluster):
+@pytest.mark.parametrize("seconds", [3, 60])
+def test_exceptions_from_before_a_suspension_do_not_count(make_cluster, seconds):
     """The dead pods of before are still there; the next ones run another spec."""
     cluster = started(make_cluster)
     for rank in range(2):
@@ -209,7 +210,7 @@ def test_exceptions_from_before_a_suspension_do_not_count(make_cluster):
     cluster.settle()
     cluster.bury()
     cluster.settle()
-    cluster.tick(60)
+    cluster.tick(seconds)
     cluster.edit(runPolicy={"suspend": False}, image="train:2")
     cluster.settle()
     for rank in (2, 3):

@@ -258,7 +258,7 @@ def _judge_worker_0(facts: Facts, record: Record, end: TrainingEnded) -> Verdict
     if _waits_for_servers(end, pod) or _waits_for_its_rank(facts, pod):
         return replacement.judge(facts, record, WORKER_0)
     result = _has_result(facts, end, pod)
-    act = AFTER_TRAINING[_worker_0_pod(facts, record, pod, result)][result]
+    act = AFTER_TRAINING[_worker_0_pod(facts, record, end, pod, result)][result]
     return _verdict(facts, record, end, pod, act)
 
 
@@ -309,9 +309,12 @@ def _verdict(facts: Facts, record: Record, end: TrainingEnded, pod: PodView | No
     raise ValueError(f"worker 0 has no pod, which {act.name} needs")
 
 
-def _worker_0_pod(facts: Facts, record: Record, pod: PodView | None, result: HasResult) -> Worker0Pod:
+def _worker_0_pod(
+    facts: Facts, record: Record, end: TrainingEnded, pod: PodView | None, result: HasResult
+) -> Worker0Pod:
     # A pod may end with the result, and be counted as dead before the servers report the end of training.
-    if record.waits_until(WORKER_0.key) is not None and result is not HasResult.PRESENT:
+    had_it = result is HasResult.PRESENT or (pod is None and end.returned == record.current(WORKER_0))
+    if record.waits_until(WORKER_0.key) is not None and not had_it:
         return Worker0Pod.DUE
     if pod is None:
         current = record.current(WORKER_0)

@@ -18,7 +18,7 @@ __all__ = ["FRESH", "Facts", "desired_slots", "facts_of"]
 
 # A round of calls ends every 2 s, or every 3.5 s at most while a server does not answer.
 FRESH: Final = timedelta(seconds=5)
-# A clock that differs by more is a fault of the cluster. No job is suspended and resumed in this time.
+# A clock that differs by more is a fault of the cluster.
 SKEW: Final = timedelta(seconds=10)
 
 
@@ -149,11 +149,15 @@ class Facts:
         at = lost_at(self.pod(slot, incarnation)) or self.observed.vacant.get(slot) or lacked
         return max(at, self.old.start_time or at)
 
-    def is_of_this_run(self, pod: PodView) -> bool:
+    def is_of_this_run(self, pod: PodView, skew: timedelta = SKEW) -> bool:
         """Returns whether a pod was created since the job began to run, or was resumed: earlier pods may have had
-        another spec. The API server and the operator have different clocks."""
+        another spec.
+
+        Args:
+            skew: how far the clock of the API server may be behind the operator's.
+        """
         made, start = created_at(pod), self.old.start_time
-        return made is not None and start is not None and made >= start - SKEW
+        return made is not None and start is not None and made >= start - skew
 
     def was_desired(self, slot: Slot) -> bool:
         """Returns whether the last status had this slot. If not, this operator deleted its old pods, and they are not

@@ -7,6 +7,7 @@ several pods, two could each hold a part of the room that one of them needs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -20,7 +21,7 @@ from backstay_spec.planner.facts import Facts, desired_slots
 from backstay_spec.planner.pods import is_bound_in_part
 from backstay_spec.planner.record import Record
 
-__all__ = ["REST", "CreationOrder", "is_quorum", "judge", "stage"]
+__all__ = ["REST", "CreationOrder", "is_quorum", "judge", "lacks_quota", "stage"]
 
 # The text of a ResourceQuota's refusal: "exceeded quota: gpus, requested: pods=1, used: pods=2, limited: pods=2".
 _QUOTA: Final = "exceeded quota"
@@ -59,7 +60,7 @@ def judge(facts: Facts, record: Record) -> CreationOrder:
     servers = [Slot(contract.ROLE_SERVER, shard) for shard in facts.shards]
     refused = [refusal for slot in servers if (refusal := _refusal(facts, record, slot)) is not None]
     partial = [slot for slot in desired_slots(facts.job) if _is_partial(facts, record, slot)]
-    short = (slot.index for slot in partial if (why := _refusal(facts, record, slot)) and _QUOTA in why.message)
+    short = (slot.index for slot in partial if lacks_quota(facts, facts.absent(slot, record.current(slot))))
     known = CreationOrder(partial=tuple(partial), filled=next(short, None))
     if not refused:
         return replace(known, last=1 if _lacks_quorum(facts, record) else REST)
@@ -106,13 +107,20 @@ def _lacks_quorum(facts: Facts, record: Record) -> bool:
     return any(is_quorum(facts, slot) and _refusal(facts, record, slot) is not None for slot in workers)
 
 
+def lacks_quota(facts: Facts, names: Iterable[str]) -> bool:
+    """Returns whether one of these pods was refused for a quota, or was held back because another pod was."""
+    found = (facts.observed.refused.get(name) for name in names)
+    return any(refusal is not None and _QUOTA in refusal.message for refusal in found)
+
+
 def _is_partial(facts: Facts, record: Record, slot: Slot) -> bool:
     """Returns whether only some pods of a rank have room: the API server refuses others, or the scheduler finds no
     node for them."""
     pod = facts.pod(slot, record.current(slot))
     if pod is None or not pod.members or not pod.alive:
         return False
-    return _refusal(facts, record, slot) is not None or is_bound_in_part(pod)
+    refused = (facts.observed.refused.get(name) for name in facts.absent(slot, record.current(slot)))
+    return any(refused) or is_bound_in_part(pod)
 
 
 def _refusal(facts: Facts, record: Record, slot: Slot) -> RefusedCreate | None:

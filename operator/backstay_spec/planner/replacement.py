@@ -36,7 +36,7 @@ from backstay_spec.causes import (
 from backstay_spec.events import warning
 from backstay_spec.names import Slot
 from backstay_spec.observed import UNCOUNTED, RefusedCreate
-from backstay_spec.planner import budgets, hung, leaving, promotion, standbys
+from backstay_spec.planner import budgets, hung, leaving, order, promotion, standbys
 from backstay_spec.planner.admission import NONE_GIVEN_UP, GivenUp
 from backstay_spec.planner.creating import LOOK_UP_RETRY, create, death_event, look_up, lost, try_again
 from backstay_spec.planner.deleting import deletions
@@ -115,6 +115,8 @@ def _judge_slot(facts: Facts, record: Record, slot: Slot, *, held: bool = False,
         is_dead = decided.record.newest(slot) != record.newest(slot) or decided.record.waits_until(slot.key)
         return decided if is_dead or not pod.members else _given_back(facts, decided, pod, absent, yields=yields)
     if not facts.can_create or held:
+        if waits is not None and pod is not None and pod.alive:
+            return Decision(record, _delete(pod, "Superseded"))  # an earlier attempt has failed
         # A death is judged when the pod can be replaced: one status records the death and the replacement.
         return Decision(record)
     if current == 0 or outlived or (not facts.was_desired(slot) and not refused):
@@ -185,8 +187,9 @@ def _judge_living(facts: Facts, record: Record, pod: PodView) -> Decision:
             text = f"its pods do not fit on nodes with one value of {key}: {obstacle.text}"
             elsewhere = Decision(record, _delete(pod, Cause.NOT_ADMITTED))
             return elsewhere.then(_die(facts, record, pod, Verdict(Cause.NOT_ADMITTED, text)))
-    found: tuple[Obstructed, ...] = (Obstructed(pod.slot, obstacle, since),)
-    if obstacle.blocked in (Blocked.NOT_STARTED, Blocked.UNSCHEDULABLE):
+    given_back = _given_back_since(known)
+    found: tuple[Obstructed, ...] = (Obstructed(pod.slot, obstacle, min(since, given_back or since)),)
+    if obstacle.blocked in (Blocked.NOT_STARTED, Blocked.UNSCHEDULABLE) and given_back is None:
         found = _row_of_deaths(record, pod.slot) or found
     effects = Effects(obstructed=found, wake=other_place)
     if obstacle.blocked.permanent:
@@ -208,25 +211,35 @@ def _given_back(facts: Facts, decided: Decision, pod: PodView, absent: Sequence[
     refused = any(name in facts.observed.refused for name in absent)
     found = [o for o in decided.effects.obstructed if o.obstacle.blocked in (Blocked.REFUSED, Blocked.UNSCHEDULABLE)]
     in_part = is_bound_in_part(pod) and not _has_required_place(facts)
-    if yields and refused:
+    if yields and order.lacks_quota(facts, absent):
         due = facts.now
     elif found and (refused or in_part):
         # Nodes and refusals without a quota may fit one rank only, so a higher one may start where a lower one cannot.
         patience = _TRIES_A_PLACE if yields else 1.0
-        due = min(o.since for o in found) + patience * _pending_limit(facts)
+        begun = max(created_at(pod) or facts.now, facts.observed.gated.get(pod.uid) or _LONG_AGO)
+        due = begun + patience * _pending_limit(facts)
     else:
         return decided
     if not facts.can_create or decided.effects.failure is not None:
         return decided
     if facts.now < due:
         return decided.also(Effects(wake=due))
-    slot, known = pod.slot, decided.record.backoff.get(pod.slot.key) or Backoff()
-    record = decided.record.with_backoff(slot.key, known.model_copy(update={"not_before": facts.now + _GIVEN_BACK}))
+    slot = pod.slot
     bound = sum(bool((member.raw.get("spec") or {}).get("nodeName")) for member in pod.members)
     text = f"{slot.text} has room for {len(pod.members) if refused else bound} of its {len(facts.members(slot))} pods"
     event = warning("GivenBack", f"{text}; all are created again in {_GIVEN_BACK.seconds} s", slot.key, pod.incarnation)
+    # The time to start continues. Otherwise a job that has room for parts of ranks only would never end.
+    known = decided.record.backoff.get(slot.key) or Backoff(
+        unstarted_since=min((o.since for o in found), default=facts.now), last=text
+    )
+    record = decided.record.with_backoff(slot.key, known.model_copy(update={"not_before": facts.now + _GIVEN_BACK}))
     effects = replace(decided.effects, creations=(), events=(*decided.effects.events, event))
     return Decision(record, effects + _delete(pod, "GivenBack"))
+
+
+def _given_back_since(known: Backoff | None) -> datetime | None:
+    """Returns since when a rank has had no room for all its pods, or None if it has given none back."""
+    return known.unstarted_since if known is not None and known.deaths is None else None
 
 
 def _judge_running(facts: Facts, record: Record, pod: PodView) -> Decision:
@@ -323,6 +336,7 @@ def _not_created(facts: Facts, slot: Slot, incarnation: int, name: str, refusal:
         since = min(since, _reported_at(facts, slot, obstacle, created) or since)
     if refusal.reason in UNCOUNTED:
         since = facts.now
+    since = min(since, _given_back_since(facts.old.backoff.get(slot.key)) or since)
     effects = Effects(obstructed=(Obstructed(slot, obstacle, since),))
     if obstacle.blocked.permanent:
         text = f"{slot.text} (pod {name}) cannot be created: {obstacle.text}"
@@ -348,9 +362,13 @@ def _reported_at(facts: Facts, slot: Slot, obstacle: Obstacle, created: Conditio
 
 
 def _row_of_deaths(record: Record, slot: Slot) -> tuple[Obstructed, ...]:
-    """Returns the obstacle of a slot whose pods die before they start; empty for other slots."""
+    """Returns the obstacle of a slot whose pods die before they start, or have no room; empty for other slots."""
     known = record.backoff.get(slot.key)
-    if known is None or known.unstarted_since is None or (known.deaths or 0) <= budgets.UNPACED:
+    if known is None or known.unstarted_since is None:
+        return ()
+    if known.deaths is None:
+        return (Obstructed(slot, Obstacle(Blocked.NEVER_STARTED, known.last or ""), known.unstarted_since),)
+    if known.deaths <= budgets.UNPACED:
         return ()
     text = f"{known.deaths} pods in a row ended before they started, the last with {known.last}"
     return (Obstructed(slot, Obstacle(Blocked.NEVER_STARTED, text), known.unstarted_since),)

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 
-from backstay_spec import contract
+from backstay_spec import contract, status
 from backstay_spec.exceptions import NOT_TRAINED, Raised, raised_by
 from backstay_spec.names import Slot
 from backstay_spec.planner.effects import JobFailure
-from backstay_spec.planner.facts import Facts, desired_slots
+from backstay_spec.planner.facts import SKEW, Facts, desired_slots
 from backstay_spec.planner.pods import PodView, has_worked
 
 __all__ = ["REASON", "judge", "last_raised"]
@@ -50,7 +51,9 @@ def last_raised(facts: Facts, slot: Slot) -> list[Raised]:
     # A worker that has lost a server is not Ready, and what ended its predecessors is past.
     if pods[-1].alive and has_worked(pods[-1], None):
         return []
-    dead = [pod for pod in reversed(pods) if pod.ended and not pod.deleting and facts.is_of_this_run(pod)]
+    # A person may suspend a job, correct its spec and resume it within seconds.
+    skew = timedelta() if status.SUSPENDED in facts.conditions else SKEW
+    dead = [pod for pod in reversed(pods) if pod.ended and not pod.deleting and facts.is_of_this_run(pod, skew)]
     found = [raised_by(pod.raw) for pod in dead]
     lasting = []
     for pod, raised in zip(dead, found, strict=True):
