@@ -235,7 +235,7 @@ def test_a_deletion_that_fails_is_repeated():
 
 
 def test_a_rank_that_was_held_back_behind_another_one_gives_its_part_back():
-    """Its refusal no longer names the quota itself, but the pod for which it waits."""
+    """The refusal then names the pod for which it waits, and the quota only in its text."""
     quota, order = Quota(5), random.Random(0)
     job = limited(quota, order, 3, 2, mode="Sync", backups=1)
     passes([job], 36)
