@@ -227,3 +227,14 @@ def test_codecs_and_local_steps_save_bytes() -> None:
     local = simulate(job, assume(steps=40, step={"localSteps": 8})).facts
     assert local["examplesPerSecond"] > plain["examplesPerSecond"]
     assert local["sentBytes"] == plain["sentBytes"]
+
+
+@pytest.mark.parametrize("standbys", [0, 1])
+def test_o4_the_mean_time_between_failures_of_servers_holds_also_for_promoted_standbys(standbys: int) -> None:
+    """2 servers in 10000 s, with a failure each 500 s on average, have about 40."""
+    assumed = assume(
+        steps=None, seconds=10_000, step={"seconds": 50}, failures=[{"what": "ParameterServer", "meanSeconds": 500}]
+    )
+    job = job_of(workers=1, standbys=standbys)
+    counts = [simulate(job, assumed, seed).counts["failures"]["ParameterServer"] for seed in range(2)]
+    assert 50 < sum(counts) < 110

@@ -7,6 +7,7 @@ from typing import Final
 from backstay_spec import contract
 
 from .._assumptions import FailureAssumption
+from .._clock import DrawStream
 from ._cluster import SimulatedPods
 from ._pod import PodOnNode
 from ._world import SimulatedWorld
@@ -55,14 +56,19 @@ class FailureSource:
             draws = self._world.draws("failure", self._number, *pod.purpose)
         else:
             return
-        when = max(self._world.heap.now, self._assumed.begins_seconds) + draws.exponential(mean)
-        self._world.heap.at(when, self._due, pod)
+        self._plan(pod, draws, mean)
 
-    def _due(self, pod: PodOnNode) -> None:
+    def _plan(self, pod: PodOnNode, draws: DrawStream, mean: float) -> None:
+        when = max(self._world.heap.now, self._assumed.begins_seconds) + draws.exponential(mean)
+        self._world.heap.at(when, self._due, pod, draws, mean)
+
+    def _due(self, pod: PodOnNode, draws: DrawStream, mean: float) -> None:
         if self._assumed.what == "Node":
             self._fail_nodes([pod.node])
         elif self._is_candidate(pod):
             self._fail([pod, *self._others(pod)])
+        elif pod.alive:  # a standby may be promoted later. The distribution has no memory, so the pod draws again.
+            self._plan(pod, draws, mean)
 
     def _again(self) -> None:
         assert self._assumed.every_seconds is not None
