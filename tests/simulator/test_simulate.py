@@ -231,10 +231,44 @@ def test_codecs_and_local_steps_save_bytes() -> None:
 
 @pytest.mark.parametrize("standbys", [0, 1])
 def test_o4_the_mean_time_between_failures_of_servers_holds_also_for_promoted_standbys(standbys: int) -> None:
-    """2 servers in 10000 s, with a failure each 500 s on average, have about 40."""
+    """2 servers in 4000 s, with a failure each 200 s on average, have about 40."""
     assumed = assume(
-        steps=None, seconds=10_000, step={"seconds": 50}, failures=[{"what": "ParameterServer", "meanSeconds": 500}]
+        steps=None, seconds=4000, step={"seconds": 50}, failures=[{"what": "ParameterServer", "meanSeconds": 200}]
     )
     job = job_of(workers=1, standbys=standbys)
     counts = [simulate(job, assumed, seed).counts["failures"]["ParameterServer"] for seed in range(2)]
     assert 50 < sum(counts) < 110
+
+
+@pytest.mark.parametrize(("notice", "nodes"), [(30, 1), (30, 2), (None, 1)])
+def test_o4_nodes_fail_at_their_rate_until_the_end(notice: float | None, nodes: int) -> None:
+    """A failed node gets no pods again, so each replacement has a node that can fail."""
+    cause = {"what": "Node", "meanSeconds": 300, "noticeSeconds": notice}
+    assumed = assume(steps=None, seconds=6000, step={"seconds": 30}, nodes={"pods": nodes}, failures=[cause])
+    run = simulate(job_of(workers=4, servers=1), assumed)
+    expected = 100 / nodes
+    assert 0.6 * expected < run.counts["failures"]["Node"] < 1.4 * expected
+    replaced = sum(run.counts["created"].values()) - 5
+    assert run.counts["failures"]["Node"] - 5 <= replaced, "each had a pod, and the last ones are not replaced yet"
+    assert sum(run.counts["disruptions"].values()) > 0
+
+
+def test_a_pod_whose_node_is_lost_before_its_start_never_runs() -> None:
+    """All nodes are lost while their pods start, and other pods replace them when the API server evicts these."""
+    assumed = assume(
+        steps=20,
+        starts={"schedulingSeconds": 1, "sigma": 0, "worker": {"seconds": 60}, "server": {"seconds": 1}},
+        failures=[{"what": "Node", "atSeconds": [30], "together": 9}],
+        nodes={"pods": 9},
+    )
+    run = simulate(job_of(workers=2, servers=1), assumed)
+    assert run.phase == "Succeeded"
+    assert run.counts["created"] == {"parameter-server": 2, "worker": 4}
+    assert run.facts["firstUpdateSeconds"] > 300
+
+
+def test_a_pod_that_is_preempted_is_not_preempted_again() -> None:
+    assumed = assume(steps=None, seconds=50, failures=[{"what": "Worker", "everySeconds": 20, "noticeSeconds": 15}])
+    causes = assumed.failures * 3
+    run = simulate(job_of(workers=2, servers=1), assumed.model_copy(update={"failures": causes}))
+    assert run.counts["failures"]["Worker"] == run.counts["disruptions"]["Worker"] > 1

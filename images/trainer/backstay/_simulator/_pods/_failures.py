@@ -64,7 +64,11 @@ class FailureSource:
 
     def _due(self, pod: PodOnNode, draws: DrawStream, mean: float) -> None:
         if self._assumed.what == "Node":
-            self._fail_nodes([pod.node])
+            if any(each.node == pod.node for each in self._pods.pods.values()):
+                if pod.node not in self._pods.failed_nodes:
+                    self._fail_nodes([pod.node])
+            else:  # no pod notices the failure, and none gets this node later
+                self._pods.failed_nodes.add(pod.node)
         elif self._is_candidate(pod):
             self._fail([pod, *self._others(pod)])
         elif pod.alive:  # a standby may be promoted later. The distribution has no memory, so the pod draws again.
@@ -93,7 +97,9 @@ class FailureSource:
         if not pod.alive or pod.started is None or pod.silent_since is not None:
             return False
         if what == "Node":
-            return True
+            return pod.node not in self._pods.failed_nodes
+        if pod.is_leaving and self._assumed.notice_seconds is not None:
+            return False  # it has its notice already
         if pod.role != _ROLES[what]:
             return False
         return pod.role == contract.ROLE_WORKER or (pod.server is not None) == (what == "ParameterServer")
@@ -118,6 +124,7 @@ class FailureSource:
         living = sorted({pod.node for pod in self._candidates()} - set(nodes))
         while living and len(nodes) < self._assumed.together:
             nodes.append(living.pop(self._draws.index(len(living))))
+        self._pods.failed_nodes.update(nodes)
         failures = self._world.tally.failures
         failures["Node"] = failures.get("Node", 0) + len(nodes)
         for pod in [pod for pod in self._pods.pods.values() if pod.node in nodes]:
