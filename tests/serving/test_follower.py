@@ -212,6 +212,7 @@ def test_t8_storage_that_fails_leaves_the_served_version_and_is_read_again(
     failing.fails = True
     assert following.look() is None
     assert following.follower.status == "the bucket does not answer"
+    assert "no new checkpoints can be read, no checkpoint is served: the bucket does not answer" in caplog.text
     failing.fails = False
     assert following.look() == 1
     caplog.clear()
@@ -222,6 +223,48 @@ def test_t8_storage_that_fails_leaves_the_served_version_and_is_read_again(
         assert following.look() == 1
     assert caplog.text.count("the bucket does not answer") == 1
     failing.fails = False
+    assert following.look() == 2
+
+
+def test_t8_a_file_that_cannot_be_read_leaves_older_checkpoints_and_is_read_again_later(
+    tmp_path: Path, store: Store, value_of: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as one without permission. The folder itself can be listed."""
+    store(tmp_path, 1, value_of(1))
+    store(tmp_path, 2, value_of(2))
+    reads = []
+
+    class Forbidding(CheckpointChoice):
+        forbidden = (1, 2)
+
+        def load(self, name: Any) -> Any:
+            reads.append(name.version)
+            if name.version in self.forbidden:
+                raise StorageError("shard 3: 403 Forbidden")
+            return super().load(name)
+
+    following = Following(tmp_path)
+    choice = Forbidding(str(tmp_path))
+    following.follower = CheckpointFollower(
+        choice, following._program, following.batcher, following.metrics, retry=30.0, clock=lambda: following.now
+    )
+    available = "backstay_serving_storage_available"
+    with caplog.at_level(logging.INFO, "backstay"):
+        assert [following.look() for _ in range(3)] == [None, None, None]
+        assert reads == [2, 1], "each is read once until its pause has passed"
+        assert following.follower.status.count("403 Forbidden") == 2, "once for each checkpoint"
+        choice.forbidden = (2,)
+        following.now = 31.0
+        assert [following.look() for _ in range(3)] == [1, 1, 1]
+        assert reads == [2, 1, 2, 1]
+        assert caplog.text.count("403 Forbidden") == 2
+        assert "can be read" not in caplog.text
+    assert following.metrics.registry.get_sample_value(available) == 1
+    assert following.skipped("Unreadable") == 2
+    choice.forbidden = ()
+    following.now = 90.0
+    assert following.look() == 1, "the pause doubles"
+    following.now = 92.0
     assert following.look() == 2
 
 
