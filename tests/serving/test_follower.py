@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -311,6 +312,30 @@ def test_an_error_of_predict_with_the_first_checkpoint_ends_serving(
     following.predict = lambda params, state, x: params["missing"]  # type: ignore[method-assign]
     with pytest.raises(ConfigurationError, match="`predict` raised KeyError"):
         following.look()
+
+
+@pytest.mark.parametrize("sizes", range(6))
+def test_o11_the_sizes_after_sigterm_are_not_compiled_or_computed(
+    tmp_path: Path, store: Store, value_of: Any, sizes: int
+) -> None:
+    """Two sizes are compiled, then computed, and then an example is compared."""
+    store(tmp_path, 1, value_of(1))
+    following, called, stop = Following(tmp_path), list[int](), threading.Event()
+
+    def stopped() -> bool:
+        if len(called) == sizes:
+            stop.set()
+        called.append(1)
+        return stop.is_set()
+
+    def program(loaded: Any) -> ServingProgram:
+        signature = Signature.of(np.zeros(2, np.float32))
+        return ServingProgram(following.predict, signature, (1, 2), (loaded.params, loaded.state), stopped)
+
+    follower = CheckpointFollower(following.choice, program, following.batcher, following.metrics, retry=30.0)
+    follower.run(stop, 0.0, follow=True)
+    assert len(called) == sizes + 1
+    assert following.batcher.current is None
 
 
 def test_one_step_or_one_manifest_is_served_and_not_followed(tmp_path: Path, store: Store, value_of: Any) -> None:

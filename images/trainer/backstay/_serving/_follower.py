@@ -20,7 +20,7 @@ from ..errors import CheckpointError, ConfigurationError, StorageError
 from ._batcher import Batcher
 from ._choice import CheckpointChoice, Listing, LoadedCheckpoint
 from ._metrics import ServingMetrics
-from ._program import ServedVersion, ServingProgram
+from ._program import ServedVersion, ServingProgram, ServingStopped
 
 __all__ = ["CheckpointFollower"]
 
@@ -80,13 +80,16 @@ class CheckpointFollower:
         metrics.gauge("storage_available").set(1)
 
     def run(self, stop: threading.Event, every: float, follow: bool) -> None:
-        """Look for checkpoints until `stop`, or without `follow` until one is served.
+        """Look for checkpoints until `stop` or `ServingStopped`, or without `follow` until one is served.
 
         Raises:
             ConfigurationError: `predict` cannot be served with the first checkpoint.
         """
         while not stop.is_set():
-            self.look()
+            try:
+                self.look()
+            except ServingStopped:
+                return
             if self._served is not None and (not follow or self._choice.fixed):
                 return
             stop.wait(every)

@@ -19,7 +19,7 @@ from ._signature import Signature, TensorSpec, most_request_bytes, tensors_of
 _LOG = logging.getLogger(__name__)
 _NOISE: Final = 0.02
 
-__all__ = ["ServedVersion", "ServingProgram", "padded_sizes"]
+__all__ = ["ServedVersion", "ServingProgram", "ServingStopped", "padded_sizes"]
 
 
 def padded_sizes(batch: int | Sequence[int]) -> tuple[int, ...]:
@@ -40,6 +40,10 @@ def padded_sizes(batch: int | Sequence[int]) -> tuple[int, ...]:
     if not given or not valid:
         raise ConfigurationError(f"`batch` is {batch!r:.100}: must be a positive integer, or a list of them")
     return tuple(sorted(set(given)))
+
+
+class ServingStopped(BaseException):  # it is no error, and no handler of errors may catch it
+    """The process ends, so the remaining sizes are not compiled or computed."""
 
 
 @dataclass(frozen=True)
@@ -73,20 +77,28 @@ class ServingProgram:
     """
 
     def __init__(
-        self, predict: Callable[[Any, Any, Any], Any], signature: Signature, sizes: tuple[int, ...], first: Any
+        self,
+        predict: Callable[[Any, Any, Any], Any],
+        signature: Signature,
+        sizes: tuple[int, ...],
+        first: Any,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         """
         Args:
             first: the pair ``(params, state)`` of any version.
+            stopped: returns whether the process ends. It is called before each size.
 
         Raises:
+            ServingStopped: the process ends.
             ConfigurationError: `predict` raises, or returns something else than arrays with one row for each example.
         """
         self.signature, self.sizes = signature, sizes
         self._shapes = jax.tree.map(_shape_of, first)
-        self._predict = predict
+        self._predict, self._stopped = predict, stopped
         self._compiled: dict[int, Any] = {}
         for size in reversed(sizes):
+            self._continue()
             lowered = self._lower(size)
             outputs = _outputs(lowered.out_info, size)
             if size == self.largest:
@@ -122,8 +134,14 @@ class ServingProgram:
         ]
 
     def check(self, version: ServedVersion) -> None:
-        """Compute one batch of each size with a version, before it answers requests. Raises what `predict` raises."""
+        """Compute one batch of each size with a version, before it answers requests.
+
+        Raises:
+            ServingStopped: the process ends.
+            Exception: what `predict` raises.
+        """
         for size in self.sizes:
+            self._continue()
             self.run(version, _zeros(self.signature.shapes(size)), size)
 
     def check_rows(self, version: ServedVersion) -> None:
@@ -132,6 +150,7 @@ class ServingProgram:
         The example is the first one of a batch, and then the last one.
 
         Raises:
+            ServingStopped: the process ends.
             ConfigurationError: the answers differ.
         """
         size, shapes = self.largest, self.signature.shapes(self.largest)
@@ -139,6 +158,7 @@ class ServingProgram:
             return
 
         def answers(beside: str, row: int) -> list[NDArray[Any]]:
+            self._continue()
             batch = jax.tree.map(lambda leaf: _example_beside(leaf, beside, row), shapes)
             return [output[row] for output in self.run(version, batch, size)]
 
@@ -155,6 +175,10 @@ class ServingProgram:
                     "change. Requests of different clients share batches: compute each example on its own (a batch "
                     "normalization must use its stored statistics), or set batch=1"
                 )
+
+    def _continue(self) -> None:
+        if self._stopped():
+            raise ServingStopped
 
     def _lower(self, size: int) -> Any:
         def predict(params: Any, state: Any, batch: Any) -> Any:  # the script's may be an object without a hash

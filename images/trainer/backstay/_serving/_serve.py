@@ -11,7 +11,7 @@ from typing import Any
 
 from backstay_spec.whole import number
 
-from .._process import Stop, configure
+from .._process import Stop, configure, end_process
 from ..errors import ConfigurationError
 from ._choice import CheckpointChoice, LoadedCheckpoint
 from ._endpoints import Endpoints
@@ -121,7 +121,7 @@ class _ServingProcess:
 
         def program(loaded: LoadedCheckpoint) -> ServingProgram:
             began = time.monotonic()
-            made = ServingProgram(predict, signature, sizes, (loaded.params, loaded.state))
+            made = ServingProgram(predict, signature, sizes, (loaded.params, loaded.state), self._wake.is_set)
             _LOG.info("predict is compiled for batches of %s in %.1f s", list(sizes), time.monotonic() - began)
             return made
 
@@ -146,20 +146,29 @@ class _ServingProcess:
         )
         batches = threading.Thread(target=self._batcher.run, name="backstay-batches", daemon=True)
         batches.start()
-        threading.Thread(target=self._follow, name="backstay-follow", daemon=True).start()
+        follows = threading.Thread(target=self._follow, name="backstay-follow", daemon=True)
+        follows.start()
         try:
             self._wake.wait()
             if self._failed is None:
                 self._drain()
         except KeyboardInterrupt:
             _LOG.info("Ctrl-C: no further requests are accepted")
+            self._wake.set()
         self._inference.draining = True
+        deadline = time.monotonic() + self._settings.finish
         self._endpoints.stop()
         self._batcher.close()
-        batches.join(self._settings.finish)
+        for thread in (batches, follows):
+            thread.join(max(1.0, deadline - time.monotonic()))
         if self._failed is not None:
             raise self._failed
-        _LOG.info("all requests are answered")
+        if not batches.is_alive():
+            _LOG.info("all requests are answered")
+        if batches.is_alive() or follows.is_alive():
+            # A thread that is inside of XLA when the interpreter ends would abort the process.
+            _LOG.warning("a checkpoint is being prepared, or a batch computed: the process ends without its result")
+            end_process(0)
 
     def _drain(self) -> None:
         """Answer requests, but be not ready, until load balancers send no more."""

@@ -70,7 +70,7 @@ class ServingSettings:
         token: what clients must send; None: nothing.
         ports: see `ServingPorts`.
         drain: how long the process answers new requests after SIGTERM, so that the load balancer can remove it.
-        finish: how long requests that were accepted may take after that.
+        finish: how long requests that were accepted, and the preparation of a checkpoint, may take after that.
         look: the interval at which the checkpoint folder is listed.
         retry: the pause before a checkpoint that could not be loaded is read again. It doubles, up to 600 s.
         patience: how long a request may wait for its answer.
