@@ -140,7 +140,8 @@ class RestApplication:
                     held += len(part)
                     if held > most:
                         raise too_large
-                    if self._receiving > self._inference.settings.receiving:
+                    # A valid request that is larger than `receiving` would be refused each time.
+                    if self._receiving > max(self._inference.settings.receiving, most):
                         raise RequestRefused(503, "too many bodies are being received: try again later")
                     parts.append(part)
                     if not message.get("more_body", False):

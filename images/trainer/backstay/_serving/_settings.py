@@ -79,7 +79,7 @@ class ServingSettings:
         idle: how long a connection without a request stays open.
         queued_batches: full batches that may wait. Further requests are refused with 429.
         connections: open connections of HTTP, and concurrent calls of gRPC.
-        receiving: bytes of all bodies that are being received at the same time.
+        receiving: bytes of all bodies that are being received at the same time, or those of the largest valid request.
     """
 
     name: str = "model"

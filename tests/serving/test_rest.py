@@ -1,0 +1,71 @@
+"""HTTP without sockets: the application receives and answers ASGI messages."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from backstay._serving._inference import Inference
+from backstay._serving._metrics import ServingMetrics
+from backstay._serving._program import ServedVersion, ServingProgram
+from backstay._serving._rest import RestApplication
+from backstay._serving._settings import ServingSettings
+from backstay._serving._signature import Signature
+
+
+class Served:
+    """A model whose answers nobody computes."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.inference = Inference(ServingSettings(**settings), ServingMetrics(), delay=0.0)
+        self.program = ServingProgram(
+            lambda params, state, x: x, Signature.of(np.zeros(2, np.float32)), (1,), ({}, None)
+        )
+        self.inference.batcher.use(self.program, ServedVersion(5, "manifest", {}, None))
+        self.application = RestApplication(self.inference)
+
+    async def call(self, method: str, path: str, parts: Iterable[Any] = (b"",)) -> tuple[int, Any]:
+        """Returns the status and the JSON of the answer. A part that is a future is awaited, and is empty."""
+        left, sent = list(parts), list[Any]()
+
+        async def receive() -> Any:
+            part = left.pop(0)
+            if not isinstance(part, bytes):
+                await part
+                part = b""
+            return {"type": "http.request", "body": part, "more_body": bool(left)}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        raw, _, _ = path.partition("?")
+        scope = {"type": "http", "method": method, "path": raw, "raw_path": raw.encode(), "headers": []}
+        await self.application(scope, receive, send)
+        return sent[0]["status"], json.loads(sent[1]["body"])
+
+
+def test_o7_a_valid_request_above_the_bound_of_all_bodies_is_received() -> None:
+    served = Served(receiving=1000)
+    part = b" " * (served.program.most_bytes // 4)
+    status, answer = asyncio.run(served.call("POST", "/v2/models/model/infer", [part] * 4))
+    assert (status, "the body is not JSON" in answer["error"]) == (400, True)
+
+
+def test_o7_bodies_above_the_bound_together_are_refused_until_the_first_has_arrived() -> None:
+    served = Served(receiving=1000)
+    part = b" " * (served.program.most_bytes // 4)
+
+    async def both() -> list[int]:
+        rest = asyncio.get_running_loop().create_future()
+        first = asyncio.create_task(served.call("POST", "/v2/models/model/infer", [part, part, rest, part]))
+        await asyncio.sleep(0)
+        statuses = [(await served.call("POST", "/v2/models/model/infer", [part] * count))[0] for count in (3, 2)]
+        rest.set_result(None)
+        statuses.append((await first)[0])
+        return [*statuses, (await served.call("POST", "/v2/models/model/infer", [part] * 4))[0]]
+
+    assert asyncio.run(both()) == [503, 400, 400, 400]
