@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backstay._simulator import Assumptions, simulate
+from backstay._simulator._clock import DrawStream
+from backstay._simulator._pods import SimulatedWorld
 from backstay_spec.goodput import PARTS
 
 from .conftest import assume, job_of
@@ -24,6 +27,50 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others() -> None:
     assert one == same
     assert one.to_json() == same.to_json()
     assert one.facts != other.facts
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": {"pausesPerHour": 3000}},
+        {"step": {"pausesPerHour": 0}},
+        {"step": {"pauseSeconds": 0}},
+        {"step": {"sigma": 0}},
+        {"step": {"machineSigma": 0}},
+        {"starts": {"compileSeconds": 0, "sigma": 0}},
+        failing("Worker", 12.0, together=2),
+        failing("Worker", 12.0, noticeSeconds=2),
+    ],
+)
+def test_a_changed_assumption_changes_no_other_random_number(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    """The n-th number of a stream has the same use in both simulations."""
+
+    def uses(**fields: Any) -> dict[Any, list[Any]]:
+        found: dict[Any, list[Any]] = {}
+
+        class Recorded(DrawStream):
+            def __init__(self, seed: int, *purpose: str | int) -> None:
+                super().__init__(seed, *purpose)
+                self.uses = found[purpose] = []
+
+            def uniform(self) -> float:
+                caller = sys._getframe(1)
+                while caller.f_code.co_filename == draws_file:
+                    caller = caller.f_back  # type: ignore[assignment]
+                self.uses.append(f"{caller.f_code.co_name}:{caller.f_lineno}")
+                return super().uniform()
+
+        monkeypatch.setattr(SimulatedWorld, "draws", lambda world, *purpose: Recorded(world.seed, *purpose))
+        step = {"pausesPerHour": 500, "pauseSeconds": 2, **fields.pop("step", {})}
+        simulate(job_of(), assume(steps=60, step=step, **{**failing("Worker", 12.0), **fields}))
+        return found
+
+    draws_file = DrawStream.uniform.__code__.co_filename
+    before, after = uses(), uses(**change)
+    assert len(before.keys() & after.keys()) > 10
+    for purpose in before.keys() & after.keys():
+        length = min(len(before[purpose]), len(after[purpose]))
+        assert before[purpose][:length] == after[purpose][:length], purpose
 
 
 def test_o4_every_killed_worker_is_charged_and_replaced() -> None:
