@@ -1,4 +1,4 @@
-"""HTTP without sockets: the application receives and answers ASGI messages."""
+"""Requests of both protocols without sockets: HTTP as ASGI messages, and the methods of gRPC."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import pytest
 
+from backstay._serving._grpc import servicer
 from backstay._serving._inference import Inference
 from backstay._serving._metrics import ServingMetrics
 from backstay._serving._program import ServedVersion, ServingProgram
+from backstay._serving._protocol import kserve_messages
 from backstay._serving._rest import RestApplication
 from backstay._serving._settings import ServingSettings
 from backstay._serving._signature import Signature
@@ -69,3 +72,35 @@ def test_o7_bodies_above_the_bound_together_are_refused_until_the_first_has_arri
         return [*statuses, (await served.call("POST", "/v2/models/model/infer", [part] * 4))[0]]
 
     assert asyncio.run(both()) == [503, 400, 400, 400]
+
+
+class Called:
+    """The context of a gRPC call."""
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+
+def test_a_grpc_call_that_the_client_cancels_is_no_error_of_the_server() -> None:
+    served = Served()
+    messages, _ = kserve_messages()
+    tensor = messages.ModelInferRequest.InferInputTensor(
+        name="input", datatype="FP32", shape=[1, 2], contents={"fp32_contents": [1, 2]}
+    )
+
+    async def cancelled() -> None:
+        request = messages.ModelInferRequest(model_name="model", inputs=[tensor])
+        call = asyncio.create_task(servicer(served.inference).ModelInfer(request, Called()))
+        await asyncio.sleep(0)
+        assert not served.inference.batcher.idle
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    served.inference.attach(loop := asyncio.new_event_loop())
+    loop.run_until_complete(cancelled())
+    loop.close()
+    count = served.inference.metrics.registry.get_sample_value
+    labels = {"protocol": "grpc", "status": "499"}
+    assert count("backstay_serving_requests_total", labels) == 1
+    assert count("backstay_serving_requests_total", {**labels, "status": "500"}) is None
