@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterable
 from typing import Any
+from urllib.parse import quote, unquote
 
 import numpy as np
 import pytest
@@ -45,10 +46,18 @@ class Served:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        raw, _, _ = path.partition("?")
-        scope = {"type": "http", "method": method, "path": raw, "raw_path": raw.encode(), "headers": []}
+        scope = {"type": "http", "method": method, "path": unquote(path), "raw_path": path.encode(), "headers": []}
         await self.application(scope, receive, send)
         return sent[0]["status"], json.loads(sent[1]["body"])
+
+
+@pytest.mark.parametrize("name", ["a/b", "50%", "%2F", "a b", "ä", "?", "a/infer"])
+def test_a_model_with_any_name_can_be_reached_over_http(name: str) -> None:
+    served = Served(name=name)
+    path = f"/v2/models/{quote(name, safe='')}"
+    status, answer = asyncio.run(served.call("GET", path))
+    assert (status, answer["name"]) == (200, name)
+    assert asyncio.run(served.call("GET", f"{path}/ready")) == (200, {"ready": True})
 
 
 def test_o7_a_valid_request_above_the_bound_of_all_bodies_is_received() -> None:

@@ -66,7 +66,8 @@ class RestApplication:
         if scope["type"] != "http":
             return
         began = time.monotonic()
-        words = [unquote(word) for word in scope["path"].split("/")[1:]]
+        # In `path`, a slash inside of a word cannot be distinguished from one between words.
+        words = [unquote(word) for word in scope["raw_path"].decode("latin-1").split("/")[1:]]
         infers = words[-1:] == ["infer"]
         try:
             answer = await self._route(scope, words, receive)
