@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import backstay
 from backstay._serving._program import ServedVersion, ServingProgram, padded_sizes
 from backstay._serving._settings import ServingPorts, ServingSettings
 from backstay._serving._signature import Signature
@@ -223,11 +224,52 @@ def test_variables_replace_settings_and_invalid_ones_are_named() -> None:
     )
     assert (settings.step, settings.follow, settings.ports) == (400, False, ServingPorts(http=1, grpc=0))
     for key, value, message in (
-        ("BACKSTAY_SERVE_STEP", "-1", "BACKSTAY_SERVE_STEP is '-1': must be a number from 0"),
-        ("BACKSTAY_SERVE_HTTP_PORT", "99999", "must be a number from 0 to 65535"),
+        ("BACKSTAY_SERVE_STEP", "-1", "BACKSTAY_SERVE_STEP is '-1': must be a whole number from 0"),
+        ("BACKSTAY_SERVE_STEP", "400.7", "BACKSTAY_SERVE_STEP is '400.7': must be a whole number from 0"),
+        ("BACKSTAY_SERVE_HTTP_PORT", "99999", "must be a whole number from 0 to 65535"),
+        ("BACKSTAY_SERVE_GRPC_PORT", "1e3", "must be a whole number from 0 to 65535"),
+        ("BACKSTAY_SERVE_DRAIN_SECONDS", "nan", "must be a number from 0 to 3600"),
+        ("BACKSTAY_SERVE_NAME", "", "name is '': must be a text that is not empty"),
         ("BACKSTAY_SERVE_FOLLOW", "yes", "BACKSTAY_SERVE_FOLLOW is 'yes': must be true or false"),
         ("BACKSTAY_SERVE_TOKEN_FILE", "/no/such", "/no/such cannot be read"),
         ("BACKSTAY_SERVE_PORT", "1", "BACKSTAY_SERVE_PORT is not a variable of a serving process"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             ServingSettings().with_environment({key: value})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"step": "400"}, "step is '400': must be a whole number from 0"),
+        ({"step": 400.7}, "step is 400.7: must be a whole number from 0"),
+        ({"step": True}, "step is True"),
+        ({"step": -1}, "step is -1"),
+        ({"ports": 8080}, r"ports is 8080: must be backstay.ServingPorts\(http"),
+        ({"ports": 0}, "ports is 0"),
+        ({"name": 5}, "name is 5: must be a text"),
+        ({"name": ""}, "name is '': must be a text that is not empty"),
+        ({"checkpoint": 5}, "checkpoint is 5: must be a path or a URI"),
+        ({"average": "no"}, "average is 'no': must be True or False"),
+    ],
+)
+def test_an_invalid_argument_of_serve_is_refused_by_name(arguments: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"example": np.zeros(3), "checkpoint": "memory://none", **arguments}
+    with pytest.raises(ConfigurationError, match=message):
+        backstay.serve(None, **given)  # type: ignore[arg-type]  # which is refused after all others
+
+
+@pytest.mark.parametrize("port", [70_000, -1, "8080", 80.5, True, None])
+def test_an_invalid_port_is_refused_by_name(port: Any) -> None:
+    for name in ("http", "grpc"):
+        with pytest.raises(
+            ConfigurationError, match=rf"ServingPorts.{name} is .*: must be a whole number from 0 to 65535"
+        ):
+            ServingPorts(**{name: port})
+    with pytest.raises(ConfigurationError, match=r"ServingPorts\.bind is 5: must be an address"):
+        ServingPorts(bind=5)  # type: ignore[arg-type]
+
+
+def test_whole_numbers_of_other_types_are_settings() -> None:
+    settings = ServingSettings(step=np.int64(4), ports=ServingPorts(http=np.int64(1)))  # type: ignore[arg-type]
+    assert (type(settings.step), type(settings.ports.http)) == (int, int)

@@ -76,10 +76,15 @@ def serve(
         CheckpointError: the checkpoint folder cannot be opened.
         OSError: a port cannot be bound.
     """
-    settings = ServingSettings(name=name, step=step, ports=ports or ServingPorts()).with_environment(os.environ)
+    settings = ServingSettings(name=name, step=step, ports=ServingPorts() if ports is None else ports)
+    settings = settings.with_environment(os.environ)
     uri = os.environ.get("BACKSTAY_SERVE_CHECKPOINT") or checkpoint
     if uri is None:
         raise ConfigurationError("serve needs checkpoint=..., or BACKSTAY_SERVE_CHECKPOINT: a folder or a manifest")
+    if not isinstance(uri, str | os.PathLike):
+        raise ConfigurationError(f"checkpoint is {uri!r:.100}: must be a path or a URI")
+    if not isinstance(average, bool):
+        raise ConfigurationError(f"average is {average!r:.100}: must be True or False")
     if not callable(predict):
         raise ConfigurationError(f"predict is {type(predict).__name__}: must be a function (params, state, batch)")
     delay = number(delay)
