@@ -230,7 +230,7 @@ def test_t8_storage_that_fails_leaves_the_served_version_and_is_read_again(
 def test_t8_a_file_that_cannot_be_read_leaves_older_checkpoints_and_is_read_again_later(
     tmp_path: Path, store: Store, value_of: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Such as one without permission. The folder itself can be listed."""
+    """The folder itself can be listed."""
     store(tmp_path, 1, value_of(1))
     store(tmp_path, 2, value_of(2))
     reads = []

@@ -143,7 +143,7 @@ def test_a_predict_that_computes_each_example_on_its_own_is_accepted(predict: An
         )
 
 
-def test_noise_of_an_order_of_sums_and_refused_values_are_no_mixing() -> None:
+def test_noise_of_an_order_of_sums_and_refused_values_are_accepted() -> None:
     def noisy(x: Any) -> Any:
         random = np.random.default_rng()
         return x * (1 + 1e-3 * random.random(x.shape)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Requests of both protocols without sockets: HTTP as ASGI messages, and the methods of gRPC."""
+"""Requests of both protocols are answered without sockets, by the ASGI application and the methods of gRPC."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from backstay._serving._signature import Signature
 
 
 class Served:
-    """A model whose answers nobody computes."""
+    """A model whose batches are not computed."""
 
     def __init__(self, **settings: Any) -> None:
         self.inference = Inference(ServingSettings(**settings), ServingMetrics(), delay=0.0)
@@ -90,7 +90,7 @@ class Called:
         return ()
 
 
-def test_a_grpc_call_that_the_client_cancels_is_no_error_of_the_server() -> None:
+def test_a_grpc_call_that_the_client_cancels_is_counted_with_499() -> None:
     served = Served()
     messages, _ = kserve_messages()
     tensor = messages.ModelInferRequest.InferInputTensor(

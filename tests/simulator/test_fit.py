@@ -1,4 +1,4 @@
-"""A timeline is fitted, or refused with a reason, whatever its events contain."""
+"""Any timeline is fitted, or refused with a reason."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def padded_sizes(batch: int | Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(set(given)))
 
 
-class ServingStopped(BaseException):  # it is no error, and no handler of errors may catch it
+class ServingStopped(BaseException):  # handlers of errors do not catch it
     """The process ends, so the remaining sizes are not compiled or computed."""
 
 
@@ -159,17 +159,18 @@ class ServingProgram:
 
         def answers(beside: str, row: int) -> list[NDArray[Any]]:
             self._continue()
-            batch = jax.tree.map(lambda leaf: _example_beside(leaf, beside, row), shapes)
-            return [output[row] for output in self.run(version, batch, size)]
+            return self.run(version, jax.tree.map(lambda leaf: _example_beside(leaf, beside, row), shapes), size)
 
         try:
-            rows, others = (0, size - 1), ("zero", "large")
-            found = [(answers("equal", row), answers(other, row)) for row in rows for other in others]
+            equal = answers("equal", 0)
+            found = [(row, answers(beside, row)) for row in (0, size - 1) for beside in ("zero", "large")]
         except Exception as error:  # noqa: BLE001  # `predict` may refuse values, and these are not a client's
             _LOG.warning("it is unknown whether predict mixes examples: it raised %s for other values", error)
             return
-        for tensor, one, other in (row for pair in found for row in zip(self.outputs, *pair, strict=True)):
-            if not _are_equal(one, other):
+        for row, outputs in found:
+            for tensor, one, other in zip(self.outputs, equal, outputs, strict=True):
+                if _are_equal(one[row], other[row]):
+                    continue
                 raise ConfigurationError(
                     f"`predict` returns another {tensor.name} for an example when the other examples of its batch "
                     "change. Requests of different clients share batches: compute each example on its own (a batch "
