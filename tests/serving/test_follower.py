@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,7 @@ def test_t8_storage_that_fails_leaves_the_served_version_and_is_read_again(
     failing.fails = True
     assert following.look() is None
     assert following.follower.status == "the bucket does not answer"
+    assert "no new checkpoints can be read, no checkpoint is served: the bucket does not answer" in caplog.text
     failing.fails = False
     assert following.look() == 1
     caplog.clear()
@@ -222,6 +224,48 @@ def test_t8_storage_that_fails_leaves_the_served_version_and_is_read_again(
         assert following.look() == 1
     assert caplog.text.count("the bucket does not answer") == 1
     failing.fails = False
+    assert following.look() == 2
+
+
+def test_t8_a_file_that_cannot_be_read_leaves_older_checkpoints_and_is_read_again_later(
+    tmp_path: Path, store: Store, value_of: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The folder itself can be listed."""
+    store(tmp_path, 1, value_of(1))
+    store(tmp_path, 2, value_of(2))
+    reads = []
+
+    class Forbidding(CheckpointChoice):
+        forbidden = (1, 2)
+
+        def load(self, name: Any) -> Any:
+            reads.append(name.version)
+            if name.version in self.forbidden:
+                raise StorageError("shard 3: 403 Forbidden")
+            return super().load(name)
+
+    following = Following(tmp_path)
+    choice = Forbidding(str(tmp_path))
+    following.follower = CheckpointFollower(
+        choice, following._program, following.batcher, following.metrics, retry=30.0, clock=lambda: following.now
+    )
+    available = "backstay_serving_storage_available"
+    with caplog.at_level(logging.INFO, "backstay"):
+        assert [following.look() for _ in range(3)] == [None, None, None]
+        assert reads == [2, 1], "each is read once until its pause has passed"
+        assert following.follower.status.count("403 Forbidden") == 2, "once for each checkpoint"
+        choice.forbidden = (2,)
+        following.now = 31.0
+        assert [following.look() for _ in range(3)] == [1, 1, 1]
+        assert reads == [2, 1, 2, 1]
+        assert caplog.text.count("403 Forbidden") == 2
+        assert "can be read" not in caplog.text
+    assert following.metrics.registry.get_sample_value(available) == 1
+    assert following.skipped("Unreadable") == 2
+    choice.forbidden = ()
+    following.now = 90.0
+    assert following.look() == 1, "the pause doubles"
+    following.now = 92.0
     assert following.look() == 2
 
 
@@ -268,6 +312,30 @@ def test_an_error_of_predict_with_the_first_checkpoint_ends_serving(
     following.predict = lambda params, state, x: params["missing"]  # type: ignore[method-assign]
     with pytest.raises(ConfigurationError, match="`predict` raised KeyError"):
         following.look()
+
+
+@pytest.mark.parametrize("sizes", range(6))
+def test_o11_the_sizes_after_sigterm_are_not_compiled_or_computed(
+    tmp_path: Path, store: Store, value_of: Any, sizes: int
+) -> None:
+    """Two sizes are compiled, then computed, and then an example is compared."""
+    store(tmp_path, 1, value_of(1))
+    following, called, stop = Following(tmp_path), list[int](), threading.Event()
+
+    def stopped() -> bool:
+        if len(called) == sizes:
+            stop.set()
+        called.append(1)
+        return stop.is_set()
+
+    def program(loaded: Any) -> ServingProgram:
+        signature = Signature.of(np.zeros(2, np.float32))
+        return ServingProgram(following.predict, signature, (1, 2), (loaded.params, loaded.state), stopped)
+
+    follower = CheckpointFollower(following.choice, program, following.batcher, following.metrics, retry=30.0)
+    follower.run(stop, 0.0, follow=True)
+    assert len(called) == sizes + 1
+    assert following.batcher.current is None
 
 
 def test_one_step_or_one_manifest_is_served_and_not_followed(tmp_path: Path, store: Store, value_of: Any) -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import backstay
 from backstay._serving._program import ServedVersion, ServingProgram, padded_sizes
 from backstay._serving._settings import ServingPorts, ServingSettings
 from backstay._serving._signature import Signature
@@ -90,6 +91,78 @@ def test_t1_a_predict_that_mixes_the_examples_of_a_batch_is_refused() -> None:
     program_of(lambda params, state, x: x @ params["w"]).check_rows(version)
 
 
+def quantized(x: Any) -> Any:
+    scale = jnp.abs(x).max() / 127 + 1e-9
+    return jnp.round(x / scale) * scale
+
+
+@pytest.mark.parametrize(
+    "mixes",
+    [
+        quantized,
+        lambda x: x / (jnp.linalg.norm(x) + 1e-6),
+        lambda x: x * 0 + x.min(),
+        lambda x: x.cumsum(0),
+        lambda x: x[::-1].cumsum(0)[::-1],
+        lambda x: jax.nn.softmax(x, axis=0),
+        lambda x: (100 * quantized(x).sum(-1)).astype(jnp.int32),
+    ],
+)
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16, np.uint8, np.int8])
+@pytest.mark.parametrize("size", [2, 4])
+def test_t1_a_predict_that_scales_an_example_by_others_is_refused(mixes: Any, dtype: Any, size: int) -> None:
+    """Zeros have the same answer with each scale."""
+    program = program_of(lambda params, state, x: mixes(x.astype(jnp.float32)), np.zeros(3, dtype), sizes=(1, size))
+    with pytest.raises(ConfigurationError, match="returns another output for an example"):
+        program.check_rows(ServedVersion(1, "m", PARAMS, None))
+
+
+TABLE = np.linspace(-1, 1, 20, dtype=np.float32).reshape(4, 5)
+
+
+@pytest.mark.parametrize(
+    ("predict", "example"),
+    [
+        (lambda x: jnp.take(TABLE, x, axis=0), np.zeros(3, np.int32)),
+        (lambda x: jax.nn.one_hot(x, 2) @ TABLE[:2], np.zeros((), np.uint8)),
+        (jax.nn.softmax, np.zeros(3, np.float32)),
+        (lambda x: jax.nn.softmax(x).argmax(-1), np.zeros((2, 3), np.float32)),
+        (lambda x: (x - x.mean(-1, keepdims=True)) / (x.std(-1, keepdims=True) + 1e-6), np.zeros(8, np.float32)),
+        (lambda x: (x / jnp.abs(x).max(-1, keepdims=True)).astype(jnp.float16), np.zeros(3, np.float32)),
+        (lambda x: jnp.log(-x), np.zeros(3, np.float32)),
+        (lambda x: jnp.exp(x * 100), np.zeros(3, np.float16)),
+        (lambda x: jnp.tanh(x @ jnp.ones((64, 64), jnp.bfloat16)), np.zeros(64, jnp.bfloat16)),
+        (lambda x: ~x, np.zeros(3, np.bool_)),
+        (lambda x: x, np.zeros((0,), np.float32)),
+    ],
+)
+def test_a_predict_that_computes_each_example_on_its_own_is_accepted(predict: Any, example: Any) -> None:
+    for size in (2, 4, 9):
+        program_of(lambda params, state, x: predict(x), example, sizes=(size,)).check_rows(
+            ServedVersion(1, "m", PARAMS, None)
+        )
+
+
+def test_noise_of_an_order_of_sums_and_refused_values_are_accepted() -> None:
+    def noisy(x: Any) -> Any:
+        random = np.random.default_rng()
+        return x * (1 + 1e-3 * random.random(x.shape)).astype(np.float32)
+
+    def strict(x: Any) -> Any:
+        assert x.max() < 2, "there are two words"
+        return x
+
+    def calls(act: Any, dtype: Any) -> ServingProgram:
+        return program_of(
+            lambda params, state, x: jax.pure_callback(act, jax.ShapeDtypeStruct(x.shape, x.dtype), x),
+            np.zeros(3, dtype),
+        )
+
+    version = ServedVersion(1, "m", PARAMS, None)
+    calls(lambda x: noisy(np.asarray(x)), np.float32).check_rows(version)
+    calls(lambda x: strict(np.asarray(x)), np.int32).check_rows(version)
+
+
 @given(rows=st.lists(st.integers(1, 3), min_size=1, max_size=3), seed=st.integers(0, 2**31))
 def test_padding_and_neighbours_change_no_answer(rows: list[int], seed: int) -> None:
     random = np.random.default_rng(seed)
@@ -151,11 +224,52 @@ def test_variables_replace_settings_and_invalid_ones_are_named() -> None:
     )
     assert (settings.step, settings.follow, settings.ports) == (400, False, ServingPorts(http=1, grpc=0))
     for key, value, message in (
-        ("BACKSTAY_SERVE_STEP", "-1", "BACKSTAY_SERVE_STEP is '-1': must be a number from 0"),
-        ("BACKSTAY_SERVE_HTTP_PORT", "99999", "must be a number from 0 to 65535"),
+        ("BACKSTAY_SERVE_STEP", "-1", "BACKSTAY_SERVE_STEP is '-1': must be a whole number from 0"),
+        ("BACKSTAY_SERVE_STEP", "400.7", "BACKSTAY_SERVE_STEP is '400.7': must be a whole number from 0"),
+        ("BACKSTAY_SERVE_HTTP_PORT", "99999", "must be a whole number from 0 to 65535"),
+        ("BACKSTAY_SERVE_GRPC_PORT", "1e3", "must be a whole number from 0 to 65535"),
+        ("BACKSTAY_SERVE_DRAIN_SECONDS", "nan", "must be a number from 0 to 3600"),
+        ("BACKSTAY_SERVE_NAME", "", "name is '': must be a text that is not empty"),
         ("BACKSTAY_SERVE_FOLLOW", "yes", "BACKSTAY_SERVE_FOLLOW is 'yes': must be true or false"),
         ("BACKSTAY_SERVE_TOKEN_FILE", "/no/such", "/no/such cannot be read"),
         ("BACKSTAY_SERVE_PORT", "1", "BACKSTAY_SERVE_PORT is not a variable of a serving process"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             ServingSettings().with_environment({key: value})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"step": "400"}, "step is '400': must be a whole number from 0"),
+        ({"step": 400.7}, "step is 400.7: must be a whole number from 0"),
+        ({"step": True}, "step is True"),
+        ({"step": -1}, "step is -1"),
+        ({"ports": 8080}, r"ports is 8080: must be backstay.ServingPorts\(http"),
+        ({"ports": 0}, "ports is 0"),
+        ({"name": 5}, "name is 5: must be a text"),
+        ({"name": ""}, "name is '': must be a text that is not empty"),
+        ({"checkpoint": 5}, "checkpoint is 5: must be a path or a URI"),
+        ({"average": "no"}, "average is 'no': must be True or False"),
+    ],
+)
+def test_an_invalid_argument_of_serve_is_refused_by_name(arguments: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"example": np.zeros(3), "checkpoint": "memory://none", **arguments}
+    with pytest.raises(ConfigurationError, match=message):
+        backstay.serve(None, **given)  # type: ignore[arg-type]  # which is refused after all others
+
+
+@pytest.mark.parametrize("port", [70_000, -1, "8080", 80.5, True, None])
+def test_an_invalid_port_is_refused_by_name(port: Any) -> None:
+    for name in ("http", "grpc"):
+        with pytest.raises(
+            ConfigurationError, match=rf"ServingPorts.{name} is .*: must be a whole number from 0 to 65535"
+        ):
+            ServingPorts(**{name: port})
+    with pytest.raises(ConfigurationError, match=r"ServingPorts\.bind is 5: must be an address"):
+        ServingPorts(bind=5)  # type: ignore[arg-type]
+
+
+def test_whole_numbers_of_other_types_are_settings() -> None:
+    settings = ServingSettings(step=np.int64(4), ports=ServingPorts(http=np.int64(1)))  # type: ignore[arg-type]
+    assert (type(settings.step), type(settings.ports.http)) == (int, int)

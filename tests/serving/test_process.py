@@ -163,6 +163,39 @@ def test_o11_sigterm_under_load_costs_no_answer(
     process.wait_for("all requests are answered")
 
 
+BLOCKED = """
+import functools, sys, time
+import jax, jax.numpy as jnp
+import backstay
+from backstay._serving import _serve
+
+_serve.ServingSettings = functools.partial(_serve.ServingSettings, finish=0.1)
+
+def block(x):
+    print("XLA computes", file=sys.stderr, flush=True)
+    while True:
+        time.sleep(0.001)  # the thread takes Python's lock again and again, as a compilation does
+
+def predict(params, state, x):
+    return jax.pure_callback(block, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+backstay.serve(predict, example=jnp.zeros(2), batch=1, name="small")
+"""
+
+
+def test_o11_sigterm_while_xla_computes_ends_the_process_with_code_0(
+    start: Start, tmp_path: Path, store: Any, value_of: Any
+) -> None:
+    """The interpreter cannot end such a thread: the process would abort."""
+    store(tmp_path / "ck", 1, value_of(1))
+    script = tmp_path / "serve.py"
+    script.write_text(BLOCKED)
+    process = start(script, tmp_path / "ck")
+    process.wait_for("XLA computes")
+    assert process.end() == 0
+    process.wait_for("the process ends without its result")
+
+
 def test_t7_damaged_checkpoints_and_a_deleted_folder_leave_the_served_one(
     start: Start, small: Path, tmp_path: Path, store: Any, value_of: Any
 ) -> None:

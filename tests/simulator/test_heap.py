@@ -85,6 +85,14 @@ def test_draws_depend_on_the_seed_and_the_purpose_only(seed: int, purpose: str, 
     assert DrawStream(seed, purpose, rank).uniform() != DrawStream(seed, purpose, rank + 1).uniform()
 
 
+@pytest.mark.parametrize(("median", "sigma"), [(0.0, 0.1), (2.0, 0.0), (0.0, 0.0)])
+def test_a_draw_without_a_median_or_a_spread_changes_no_later_one(median: float, sigma: float) -> None:
+    one, other = DrawStream(3, "check"), DrawStream(3, "check")
+    assert one.around(median, sigma) == median
+    other.around(2.0, 0.1)
+    assert one.uniform() == other.uniform()
+
+
 def test_draws_have_their_distributions() -> None:
     draws = DrawStream(3, "check")
     count = 20_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backstay._simulator import Assumptions, simulate
+from backstay._simulator._clock import DrawStream
+from backstay._simulator._pods import SimulatedWorld
 from backstay_spec.goodput import PARTS
 
 from .conftest import assume, job_of
@@ -24,6 +27,50 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others() -> None:
     assert one == same
     assert one.to_json() == same.to_json()
     assert one.facts != other.facts
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": {"pausesPerHour": 3000}},
+        {"step": {"pausesPerHour": 0}},
+        {"step": {"pauseSeconds": 0}},
+        {"step": {"sigma": 0}},
+        {"step": {"machineSigma": 0}},
+        {"starts": {"compileSeconds": 0, "sigma": 0}},
+        failing("Worker", 12.0, together=2),
+        failing("Worker", 12.0, noticeSeconds=2),
+    ],
+)
+def test_a_changed_assumption_changes_no_other_random_number(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    """The n-th number of a stream has the same use in both simulations."""
+
+    def uses(**fields: Any) -> dict[Any, list[Any]]:
+        found: dict[Any, list[Any]] = {}
+
+        class Recorded(DrawStream):
+            def __init__(self, seed: int, *purpose: str | int) -> None:
+                super().__init__(seed, *purpose)
+                self.uses = found[purpose] = []
+
+            def uniform(self) -> float:
+                caller = sys._getframe(1)
+                while caller.f_code.co_filename == draws_file:
+                    caller = caller.f_back  # type: ignore[assignment]
+                self.uses.append(f"{caller.f_code.co_name}:{caller.f_lineno}")
+                return super().uniform()
+
+        monkeypatch.setattr(SimulatedWorld, "draws", lambda world, *purpose: Recorded(world.seed, *purpose))
+        step = {"pausesPerHour": 500, "pauseSeconds": 2, **fields.pop("step", {})}
+        simulate(job_of(), assume(steps=60, step=step, **{**failing("Worker", 12.0), **fields}))
+        return found
+
+    draws_file = DrawStream.uniform.__code__.co_filename
+    before, after = uses(), uses(**change)
+    assert len(before.keys() & after.keys()) > 10
+    for purpose in before.keys() & after.keys():
+        length = min(len(before[purpose]), len(after[purpose]))
+        assert before[purpose][:length] == after[purpose][:length], purpose
 
 
 def test_o4_every_killed_worker_is_charged_and_replaced() -> None:
@@ -227,3 +274,48 @@ def test_codecs_and_local_steps_save_bytes() -> None:
     local = simulate(job, assume(steps=40, step={"localSteps": 8})).facts
     assert local["examplesPerSecond"] > plain["examplesPerSecond"]
     assert local["sentBytes"] == plain["sentBytes"]
+
+
+@pytest.mark.parametrize("standbys", [0, 1])
+def test_o4_the_mean_time_between_failures_of_servers_holds_also_for_promoted_standbys(standbys: int) -> None:
+    """2 servers in 4000 s, with a failure each 200 s on average, have about 40."""
+    assumed = assume(
+        steps=None, seconds=4000, step={"seconds": 50}, failures=[{"what": "ParameterServer", "meanSeconds": 200}]
+    )
+    job = job_of(workers=1, standbys=standbys)
+    counts = [simulate(job, assumed, seed).counts["failures"]["ParameterServer"] for seed in range(2)]
+    assert 50 < sum(counts) < 110
+
+
+@pytest.mark.parametrize(("notice", "nodes"), [(30, 1), (30, 2), (None, 1)])
+def test_o4_nodes_fail_at_their_rate_until_the_end(notice: float | None, nodes: int) -> None:
+    """A failed node gets no pods again, so each replacement has a node that can fail."""
+    cause = {"what": "Node", "meanSeconds": 300, "noticeSeconds": notice}
+    assumed = assume(steps=None, seconds=6000, step={"seconds": 30}, nodes={"pods": nodes}, failures=[cause])
+    run = simulate(job_of(workers=4, servers=1), assumed)
+    expected = 100 / nodes
+    assert 0.6 * expected < run.counts["failures"]["Node"] < 1.4 * expected
+    replaced = sum(run.counts["created"].values()) - 5
+    assert run.counts["failures"]["Node"] - 5 <= replaced, "each had a pod, and the last ones are not replaced yet"
+    assert sum(run.counts["disruptions"].values()) > 0
+
+
+def test_a_pod_whose_node_is_lost_before_its_start_never_runs() -> None:
+    """All nodes are lost while their pods start, and other pods replace them when the API server evicts these."""
+    assumed = assume(
+        steps=20,
+        starts={"schedulingSeconds": 1, "sigma": 0, "worker": {"seconds": 60}, "server": {"seconds": 1}},
+        failures=[{"what": "Node", "atSeconds": [30], "together": 9}],
+        nodes={"pods": 9},
+    )
+    run = simulate(job_of(workers=2, servers=1), assumed)
+    assert run.phase == "Succeeded"
+    assert run.counts["created"] == {"parameter-server": 2, "worker": 4}
+    assert run.facts["firstUpdateSeconds"] > 300
+
+
+def test_a_pod_that_is_preempted_is_not_preempted_again() -> None:
+    assumed = assume(steps=None, seconds=50, failures=[{"what": "Worker", "everySeconds": 20, "noticeSeconds": 15}])
+    causes = assumed.failures * 3
+    run = simulate(job_of(workers=2, servers=1), assumed.model_copy(update={"failures": causes}))
+    assert run.counts["failures"]["Worker"] == run.counts["disruptions"]["Worker"] > 1

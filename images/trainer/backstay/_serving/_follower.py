@@ -20,7 +20,7 @@ from ..errors import CheckpointError, ConfigurationError, StorageError
 from ._batcher import Batcher
 from ._choice import CheckpointChoice, Listing, LoadedCheckpoint
 from ._metrics import ServingMetrics
-from ._program import ServedVersion, ServingProgram
+from ._program import ServedVersion, ServingProgram, ServingStopped
 
 __all__ = ["CheckpointFollower"]
 
@@ -63,7 +63,7 @@ class CheckpointFollower:
         """
         Args:
             program: compiles `predict` for the first checkpoint.
-            retry: the first pause before a damaged checkpoint is read again, in seconds.
+            retry: the first pause before a damaged or unreadable checkpoint is read again, in seconds.
             clock: returns seconds.
         """
         self.status = choice.nothing()
@@ -80,13 +80,16 @@ class CheckpointFollower:
         metrics.gauge("storage_available").set(1)
 
     def run(self, stop: threading.Event, every: float, follow: bool) -> None:
-        """Look for checkpoints until `stop`, or without `follow` until one is served.
+        """Look for checkpoints until `stop` or `ServingStopped`, or without `follow` until one is served.
 
         Raises:
             ConfigurationError: `predict` cannot be served with the first checkpoint.
         """
         while not stop.is_set():
-            self.look()
+            try:
+                self.look()
+            except ServingStopped:
+                return
             if self._served is not None and (not follow or self._choice.fixed):
                 return
             stop.wait(every)
@@ -102,15 +105,15 @@ class CheckpointFollower:
             listing = self._choice.look(self._served)
             gone = self._served is not None and not listing.found
             self._storage(f"{self._choice.uri} has no checkpoints any more" if gone else None)
-            due = any(skipped.again is not None and now >= skipped.again for skipped in self._skipped.values())
-            if listing.names == self._names and not due:
-                return False
-            self._forget(listing.found)
-            changed = self._serve_newest(listing, now)
         except StorageError as error:
             self._storage(str(error))
             self._names = None
             return False
+        due = any(skipped.again is not None and now >= skipped.again for skipped in self._skipped.values())
+        if listing.names == self._names and not due:
+            return False
+        self._forget(listing.found)
+        changed = self._serve_newest(listing, now)
         self._names = listing.names
         return changed
 
@@ -144,10 +147,8 @@ class CheckpointFollower:
                 self._skip(name, "Foreign", foreign, None)
                 return False
             version = self._prepared(loaded)
-        except StorageError:
-            raise
         except CheckpointError as error:
-            self._skip(name, "Damaged", str(error), now)
+            self._skip(name, "Unreadable" if isinstance(error, StorageError) else "Damaged", str(error), now)
             return False
         except ConfigurationError as error:
             if self._served is None:
@@ -202,8 +203,12 @@ class CheckpointFollower:
         self._skipped[name] = _Skipped(reason, None if now is None else now + pause, pause)
         if before is None or before.reason != reason:
             self._metrics.counter("skipped_checkpoints").labels(kind).inc()
-            serves = "no checkpoint is served" if self._served is None else f"step {self._served.version} stays served"
-            _LOG.warning("the checkpoint %s is not served, %s: %s", name, serves, reason)
+            _LOG.warning("the checkpoint %s is not served, %s: %s", name, self._serves, reason)
+
+    @property
+    def _serves(self) -> str:
+        """The effect of a problem with checkpoints, for people."""
+        return "no checkpoint is served" if self._served is None else f"step {self._served.version} stays served"
 
     def _forget(self, found: list[ManifestName]) -> None:
         there = set(found)
@@ -212,13 +217,12 @@ class CheckpointFollower:
 
     def _storage(self, problem: str | None) -> None:
         if problem is None:
-            if self._served is not None and not self._available:
+            if not self._available:
                 _LOG.info("the checkpoint folder %s can be read again", self._choice.uri)
             self._available = True
         else:
             if self._available:
-                serves = self.status if self._served is None else f"step {self._served.version} stays served"
-                _LOG.warning("no new checkpoints can be read, %s: %s", serves, problem)
+                _LOG.warning("no new checkpoints can be read, %s: %s", self._serves, problem)
             self._available = False
             if self._served is None:
                 self.status = problem

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -16,13 +17,14 @@ from ._batcher import RequestRefused
 from ._inference import Inference
 from ._protocol import answer_grpc, kserve_messages, read_grpc
 
-__all__ = ["grpc_server"]
+__all__ = ["grpc_server", "servicer"]
 
 _LOG = logging.getLogger(__name__)
 _MOST_BYTES: Final = 1 << 30
 
 
-def _servicer(inference: Inference) -> Any:
+def servicer(inference: Inference) -> Any:
+    """Returns the methods of the protocol."""
     messages, services = kserve_messages()
 
     async def answered(context: Any, answer: Callable[[], Awaitable[Any]]) -> Any:
@@ -80,6 +82,9 @@ def _servicer(inference: Inference) -> Any:
                 except RequestRefused as refused:
                     status = refused.status
                     raise
+                except asyncio.CancelledError:  # the client cancelled the call, or its deadline has passed
+                    status = 499
+                    raise
 
             try:
                 return await answered(context, answer)
@@ -119,7 +124,7 @@ def grpc_server(inference: Inference, bind: str, port: int, largest: int) -> tup
         maximum_concurrent_rpcs=inference.settings.connections,
     )
     _, services = kserve_messages()
-    services.add_GRPCInferenceServiceServicer_to_server(_servicer(inference), server)
+    services.add_GRPCInferenceServiceServicer_to_server(servicer(inference), server)
     host = f"[{bind}]" if ":" in bind else bind
     try:
         bound = server.add_insecure_port(f"{host}:{port}")

@@ -45,7 +45,7 @@ ROWS: Final = (
     MetricOfServing(
         Counter, "skipped_checkpoints", "checkpoints that were not served; the log has the reason", ("reason",)
     ),
-    MetricOfServing(Gauge, "storage_available", "0 while no checkpoint of the folder can be read"),
+    MetricOfServing(Gauge, "storage_available", "0 while the folder cannot be listed, or has no checkpoint any more"),
 )
 
 

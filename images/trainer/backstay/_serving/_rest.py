@@ -66,7 +66,8 @@ class RestApplication:
         if scope["type"] != "http":
             return
         began = time.monotonic()
-        words = [unquote(word) for word in scope["path"].split("/")[1:]]
+        # In `path`, a slash inside of a word cannot be distinguished from one between words.
+        words = [unquote(word) for word in scope["raw_path"].decode("latin-1").split("/")[1:]]
         infers = words[-1:] == ["infer"]
         try:
             answer = await self._route(scope, words, receive)
@@ -140,7 +141,8 @@ class RestApplication:
                     held += len(part)
                     if held > most:
                         raise too_large
-                    if self._receiving > self._inference.settings.receiving:
+                    # A valid request that is larger than `receiving` would be refused each time.
+                    if self._receiving > max(self._inference.settings.receiving, most):
                         raise RequestRefused(503, "too many bodies are being received: try again later")
                     parts.append(part)
                     if not message.get("more_body", False):

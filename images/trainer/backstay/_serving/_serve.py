@@ -11,7 +11,7 @@ from typing import Any
 
 from backstay_spec.whole import number
 
-from .._process import Stop, configure
+from .._process import Stop, configure, end_process
 from ..errors import ConfigurationError
 from ._choice import CheckpointChoice, LoadedCheckpoint
 from ._endpoints import Endpoints
@@ -76,10 +76,15 @@ def serve(
         CheckpointError: the checkpoint folder cannot be opened.
         OSError: a port cannot be bound.
     """
-    settings = ServingSettings(name=name, step=step, ports=ports or ServingPorts()).with_environment(os.environ)
+    settings = ServingSettings(name=name, step=step, ports=ServingPorts() if ports is None else ports)
+    settings = settings.with_environment(os.environ)
     uri = os.environ.get("BACKSTAY_SERVE_CHECKPOINT") or checkpoint
     if uri is None:
         raise ConfigurationError("serve needs checkpoint=..., or BACKSTAY_SERVE_CHECKPOINT: a folder or a manifest")
+    if not isinstance(uri, str | os.PathLike):
+        raise ConfigurationError(f"checkpoint is {uri!r:.100}: must be a path or a URI")
+    if not isinstance(average, bool):
+        raise ConfigurationError(f"average is {average!r:.100}: must be True or False")
     if not callable(predict):
         raise ConfigurationError(f"predict is {type(predict).__name__}: must be a function (params, state, batch)")
     delay = number(delay)
@@ -121,7 +126,7 @@ class _ServingProcess:
 
         def program(loaded: LoadedCheckpoint) -> ServingProgram:
             began = time.monotonic()
-            made = ServingProgram(predict, signature, sizes, (loaded.params, loaded.state))
+            made = ServingProgram(predict, signature, sizes, (loaded.params, loaded.state), self._wake.is_set)
             _LOG.info("predict is compiled for batches of %s in %.1f s", list(sizes), time.monotonic() - began)
             return made
 
@@ -146,20 +151,29 @@ class _ServingProcess:
         )
         batches = threading.Thread(target=self._batcher.run, name="backstay-batches", daemon=True)
         batches.start()
-        threading.Thread(target=self._follow, name="backstay-follow", daemon=True).start()
+        follows = threading.Thread(target=self._follow, name="backstay-follow", daemon=True)
+        follows.start()
         try:
             self._wake.wait()
             if self._failed is None:
                 self._drain()
         except KeyboardInterrupt:
             _LOG.info("Ctrl-C: no further requests are accepted")
+            self._wake.set()
         self._inference.draining = True
+        deadline = time.monotonic() + self._settings.finish
         self._endpoints.stop()
         self._batcher.close()
-        batches.join(self._settings.finish)
+        for thread in (batches, follows):
+            thread.join(max(1.0, deadline - time.monotonic()))
         if self._failed is not None:
             raise self._failed
-        _LOG.info("all requests are answered")
+        if not batches.is_alive():
+            _LOG.info("all requests are answered")
+        if batches.is_alive() or follows.is_alive():
+            # A thread that is inside of XLA when the interpreter ends would abort the process.
+            _LOG.warning("a checkpoint is being prepared, or a batch computed: the process ends without its result")
+            end_process(0)
 
     def _drain(self) -> None:
         """Answer requests, but be not ready, until load balancers send no more."""

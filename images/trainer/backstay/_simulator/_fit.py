@@ -16,6 +16,9 @@ _PAUSE: Final = 3.0
 """A step that takes this many times the median of its rank has a pause in it."""
 _LEAST: Final = 5
 """Fewer steps of a rank than this do not show the speed of its machine."""
+_SHORTEST: Final = 1e-9
+_MOST: Final = 1e15
+"""Microseconds, of which a timeline has less."""
 
 
 @dataclass(frozen=True)
@@ -94,18 +97,15 @@ def fitted(trace: Any, assumed: Assumptions) -> FittedSteps:
     sigma = pstdev(quiet) if len(quiet) > 1 else 0.0
     machines = [math.log(each / typical) for each in medians.values()]
     data = spans.parts.get("batch_wait", [])
-    step = StepAssumptions(
-        seconds=typical / max(1, assumed.step.local_steps),
-        sigma=sigma * math.sqrt(assumed.step.local_steps),
-        machine_sigma=pstdev(machines) if len(machines) > 1 else 0.0,
-        data_seconds=(fmean(data) if data else 0.0) / max(1, assumed.step.local_steps),
-        pauses_per_hour=len(pauses) / busy * 3600,
-        pause_seconds=fmean(pauses) if pauses else assumed.step.pause_seconds,
-        examples=assumed.step.examples,
-        local_steps=assumed.step.local_steps,
-        fragments=assumed.step.fragments,
-        processor_seconds=assumed.step.processor_seconds,
-    )
+    found = {
+        "seconds": typical / assumed.step.local_steps,
+        "sigma": sigma * math.sqrt(assumed.step.local_steps),
+        "machine_sigma": pstdev(machines) if len(machines) > 1 else 0.0,
+        "data_seconds": (fmean(data) if data else 0.0) / assumed.step.local_steps,
+        "pauses_per_hour": len(pauses) / busy * 3600,
+        "pause_seconds": fmean(pauses) if pauses else assumed.step.pause_seconds,
+    }
+    step = StepAssumptions(**{**assumed.step.model_dump(), **found})
     measured = sorted(each for seconds in by_rank.values() for each in seconds if each <= _PAUSE * typical)
     spread = math.hypot(sigma, step.machine_sigma)
     made = typical * math.exp(spread * spread / 2) + step.pauses_per_hour / 3600 * typical * step.pause_seconds
@@ -130,32 +130,36 @@ def _read(trace: Any) -> _Spans:
     found = _Spans({}, {}, [], [], {})
     compiled: set[str] = set()
     for event in events:
-        if not isinstance(event, Mapping):
-            continue
+        arguments = event.get("args") if isinstance(event, Mapping) else None
+        if not isinstance(arguments, Mapping) or not isinstance(pid := event.get("pid"), int | str):
+            continue  # another program may have added it
         if event.get("ph") == "M" and event.get("name") == "process_name":
-            names[event.get("pid")] = str((event.get("args") or {}).get("name", "")).partition(" (")[0]
-        if event.get("ph") != "X":
+            names[pid] = str(arguments.get("name", "")).partition(" (")[0]
+        lasted, began, point = _number(event.get("dur")), _number(event.get("ts")), arguments.get("point")
+        if event.get("ph") != "X" or lasted is None or began is None or not isinstance(point, str):
             continue
-        arguments = event.get("args") or {}
-        point, seconds, at = (
-            arguments.get("point"),
-            float(event.get("dur", 0.0)) / 1e6,
-            float(event.get("ts", 0.0)) / 1e6,
-        )
-        pod = names.get(event.get("pid"), str(event.get("pid")))
-        if point == "apply" and isinstance(arguments.get("step"), int):
-            found.versions[arguments["step"]] = at + seconds
+        seconds, at, pod = lasted / 1e6, began / 1e6, names.get(pid, str(pid))
+        step = arguments.get("step")
+        if point == "apply" and isinstance(step, int) and _number(step) is not None:
+            found.versions[step] = at + seconds
         if event.get("cat") != "worker":
             continue
         if point == "compile":
             found.compiles.append(seconds)
         elif point == "compute" and pod not in compiled:
             compiled.add(pod)  # the first step of a pod may compile
-        elif point == "compute" and seconds > 0:
+        elif point == "compute" and seconds > _SHORTEST:
             found.compute.setdefault(pod, []).append((at, seconds))
         if point in {"batch_wait", "compute", "push", "update_wait", "pull"}:
             found.parts.setdefault(point, []).append(seconds)
     return found
+
+
+def _number(value: Any) -> float | None:
+    """Returns a number that a trace can have, or None for everything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _MOST:
+        return None
+    return float(value)
 
 
 def _distance(measured: Sequence[float], typical: float, sigma: float) -> float:

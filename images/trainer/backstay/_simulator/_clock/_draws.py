@@ -44,7 +44,8 @@ class DrawStream:
 
     def around(self, median: float, sigma: float) -> float:
         """Returns a number of the log-normal distribution with this median; `sigma` is that of its logarithm."""
-        return median if sigma == 0.0 or median == 0.0 else median * math.exp(sigma * self.normal())
+        # It draws also for zeros, so that these change no later number of the stream.
+        return median * math.exp(sigma * self.normal())
 
     def exponential(self, mean: float) -> float:
         """Returns a number of the exponential distribution with this mean."""

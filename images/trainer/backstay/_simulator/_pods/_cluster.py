@@ -44,6 +44,7 @@ class SimulatedPods:
         pods, gone, store, finished: see `JobPods`.
         operator, objects: the operator, and the objects of the job.
         on_start: called with each pod whose process begins.
+        failed_nodes: the numbers of nodes that were lost or preempted, which get no further pods.
     """
 
     def __init__(self, world: SimulatedWorld, job: TrainingJob) -> None:
@@ -57,6 +58,7 @@ class SimulatedPods:
         self._pods_per_rank = job.spec.workers.pods_per_rank
         self._nodes = 0
         self._on_node: dict[int, int] = {}
+        self.failed_nodes: set[int] = set()
         self.finished: Finished | None = None
         self.on_start: list[Callable[[PodOnNode], None]] = []
         self._silent_told: frozenset[int] = frozenset()
@@ -135,13 +137,13 @@ class SimulatedPods:
 
     def _free_node(self) -> int:
         limit = self._assumed.nodes.pods
-        if self._on_node.get(self._nodes, 0) >= limit:
+        if self._on_node.get(self._nodes, 0) >= limit or self._nodes in self.failed_nodes:
             self._nodes += 1
         self._on_node[self._nodes] = self._on_node.get(self._nodes, 0) + 1
         return self._nodes
 
     def _runs(self, pod: PodOnNode, work: float) -> None:
-        if not pod.alive:
+        if not pod.alive or pod.silent_since is not None:
             return
         pod.started = self._heap.now
         self.objects.run(pod.name, ready=False)
@@ -427,7 +429,7 @@ class SimulatedPods:
 
     def lose_node(self, pod: PodOnNode) -> None:
         """The node of the pod is lost: the pod is silent, until the API server reports it."""
-        if not pod.alive or pod.started is None or pod.silent_since is not None:
+        if not pod.alive or pod.silent_since is not None:
             return
         pod.silent_since = self._heap.now
         silent = self._world.times.silent
@@ -448,13 +450,14 @@ class SimulatedPods:
 
     def _report_lost(self, pod: PodOnNode) -> None:
         if pod.name in self.objects.pods and pod.name in self.pods:
-            # The node controller sets Ready to False without a reason. ContainersReady is set by the kubelet only.
-            status, when = self.objects.pods[pod.name]["status"], self.operator.now().isoformat()
-            status["conditions"] = [
-                {"type": "Ready", "status": "False", "lastTransitionTime": when},
-                {"type": "ContainersReady", "status": "True", "lastTransitionTime": when},
-            ]
-            self.operator.changed()
+            if pod.started is not None:  # a pod that never ran is not Ready before either
+                # The node controller sets Ready to False without a reason. ContainersReady is set by the kubelet only.
+                status, when = self.objects.pods[pod.name]["status"], self.operator.now().isoformat()
+                status["conditions"] = [
+                    {"type": "Ready", "status": "False", "lastTransitionTime": when},
+                    {"type": "ContainersReady", "status": "True", "lastTransitionTime": when},
+                ]
+                self.operator.changed()
             self._heap.after(_EVICTED_AFTER, self._evict, pod)
 
     def _evict(self, pod: PodOnNode) -> None:

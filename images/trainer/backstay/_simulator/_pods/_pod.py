@@ -59,5 +59,5 @@ class PodOnNode:
         return (*self.key[:3], self.member) if self.member else self.key[:3]
 
     def is_silent(self, now: float, limit: float) -> bool:
-        """Returns whether it has sent nothing for `limit` seconds, because its node is lost."""
-        return self.silent_since is not None and now - self.silent_since >= limit
+        """Returns whether its process has sent nothing for `limit` seconds, because its node is lost."""
+        return self.started is not None and self.silent_since is not None and now - self.silent_since >= limit

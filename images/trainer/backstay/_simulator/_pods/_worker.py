@@ -74,6 +74,7 @@ class TimedWorker:
         self._protocol = WorkerProtocol(world.config.mode, self.rank, self.incarnation)
         self.seconds = WorkerSeconds(clock=lambda: world.heap.now)
         self._draws = world.draws("steps", self.rank, self.incarnation)
+        self._pauses = world.draws("pauses", self.rank, self.incarnation)
         step = world.assumed.step
         machine_draws = world.draws("machine", self.rank, self.incarnation)
         self._factor = step.factors.get(self.rank) or machine_draws.around(1.0, step.machine_sigma)
@@ -180,7 +181,8 @@ class TimedWorker:
                 self._span("compile", began, self._heap.now, None)
                 self._pull_first()
 
-        self._machine.processor.add(self._draws.around(seconds, starts.sigma), compiled)
+        draws = self._world.draws("compile", self.rank, self.incarnation)
+        self._machine.processor.add(draws.around(seconds, starts.sigma), compiled)
 
     def _pull_first(self) -> None:
         self._pulling = self._heap.now
@@ -239,8 +241,10 @@ class TimedWorker:
         self.seconds.ended("data")
         count = step.local_steps
         total = count * self._factor * self._draws.around(step.seconds, step.sigma / math.sqrt(count))
-        if step.pauses_per_hour and self._draws.uniform() < total * step.pauses_per_hour / 3600:
-            total += self._draws.exponential(step.pause_seconds)
+        # Each step draws both numbers, so that one more pause does not change the later ones.
+        chance, pause = self._pauses.uniform(), self._pauses.exponential(step.pause_seconds)
+        if chance < total * step.pauses_per_hour / 3600:
+            total += pause
         own = min(total, count * step.processor_seconds)
 
         def rest() -> None:
