@@ -82,6 +82,7 @@ class Blocked(StrEnum):
     HELD = "PodHeldBack"
     NOT_STARTED = "NotStarted"
     NEVER_STARTED = "NeverStarted"
+    GIVEN_BACK = "GivenBack"
     NOT_JOINED = "NotJoined"
 
     @property

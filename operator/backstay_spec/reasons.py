@@ -72,6 +72,7 @@ _POD_START: Final = {
     "PodHeldBack": "The queue must first admit other pods of the job, or still counts an old pod. The deadline does "
     "not count this time.",
     "NeverStarted": "Pods of a slot end before they start. The message has the newest reason.",
+    "GivenBack": "A rank has room for some of its pods only. They are deleted, and the rank is tried again.",
     "NotStarted": "The kubelet has not started a container after 30 seconds.",
     "NotJoined": "A container runs, but its script has not called `train`, or `train` cannot reach the servers.",
 }
@@ -236,12 +237,6 @@ EVENTS: Final[tuple[EventDoc, ...]] = (
         "Normal",
         "The operator deletes a pod, because a newer pod fills its slot. This is part of a replacement, not a fault.",
         "None.",
-    ),
-    EventDoc(
-        "GivenBack",
-        "Warning",
-        "Only some pods of a rank have room. They are deleted, and the rank is tried again.",
-        "Raise the quota or add nodes. With `spec.scheduling.queue`, a rank starts when all its pods have room.",
     ),
     EventDoc("Trained", "Normal", "The last update is stored. The script of worker 0 may still run.", "None."),
     EventDoc("Succeeded", "Normal", "The job has succeeded.", "None."),

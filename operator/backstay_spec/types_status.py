@@ -95,6 +95,9 @@ class Backoff(StatusModel):
     last: str | None = None
     """The reason for the newest of these deaths."""
 
+    no_room_since: PreciseTime | None = None
+    """Since when some pods of a rank of several have had no room, so that the rank gave back what it had."""
+
     not_before: PreciseTime | None = None
     """The replacement is not created before this time."""
 

@@ -157,9 +157,9 @@ class Nodes(Cluster):
 @pytest.mark.parametrize(
     ("room", "ranks", "pods", "update"), [(2, 3, 3, {"mode": "Async"}), (3, 4, 2, {"mode": "Sync", "backups": 2})]
 )
-@pytest.mark.parametrize("lacks", ["quota", "nodes"])
-def test_a_job_with_room_for_too_few_ranks_ends(lacks, room, ranks, pods, update, seed):
-    """The time to start continues while ranks give their parts back and take others."""
+@pytest.mark.parametrize(("lacks", "died"), [("quota", False), ("nodes", False), ("nodes", True)])
+def test_a_job_with_room_for_too_few_ranks_ends(lacks, died, room, ranks, pods, update, seed):
+    """The time to start continues while ranks give their parts back and take others, also after a preemption."""
     order, spec = random.Random(seed), {"parameterServers": {"replicas": 1}, "update": update}
     if lacks == "quota":
         job = limited(Quota(room), order, ranks, pods, **update)
@@ -170,14 +170,43 @@ def test_a_job_with_room_for_too_few_ranks_ends(lacks, room, ranks, pods, update
         job.settle()
         if lacks == "nodes":
             job.schedule(room, order)
-        else:
-            for name in job.living():
-                job.run(name, ready=not is_worker(job.pods[name]))
+        for name in job.living():
+            if not is_worker(job.pods[name]):
+                job.run(name)
+            elif lacks == "quota":
+                job.run(name, ready=False)
+        if died and seconds == 6:
+            for rank in range(ranks):
+                job.disrupt(job.named(WORKER, rank), "DeletionByTaintManager")
         job.bury()
         job.tick(6)
         seconds += 6
-    assert job.status["phase"] == "Failed"
+    assert job.condition("Failed")["message"].startswith("worker ")
     assert 600 <= seconds <= 660
+
+
+def test_a_rank_that_has_found_room_has_its_whole_time_to_start():
+    """Its pods may pull an image for minutes."""
+    quota = Quota(2)
+    job = limited(quota, random.Random(0), 2, 2, mode="Sync")
+    while not job.status.get("backoff"):  # each rank has got one pod
+        job.manifest.pop("status", None)
+        job.pods, job.memory = {}, type(job.memory)(job.uid)
+        job.settle()
+    for seconds in range(0, 1140, 6):
+        quota.room = 2 if seconds < 540 else 4
+        for name in job.living():
+            if not is_worker(job.pods[name]) or job.pods[name]["metadata"]["labels"][contract.LABEL_INDEX] == "0":
+                job.run(name)
+            else:
+                job.pods[name]["spec"]["nodeName"] = "n1"
+        job.settle()
+        job.bury()
+        assert job.status["phase"] != "Failed", (seconds, job.condition("Failed"))
+        job.tick(6)
+    job.tick(60)
+    job.settle()
+    assert job.condition("Failed")["reason"] == "NotStarted"
 
 
 @pytest.mark.parametrize("reason", ["Conflict", "InternalError", "Forbidden"])
@@ -218,7 +247,7 @@ def test_pods_that_die_before_they_start_after_a_part_was_given_back_end_the_job
         job.settle(40)
         seconds += 10
     assert job.condition("Failed")["reason"] == "NeverStarted"
-    assert seconds <= 620
+    assert seconds <= 660
 
 
 def test_a_deletion_that_fails_is_repeated():

@@ -178,6 +178,6 @@ def backed_off(
         failures=failures,
         deaths=deaths,
         not_before=facts.now + max(waits) if waits else None,
-        unstarted_since=None if started else facts.now if before is None else known.unstarted_since,
+        unstarted_since=None if started else facts.now if known.deaths is None else known.unstarted_since,
         last=one_line(f"{verdict.cause}: {verdict.text}", _LAST),
     )

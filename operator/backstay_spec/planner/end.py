@@ -102,7 +102,7 @@ def pending_deadline(facts: Facts, obstructed: Sequence[Obstructed], held: Mappi
         elif slot.index < world:
             ranks.add(slot)
     is_short = world - len(ranks) < facts.spec.update.quorum(world)
-    for found in late:
+    for found in sorted(late, key=lambda one: one.obstacle.blocked is Blocked.GIVEN_BACK):  # others say more
         if found.slot.role == contract.ROLE_SERVER or is_short:
             failed = "did not join" if found.obstacle.blocked is Blocked.NOT_JOINED else "could not be started"
             text = (

@@ -187,10 +187,15 @@ def _turned_at(view: PodView) -> datetime | None:
     return parse_time(condition_of(view.raw, "Ready").get("lastTransitionTime"))
 
 
+def has_node(pod: PodView) -> bool:
+    """Returns whether the scheduler has found a node for one pod."""
+    return bool((pod.raw.get("spec") or {}).get("nodeName"))
+
+
 def is_bound_in_part(view: PodView) -> bool:
     """Returns whether some pods of a rank have nodes, and the scheduler finds none for others."""
     found = None if view.ready else obstacle_of(view.raw)
-    is_bound = any((member.raw.get("spec") or {}).get("nodeName") for member in view.members)
+    is_bound = any(has_node(member) for member in view.members)
     return is_bound and found is not None and found.blocked is Blocked.UNSCHEDULABLE
 
 

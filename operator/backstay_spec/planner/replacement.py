@@ -33,7 +33,6 @@ from backstay_spec.causes import (
     refusal_obstacle,
     verdict_of,
 )
-from backstay_spec.events import warning
 from backstay_spec.names import Slot
 from backstay_spec.observed import UNCOUNTED, RefusedCreate
 from backstay_spec.planner import budgets, hung, leaving, order, promotion, standbys
@@ -46,6 +45,7 @@ from backstay_spec.planner.pods import (
     PodView,
     cause_due,
     created_at,
+    has_node,
     is_bound_in_part,
     is_settled,
     ready_since,
@@ -122,7 +122,7 @@ def _judge_slot(facts: Facts, record: Record, slot: Slot, *, held: bool = False,
     if current == 0 or outlived or (not facts.was_desired(slot) and not refused):
         return _create(facts, record, slot, None)
     if waits is not None:
-        obstructed = Effects(obstructed=_row_of_deaths(record, slot))
+        obstructed = Effects(obstructed=_row_of_deaths(record, slot) or _no_room(record, slot))
         if facts.now >= waits:
             return _create(facts, record, slot, None).also(obstructed)
         superseded = pod is not None and pod.alive
@@ -172,13 +172,14 @@ def _judge_living(facts: Facts, record: Record, pod: PodView) -> Decision:
     stalled = hung.reported_stalled(facts, pod)
     if stalled is not None:
         return _end_hung(facts, record, pod, stalled)
+    record = _with_room(facts, record, pod)
     known = record.backoff.get(pod.slot.key)
     if known is not None and not budgets.is_brief(facts, pod, known) and is_settled(pod, facts.progress):
         record = record.with_backoff(pod.slot.key, None)
     obstacle = None if pod.ready else obstacle_of(pod.raw)
     if obstacle is None:
         return _judge_running(facts, record, pod)
-    since = max(created_at(pod) or facts.now, facts.observed.gated.get(pod.uid) or _LONG_AGO)
+    since = _may_start_since(facts, pod)
     other_place, required = None, _has_required_place(facts)
     if required and facts.can_create and is_bound_in_part(pod):
         other_place = since + _TRIES_A_PLACE * _pending_limit(facts)
@@ -187,9 +188,10 @@ def _judge_living(facts: Facts, record: Record, pod: PodView) -> Decision:
             text = f"its pods do not fit on nodes with one value of {key}: {obstacle.text}"
             elsewhere = Decision(record, _delete(pod, Cause.NOT_ADMITTED))
             return elsewhere.then(_die(facts, record, pod, Verdict(Cause.NOT_ADMITTED, text)))
-    given_back = _given_back_since(known)
-    found: tuple[Obstructed, ...] = (Obstructed(pod.slot, obstacle, min(since, given_back or since)),)
-    if obstacle.blocked in (Blocked.NOT_STARTED, Blocked.UNSCHEDULABLE) and given_back is None:
+    if obstacle.blocked is Blocked.UNSCHEDULABLE:
+        since = _no_room_since(known) or since
+    found: tuple[Obstructed, ...] = (Obstructed(pod.slot, obstacle, since),)
+    if obstacle.blocked in (Blocked.NOT_STARTED, Blocked.UNSCHEDULABLE):
         found = _row_of_deaths(record, pod.slot) or found
     effects = Effects(obstructed=found, wake=other_place)
     if obstacle.blocked.permanent:
@@ -216,8 +218,7 @@ def _given_back(facts: Facts, decided: Decision, pod: PodView, absent: Sequence[
     elif found and (refused or in_part):
         # Nodes and refusals without a quota may fit one rank only, so a higher one may start where a lower one cannot.
         patience = _TRIES_A_PLACE if yields else 1.0
-        begun = max(created_at(pod) or facts.now, facts.observed.gated.get(pod.uid) or _LONG_AGO)
-        due = begun + patience * _pending_limit(facts)
+        due = _may_start_since(facts, pod) + patience * _pending_limit(facts)
     else:
         return decided
     if not facts.can_create or decided.effects.failure is not None:
@@ -225,21 +226,39 @@ def _given_back(facts: Facts, decided: Decision, pod: PodView, absent: Sequence[
     if facts.now < due:
         return decided.also(Effects(wake=due))
     slot = pod.slot
-    bound = sum(bool((member.raw.get("spec") or {}).get("nodeName")) for member in pod.members)
-    text = f"{slot.text} has room for {len(pod.members) if refused else bound} of its {len(facts.members(slot))} pods"
-    event = warning("GivenBack", f"{text}; all are created again in {_GIVEN_BACK.seconds} s", slot.key, pod.incarnation)
+    known = decided.record.backoff.get(slot.key) or Backoff()
     # The time to start continues. Otherwise a job that has room for parts of ranks only would never end.
-    known = decided.record.backoff.get(slot.key) or Backoff(
-        unstarted_since=min((o.since for o in found), default=facts.now), last=text
-    )
-    record = decided.record.with_backoff(slot.key, known.model_copy(update={"not_before": facts.now + _GIVEN_BACK}))
-    effects = replace(decided.effects, creations=(), events=(*decided.effects.events, event))
+    since = known.no_room_since or min((o.since for o in found), default=facts.now)
+    waits = known.model_copy(update={"no_room_since": since, "not_before": facts.now + _GIVEN_BACK})
+    record = decided.record.with_backoff(slot.key, waits)
+    effects = replace(decided.effects, creations=(), obstructed=tuple(found) or _no_room(record, slot))
     return Decision(record, effects + _delete(pod, "GivenBack"))
 
 
-def _given_back_since(known: Backoff | None) -> datetime | None:
-    """Returns since when a rank has had no room for all its pods, or None if it has given none back."""
-    return known.unstarted_since if known is not None and known.deaths is None else None
+def _may_start_since(facts: Facts, pod: PodView) -> datetime:
+    """Returns when the pods were created, or were let go by a queue."""
+    return max(created_at(pod) or facts.now, facts.observed.gated.get(pod.uid) or _LONG_AGO)
+
+
+def _no_room_since(known: Backoff | None) -> datetime | None:
+    return None if known is None else known.no_room_since
+
+
+def _with_room(facts: Facts, record: Record, pod: PodView) -> Record:
+    """Returns the record after all pods of a rank have nodes."""
+    known, placed = record.backoff.get(pod.slot.key), [has_node(member) or member.started for member in pod.members]
+    if known is None or known.no_room_since is None or not all(placed) or facts.absent(pod.slot, pod.incarnation):
+        return record
+    return record.with_backoff(pod.slot.key, known.model_copy(update={"no_room_since": None}))
+
+
+def _no_room(record: Record, slot: Slot) -> tuple[Obstructed, ...]:
+    """Returns the obstacle of a rank that has given its room back, and waits; empty for other slots."""
+    known = record.backoff.get(slot.key)
+    if known is None or known.no_room_since is None:
+        return ()
+    text = f"there is room for some of its pods only, so all are created again {_GIVEN_BACK.seconds} s later"
+    return (Obstructed(slot, Obstacle(Blocked.GIVEN_BACK, text), known.no_room_since),)
 
 
 def _judge_running(facts: Facts, record: Record, pod: PodView) -> Decision:
@@ -334,9 +353,7 @@ def _not_created(facts: Facts, slot: Slot, incarnation: int, name: str, refusal:
     # An operator that has started again finds in the status since when its predecessor tried.
     if begun is not None and since - begun < _FIRST_TRIES and created is not None and created.status == "False":
         since = min(since, _reported_at(facts, slot, obstacle, created) or since)
-    if refusal.reason in UNCOUNTED:
-        since = facts.now
-    since = min(since, _given_back_since(facts.old.backoff.get(slot.key)) or since)
+    since = facts.now if refusal.reason in UNCOUNTED else _no_room_since(facts.old.backoff.get(slot.key)) or since
     effects = Effects(obstructed=(Obstructed(slot, obstacle, since),))
     if obstacle.blocked.permanent:
         text = f"{slot.text} (pod {name}) cannot be created: {obstacle.text}"
@@ -362,13 +379,9 @@ def _reported_at(facts: Facts, slot: Slot, obstacle: Obstacle, created: Conditio
 
 
 def _row_of_deaths(record: Record, slot: Slot) -> tuple[Obstructed, ...]:
-    """Returns the obstacle of a slot whose pods die before they start, or have no room; empty for other slots."""
+    """Returns the obstacle of a slot whose pods die before they start; empty for other slots."""
     known = record.backoff.get(slot.key)
-    if known is None or known.unstarted_since is None:
-        return ()
-    if known.deaths is None:
-        return (Obstructed(slot, Obstacle(Blocked.NEVER_STARTED, known.last or ""), known.unstarted_since),)
-    if known.deaths <= budgets.UNPACED:
+    if known is None or known.unstarted_since is None or (known.deaths or 0) <= budgets.UNPACED:
         return ()
     text = f"{known.deaths} pods in a row ended before they started, the last with {known.last}"
     return (Obstructed(slot, Obstacle(Blocked.NEVER_STARTED, text), known.unstarted_since),)
