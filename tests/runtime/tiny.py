@@ -98,6 +98,8 @@ def evaluate(params, state=None):
         print("evaluate waits", flush=True)
         while not EVALUATE.exists():
             time.sleep(0.01)
+    if "TOO_LARGE" in os.environ:
+        jnp.zeros(1 << 46)
     # Not by JAX, for which each pod would compile.
     return {"squares": sum(float(np.sum(np.square(leaf))) for leaf in jax.tree.leaves(params))}
 

@@ -17,7 +17,7 @@ from ._gather import gather
 from ._gradient import Gradient, GradientFn, examples_of
 from ._initial import initial
 from ._local_steps import AHEAD, LocalComputation, LocalProgram, LocalTraining
-from ._placement import Placement, placement_of
+from ._placement import Placement, is_out_of_memory, placement_of
 from ._sharding import MeshAxes, ModelSharding
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "examples_of",
     "gather",
     "initial",
+    "is_out_of_memory",
     "peak_of",
     "placement_of",
 ]

@@ -24,7 +24,7 @@ from ._sharding import (
     shardings_of,
 )
 
-__all__ = ["Placement", "placement_of"]
+__all__ = ["Placement", "is_out_of_memory", "placement_of"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -295,3 +295,8 @@ def placement_of(
     made = mesh_of(mesh, list(devices) if devices is not None else jax.local_devices())
     found = shardings_of(sharding, made, tree)
     return Placement(list(made.devices.flat), deterministic=deterministic, shardings=found)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether an error says that the host or a device has too little memory."""
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)

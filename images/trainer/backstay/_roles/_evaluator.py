@@ -14,7 +14,7 @@ from backstay_spec.contract import ALREADY_COMPLETE
 
 from .. import _instrument
 from .._checkpoint import load
-from .._compute import Placement
+from .._compute import Placement, is_out_of_memory
 from .._process import Environment, Stop
 from .._script import FrozenPart, Script, ScriptPlan
 from .._transport import ControlClient, Heartbeats, JobState
@@ -142,10 +142,20 @@ class Evaluator:
         except Exception as failure:  # noqa: BLE001  # an error of the script costs the metrics, not the training
             _LOG.exception("evaluate raised at step %d", step)
             error = f"{type(failure).__name__}: {failure}"
+            if is_out_of_memory(failure):
+                error = f"{self._too_small()}: {error}"
         self._heart.activity = WAITING
         self._evaluated(step, time.monotonic() - began)
         self._found = step, metrics, error, name
         self._report()
+
+    def _too_small(self) -> str:
+        size = sum(leaf.nbytes for leaf in self._plan.partition.tree.leaves) / 1e9
+        devices = len(self._placement.devices)
+        return (
+            f"the evaluator has too little memory. The model has {size:.3g} GB that train, and this pod {devices} "
+            "devices. Give it more memory or the devices of a worker, or remove spec.evaluator: then workers evaluate"
+        )
 
     @contextlib.contextmanager
     def _announced(self, step: int, name: str) -> Iterator[None]:
