@@ -6,120 +6,30 @@ import json
 import re
 import shutil
 import signal
-import sys
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from between import LONG, until
 
 from backstay._faults import ENV_FAULTS
 from backstay._process import SIGTERM_EXIT
-from backstay.testing import KILLED, Forker, Job, Pod
+from backstay.testing import KILLED, Pod
 from backstay_spec import contract
-from backstay_spec.causes import is_group_lost
 
-JAX_ABORTS, GROUP_LOST_EXIT = 134, contract.GROUP_LOST_EXIT
-SCRIPT = Path(__file__).with_name("sharded.py")
+from .groups import GROUP_LOST_EXIT, JAX_ABORTS, ends_too, same, trained
+
 EXAMPLE = Path(__file__).parents[2] / "examples/bytes"
 SIZES, SOURCES = "CONTEXT, WIDTH, HEADS, LAYERS, BATCH = ", 'root = Path(sysconfig.get_path("stdlib"))'
 SMALLER = {f"{SIZES}128, 128, 4, 2, 16": f"{SIZES}32, 32, 4, 2, 8", SOURCES: f'{SOURCES} / "asyncio"'}
-
-
-class GroupJob(Job):
-    """A job whose ranks have several pods, which write their results into its folder."""
-
-    def variables(self, name: str) -> dict[str, str]:
-        return {"BACKSTAY_JOB": "group", "OUT": str(self.folder / f"{name}.npz"), "LET": str(self.folder / "let")}
-
-    @property
-    def members(self) -> int:
-        return int(self.config.get("pods_per_rank", 1))
-
-    def rank(self, rank: int, incarnation: int = 1, *, faults: dict[int, str] | None = None) -> list[Pod]:
-        """Start the pods of a rank. `faults`: of a pod."""
-        return [
-            self.start(
-                contract.ROLE_WORKER,
-                rank,
-                incarnation,
-                environment={contract.ENV_MEMBER: str(member), ENV_FAULTS: (faults or {}).get(member, "")},
-            )
-            for member in range(self.members)
-        ]
-
-    def params(self, pod: Pod) -> dict[str, np.ndarray]:
-        return dict(np.load(self.folder / f"{pod.name}.npz"))
-
-
-@pytest.fixture
-def group(tmp_path: Path, parent: Forker) -> Iterator[Any]:
-    """Makes jobs: ``group(kind, more, devices=2, command=(script, ...), shards=1, workers=1, **config)``."""
-    made: list[GroupJob] = []
-
-    def make(
-        kind: str, more: str = "", *, devices: int = 2, command: Sequence[str] = (str(SCRIPT),), **config: Any
-    ) -> GroupJob:
-        folder = tmp_path / f"job-{len(made)}"
-        folder.mkdir()
-        job = GroupJob([sys.executable, *command], folder, parent, **config)
-        job.environment = {"KIND": kind, "MORE": more, "DEVICES": str(devices), "DEVICES_OF_PARAMETER-SERVER": "1"}
-        made.append(job)
-        return job
-
-    yield make
-    for each in made:
-        each.end()
-        sys.stdout.write(each.logs())  # pytest shows it when the test failed
-
-
-def trained(job: GroupJob) -> dict[str, np.ndarray]:
-    """Returns the parameters of a whole job, which each of its pods has."""
-    servers = [job.server(shard, 1) for shard in range(job.shards)]
-    workers = [pod for rank in range(job.workers) for pod in job.rank(rank)]
-    assert [pod.wait() for pod in (*workers, *servers)] == [0] * (len(workers) + len(servers))
-    found = [job.params(pod) for pod in workers[: job.members]]
-    for other in found[1:]:
-        assert all((found[0][name] == other[name]).all() for name in found[0])
-    return found[0]
-
-
-@pytest.fixture
-def plain(group: Any, compiled: Path, tmp_path: Path) -> Callable[..., dict[str, np.ndarray]]:
-    """Returns the parameters of ranks of one pod with one device, which one process of pytest trains for all."""
-
-    def found(workers: int = 1) -> dict[str, np.ndarray]:
-        file, part = compiled.with_name(f"plain-{workers}.npz"), tmp_path / "plain.npz"
-        if not file.exists():
-            np.savez(part, **trained(group("", devices=1, workers=workers)))
-            part.replace(file)  # two processes may do this, with the same parameters
-        return dict(np.load(file))
-
-    return found
 
 
 def page(server: Pod) -> str:
     """Returns the status page of shard 0's server."""
     with urllib.request.urlopen(f"http://{server.metrics}/status", timeout=LONG) as answer:
         return str(answer.read().decode())
-
-
-def ends_too(pod: Pod) -> None:
-    """The pod ends because another one of its rank is lost, as the planner finds. If JAX's connection to the first pod
-    breaks before Backstay's, JAX aborts the process."""
-    pod.job.may_end_with(GROUP_LOST_EXIT, JAX_ABORTS)
-    code, message = pod.wait(), json.dumps(pod.final_message()) if pod.final_message() else pod.output()[-2048:]
-    state = {"terminated": {"exitCode": code, "message": message}}
-    assert is_group_lost({"status": {"containerStatuses": [{"name": contract.CONTAINER, "state": state}]}}), message
-
-
-def same(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray], rtol: float = 1e-7) -> None:
-    assert got.keys() == wanted.keys()
-    for name, value in wanted.items():
-        np.testing.assert_allclose(got[name], value, rtol=rtol, atol=1e-9, err_msg=name)
 
 
 @pytest.mark.parametrize(
