@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import numpy as np
+from between import LONG
 
 from backstay._faults import ENV_FAULTS
 from backstay.testing import Job, Pod
@@ -36,6 +37,13 @@ class GroupJob(Job):
             for member in range(self.members)
         ]
 
+    def reference(self) -> dict[str, np.ndarray]:
+        """Returns the parameters of the same script in one process with one device, without a job."""
+        out, log = self.folder / "reference.npz", self.folder / "reference.log"
+        loop = {**self.forker.environ, **self.environment, "KIND": "", "DEVICES": "1", "OUT": str(out)}
+        assert self.forker.start(self._argv, loop, log).wait(LONG) == 0, log.read_text(errors="replace")
+        return dict(np.load(out))
+
     def params(self, pod: Pod) -> dict[str, np.ndarray]:
         return dict(np.load(self.folder / f"{pod.name}.npz"))
 
@@ -44,7 +52,8 @@ def trained(job: GroupJob) -> dict[str, np.ndarray]:
     """Returns the parameters of a whole job, which each of its pods has."""
     servers = [job.server(shard, 1) for shard in range(job.shards)]
     workers = [pod for rank in range(job.workers) for pod in job.rank(rank)]
-    assert [pod.wait() for pod in (*workers, *servers)] == [0] * (len(workers) + len(servers))
+    others = [*servers, *([job.start(contract.ROLE_EVALUATOR, 0)] if job.config.get("evaluator") else [])]
+    assert [pod.wait() for pod in (*workers, *others)] == [0] * (len(workers) + len(others))
     found = [job.params(pod) for pod in workers[: job.members]]
     for other in found[1:]:
         assert all((found[0][name] == other[name]).all() for name in found[0])

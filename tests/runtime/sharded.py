@@ -27,7 +27,8 @@ jax.config.update("jax_enable_x64", True)
 OF_ROLE = f"DEVICES_OF_{os.environ.get('BACKSTAY_ROLE', '').upper()}"
 jax.config.update("jax_num_cpu_devices", int(os.environ.get(OF_ROLE, os.environ.get("DEVICES", "1"))))
 KIND = os.environ.get("KIND", "")
-WIDTH = 256  # large enough that fsdp divides a matrix
+WIDTH = int(os.environ.get("WIDTH", "256"))  # large enough that fsdp divides a matrix
+ROWS = int(os.environ.get("ROWS", "8"))
 
 
 def init(key):
@@ -81,6 +82,11 @@ def loss(params, state, batch):
     return error + 1e-4 * jnp.sum(params["odd"] ** 2), {"mean": mean}
 
 
+def noisy(params, state, batch, key):
+    x, y = batch
+    return loss(params, state, (x + jax.random.normal(key, x.shape) / 8, y))
+
+
 def batches(key):
     if key.step == int(os.environ.get("EXIT_AT", "-1")):
         sys.exit(3)
@@ -89,7 +95,7 @@ def batches(key):
     if key.step == int(os.environ.get("HOLD", "-1")) and not Path(os.environ["LET"]).exists():
         print(f"held at step {key.step}", flush=True)
         wait()
-    x = key.rng.normal(size=(8, 32))
+    x = key.rng.normal(size=(ROWS, 32))
     return x, np.sin(x[:, :3])
 
 
@@ -140,7 +146,7 @@ LAYOUTS = {
 }
 MORE = {
     "": {"optimizer": optax.adamw(1e-2), "clip_norm": 0.5},
-    "local": {"local": backstay.LocalSteps(2, optax.adam(1e-2), inner_state="keep")},
+    "local": {"local": backstay.LocalSteps(4, optax.adam(1e-2), inner_state="keep", fragments=2, overlap=1)},
     "frozen": {
         "optimizer": optax.sgd(1e-1, momentum=0.9),
         "frozen": lambda name: name == "stages",
@@ -148,6 +154,8 @@ MORE = {
     },
     "rows": {
         "batches": backstay.from_dataset(SAMPLES, batch_size=8, shuffle=False),
+        "loss": noisy,
+        "has_rng": True,
         "optimizer": optax.adamw(1e-2),
         "clip_norm": 0.5,
     },

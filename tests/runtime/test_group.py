@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from between import LONG, until
 
@@ -20,6 +21,7 @@ from backstay.testing import KILLED, Pod
 from backstay_spec import contract
 
 from .groups import GROUP_LOST_EXIT, JAX_ABORTS, ends_too, same, trained
+from .operator_calls import progress
 
 EXAMPLE = Path(__file__).parents[2] / "examples/bytes"
 SIZES, SOURCES = "CONTEXT, WIDTH, HEADS, LAYERS, BATCH = ", 'root = Path(sysconfig.get_path("stdlib"))'
@@ -35,16 +37,22 @@ def page(server: Pod) -> str:
 @pytest.mark.parametrize(
     ("kind", "more", "config"),
     [
-        ("fsdp", "rows", {"shards": 2, "workers": 2}),
+        ("fsdp", "rows", {"shards": 2, "workers": 2, "evaluator": True}),  # and a loss with random keys
         ("tensor", "local", {"shards": 2, "workers": 2, "wire": {"gradients": "Int8", "parameters": "BFloat16"}}),
         ("pipeline", "frozen", {"mode": "Async"}),
         ("whole", "factored", {"shards": 2, "grace_seconds": 5.0, "workers": 2}),
     ],
 )
-def test_t4_ranks_of_two_pods_train_as_ranks_of_one(group: Any, kind: str, more: str, config: dict[str, Any]) -> None:
+def test_t4_ranks_of_two_pods_train_as_ranks_of_one(
+    group: Any, tmp_path: Path, kind: str, more: str, config: dict[str, Any]
+) -> None:
     """The pods of a rank are two processes whose devices JAX uses as one. The servers get only their number."""
-    alone = trained(group(kind, more, devices=4, **config))
-    job = group(kind, more, pods_per_rank=2, **config)
+
+    def stored(name: str) -> dict[str, Any]:
+        return {"checkpoint": {"uri": str(tmp_path / name)}} if "evaluator" in config else {}
+
+    alone = trained(group(kind, more, devices=4, **config, **stored("alone")))
+    job = group(kind, more, pods_per_rank=2, **config, **stored("together"))
     coded = "wire" in config
     job.environment["ACCELERATED"] = "1" if coded else ""  # one rank, beside one whose host encodes
     same(trained(job), alone)
@@ -58,6 +66,33 @@ def test_t4_ranks_of_two_pods_train_as_ranks_of_one(group: Any, kind: str, more:
 
 def test_three_pods_whose_devices_divide_nothing_train_too(group: Any, plain: Any) -> None:
     same(trained(group("", devices=1, pods_per_rank=3)), plain())
+
+
+def test_t4_three_pods_that_divide_all_large_arrays_train_as_one_process(group: Any) -> None:
+    job = group("fsdp", devices=1, pods_per_rank=3, shards=2)
+    job.environment |= {"WIDTH": "288", "ROWS": "9"}
+    same(trained(job), job.reference())
+
+
+@pytest.mark.parametrize("grace", [0.0, LONG])
+def test_t2_backups_and_grace_count_a_rank_of_which_one_pod_is_late(group: Any, grace: float) -> None:
+    """One rank is the quorum. Without grace the other rank trains alone. With it, its update waits for the late one."""
+    job = group("fsdp", devices=1, pods_per_rank=2, workers=2, backups=1, grace_seconds=grace)
+    server = job.server(0, 1)
+    late = [
+        job.start(contract.ROLE_WORKER, 1, 1, environment={contract.ENV_MEMBER: str(member), **more})
+        for member, more in ((0, {}), (1, {"HOLD": "2"}))
+    ]
+    until(lambda: progress(job).step == 2, "the late rank has made two updates", ignoring=(grpc.RpcError,))
+    others = job.rank(0)
+    if grace:
+        until(lambda: 0 in progress(job).contributed, "the other rank has made a contribution")
+        assert progress(job).step == 2
+    else:
+        job.wait_for(others[0], "stored")
+    (job.folder / "let").touch()
+    assert [pod.wait() for pod in (*others, *late, server)] == [0] * 5
+    same(job.params(late[1]), job.params(others[0]))
 
 
 @pytest.mark.parametrize("killed", [0, 1])
