@@ -197,19 +197,24 @@ def store(result, place):
         wait()
 
 
-def connect_late():
-    """Hold this pod once between joining the servers and connecting to them."""
-    from backstay._roles import _worker
+def hold_once(where):
+    """Hold this pod at one place of Backstay: `join` is between joining the servers and connecting to them."""
+    place = {
+        "meet": "backstay._pod._formation._follow",
+        "initialize": "backstay._pod._formation._initialize",
+        "join": "backstay._roles._worker.connect",
+        "compile": "backstay._roles._contributions.Contributions.compile",
+    }[where]
+    function = pkgutil.resolve_name(place)
 
-    connect = _worker.connect
-
-    def late(*arguments, **more):
-        _worker.connect = connect
-        print("connects late", flush=True)
+    def held(*arguments, **more):
+        patched.stop()
+        print(f"held in {where}", flush=True)
         wait()
-        return connect(*arguments, **more)
+        return function(*arguments, **more)
 
-    _worker.connect = late
+    patched = patch(place, held)
+    patched.start()
 
 
 def count_as_accelerators():
@@ -229,8 +234,8 @@ def count_as_accelerators():
 if __name__ == "__main__":
     if os.environ.get("BACKSTAY_ROLE") == "worker" and os.environ["BACKSTAY_INDEX"] == os.environ.get("ACCELERATED"):
         count_as_accelerators()
-    if "LATE" in os.environ:
-        connect_late()
+    if "HOLD_IN" in os.environ:
+        hold_once(os.environ["HOLD_IN"])
     if os.environ.get("AFTER") == "late atexit":  # it runs after those of Backstay
         atexit.register(wait_at_exit)
     more = os.environ.get("MORE", "")

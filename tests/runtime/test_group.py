@@ -130,9 +130,9 @@ def test_t4_a_server_dies_before_each_pod_of_a_rank_has_connected(group: Any, pl
     first, dies = job.server(0, 1), job.server(1, 1)
     pods = [
         job.start(contract.ROLE_WORKER, 0, 1, environment={contract.ENV_MEMBER: str(member), **more})
-        for member, more in ((late, {"LATE": "1"}), (1 - late, {}))
+        for member, more in ((late, {"HOLD_IN": "join"}), (1 - late, {}))
     ]
-    job.wait_for(pods[0], "connects late")
+    job.wait_for(pods[0], "held in join")
     dies.process.kill()
     assert dies.may_end_with(KILLED).wait() == KILLED
     (job.folder / "let").touch()
@@ -186,18 +186,19 @@ def test_t7_a_rank_that_comes_after_training_divides_the_checkpoint(group: Any, 
     assert not list(folder.glob("address-*"))
 
 
-def test_t8_a_stopped_pod_ends_its_rank(group: Any, plain: Any) -> None:
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_t8_a_stopped_pod_ends_its_rank(group: Any, plain: Any, stopped: int) -> None:
     """The other pods cannot wait for it: only the pings of their connection show that it does not run."""
     job = group("fsdp", devices=1, pods_per_rank=2)
     job.environment["HOLD"] = "2"
     server, pods = job.server(0, 1), job.rank(0)
     for pod in pods:
         job.wait_for(pod, "held at step 2")
-    pods[1].process.send_signal(signal.SIGSTOP)
+    pods[stopped].process.send_signal(signal.SIGSTOP)
     (job.folder / "let").touch()
-    ends_too(pods[0])
-    assert "has not answered 5 pings" in pods[0].final_message()["message"]
-    pods[1].process.send_signal(signal.SIGKILL)
+    ends_too(pods[1 - stopped])
+    assert "has not answered 5 pings" in pods[1 - stopped].final_message()["message"]
+    pods[stopped].process.send_signal(signal.SIGKILL)
     again = job.rank(0, 2)
     assert [pod.wait() for pod in (*again, server)] == [0] * 3
     same(job.params(again[0]), plain())
@@ -318,6 +319,18 @@ def test_pods_with_another_sharding_are_refused_by_its_name(group: Any) -> None:
     message = refused(pods)
     assert message.startswith(
         "pod 1 of worker 0 differs from pod 0 of worker 0: sharding is nothing in pod 1 of worker 0"
+    )
+
+
+def test_pods_with_another_mesh_are_refused_by_its_sizes(group: Any) -> None:
+    job = group("whole", pods_per_rank=2)
+    job.server(0, 1)
+    other = {contract.ENV_MEMBER: "1", "OTHER_KIND": "made"}
+    pods = [job.start(contract.ROLE_WORKER, 0, 1, environment=each) for each in ({contract.ENV_MEMBER: "0"}, other)]
+    message = refused(pods)
+    assert message.startswith(
+        "pod 1 of worker 0 differs from pod 0 of worker 0: mesh is {'batch': 2, 'model': 2} in pod 1 of worker 0 and "
+        "{'batch': 4} in pod 0 of worker 0"
     )
 
 
