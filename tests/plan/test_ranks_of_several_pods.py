@@ -188,7 +188,7 @@ def test_the_death_of_one_pod_replaces_its_rank_and_is_charged_once(running, fir
 
 
 def test_a_rank_of_which_one_pod_hangs_is_replaced_and_charged_once(running):
-    """Servers know the rank and not its pods. The others wait for the one that hangs."""
+    """A server reports the rank, and none of its pods. The others wait for the one that hangs."""
     cluster = running(GROUPS)
     names = pods_of(cluster, 1)
     cluster.answer(step=3, contributed={0: 1, 1: 1}, stalled=(Stalled(1, 1, "no gradient for 300 s"),))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import signal
 import urllib.request
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 from between import LONG, until
+from small_examples import small_bytes
 
 from backstay._faults import ENV_FAULTS
 from backstay._process import SIGTERM_EXIT
@@ -22,10 +22,6 @@ from backstay_spec import contract
 
 from .groups import GROUP_LOST_EXIT, JAX_ABORTS, ends_too, same, trained
 from .operator_calls import progress
-
-EXAMPLE = Path(__file__).parents[2] / "examples/bytes"
-SIZES, SOURCES = "CONTEXT, WIDTH, HEADS, LAYERS, BATCH = ", 'root = Path(sysconfig.get_path("stdlib"))'
-SMALLER = {f"{SIZES}128, 128, 4, 2, 16": f"{SIZES}32, 32, 4, 2, 8", SOURCES: f'{SOURCES} / "asyncio"'}
 
 
 def page(server: Pod) -> str:
@@ -430,16 +426,8 @@ def bits(printed: str) -> float:
 
 @pytest.fixture
 def example(tmp_path: Path) -> str:
-    """The example with a smaller model and a shorter text."""
-    folder = tmp_path / "example"  # a script that changed the imported module would not be forked
-    folder.mkdir()
-    shutil.copy(EXAMPLE / "large.py", folder)
-    text = (EXAMPLE / "train.py").read_text()
-    for large, small in SMALLER.items():
-        assert text.count(large) == 1, large
-        text = text.replace(large, small)
-    (folder / "train.py").write_text(text)
-    return str(folder / "large.py")
+    # A script that changed the imported module would not be forked.
+    return str(small_bytes(tmp_path / "example") / "large.py")
 
 
 def test_the_example_trains_the_same_in_each_layout(group: Any, example: str) -> None:
