@@ -14,7 +14,7 @@ def small_bytes(folder: Path) -> Path:
     """Copies examples/bytes, with a smaller model and a shorter text.
 
     Args:
-        folder: it must not exist.
+        folder: the path of the copy, which must not exist.
 
     Returns:
         The folder.

@@ -60,7 +60,7 @@ def test_t7_a_server_that_takes_over_keeps_the_checkpoint_that_is_being_evaluate
     assert [pod.wait() for pod in (server, worker, evaluator)] == [0, 0, 0]
 
 
-def test_an_evaluator_that_is_too_small_for_the_model_says_so(job: Any, tmp_path: Path) -> None:
+def test_an_evaluator_that_is_too_small_for_the_model_is_named(job: Any, tmp_path: Path) -> None:
     tiny = job(1, 1, evaluator=True, checkpoint={"uri": str(tmp_path / "checkpoints")})
     tiny.environment = {"STEPS": "2", "EVALUATE": str(tmp_path), "TOO_LARGE": "1"}
     server, worker, evaluator = tiny.server(0, 1), tiny.worker(0), tiny.start("evaluator", 0)
