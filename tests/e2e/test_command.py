@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import pytest
 from between import LONG
+from small_examples import small_bytes
 from trace_format import check
 
 import backstay
@@ -150,6 +151,21 @@ def test_a_loss_that_is_nan_is_a_failed_job_and_no_traceback(folder: Path, tmp_p
     assert "NonFiniteGradients" in out
     assert "rank 0" in out
     assert "Traceback" not in err
+    wait_until_gone(folder)
+
+
+def test_the_example_with_ranks_of_two_pods_runs_as_it_is_written(folder: Path, tmp_path: Path) -> None:
+    """Two servers and two ranks of two pods each, with a smaller model and two steps."""
+    job = small_bytes(tmp_path / "bytes") / "large.yaml"
+    text = job.read_text()
+    assert text.count("args: [--layout, fsdp]") == 1
+    job.write_text(text.replace("[--layout, fsdp]", '[--layout, fsdp, --steps, "2"]'))
+    out, err = start(folder, job, "--output", "json").communicate(timeout=LONG)
+    seen = json.loads(out)
+    assert (seen["phase"], seen["step"], seen["restarts"]) == ("Succeeded", 2, 0), err
+    slots = ["server 0", "server 1", *(f"worker {rank}.{member}" for rank in range(2) for member in range(2))]
+    assert [pod["slot"] for pod in status_of(folder, "status")["pods"]] == slots
+    assert re.search(r"bits per byte [0-9.]+ after 2 updates", err), err
     wait_until_gone(folder)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from backstay_spec import contract
 from backstay_spec.actions import CreatePod, DeletePod
+from backstay_spec.observed import Stalled
 
 WORKER = contract.ROLE_WORKER
 GROUPS = {
@@ -184,6 +185,21 @@ def test_the_death_of_one_pod_replaces_its_rank_and_is_charged_once(running, fir
     assert cluster.status["roles"]["Worker"]["restarts"] == 1
     assert cluster.status["incarnations"]["worker-1"] == 2
     assert cluster.status["incarnations"]["worker-0"] == 1
+
+
+def test_a_rank_of_which_one_pod_hangs_is_replaced_and_charged_once(running):
+    """A server reports the rank, and none of its pods. The others wait for the one that hangs."""
+    cluster = running(GROUPS)
+    names = pods_of(cluster, 1)
+    cluster.answer(step=3, contributed={0: 1, 1: 1}, stalled=(Stalled(1, 1, "no gradient for 300 s"),))
+    assert set(deleted(cluster.plan())) == set(names)
+    cluster.settle()
+    assert [(death.cause, death.charged) for death in cluster.deaths] == [("Stalled", True)]
+    assert cluster.status["roles"]["Worker"]["restarts"] == 1
+    assert len(pods_of(cluster, 1, 2)) == 3
+    assert cluster.status["incarnations"]["worker-0"] == 1
+    cluster.settle()
+    assert len(cluster.deaths) == 1, "the old answer is about the old incarnation"
 
 
 LOST = json.dumps({"reason": "GroupLost", "message": "pod 2 of worker 0 is lost: the connection was closed"})

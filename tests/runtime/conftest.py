@@ -6,8 +6,9 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,10 @@ from between import LONG, put
 from backstay.testing import Forker, Job, Pod
 from backstay_spec.manifests_pod import GRPC_LOG
 
+from .groups import GroupJob, trained
+
 SCRIPT = Path(__file__).with_name("tiny.py")
+SHARDED = Path(__file__).with_name("sharded.py")
 ROOT = Path(__file__).parents[2]
 LIBRARY = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT / 'operator'}:{ROOT / 'images/trainer'}", **GRPC_LOG}
 
@@ -90,3 +94,38 @@ def job(tmp_path: Path, parent: Forker) -> Iterator[type[TinyJob]]:
     for each in made:
         each.end()
         sys.stdout.write(each.logs())  # pytest shows it when the test failed
+
+
+@pytest.fixture
+def group(tmp_path: Path, parent: Forker) -> Iterator[Any]:
+    """Makes jobs: ``group(kind, more, devices=2, command=(script, ...), shards=1, workers=1, **config)``."""
+    made: list[GroupJob] = []
+
+    def make(
+        kind: str, more: str = "", *, devices: int = 2, command: Sequence[str] = (str(SHARDED),), **config: Any
+    ) -> GroupJob:
+        folder = tmp_path / f"job-{len(made)}"
+        folder.mkdir()
+        job = GroupJob([sys.executable, *command], folder, parent, **config)
+        job.environment = {"KIND": kind, "MORE": more, "DEVICES": str(devices), "DEVICES_OF_PARAMETER-SERVER": "1"}
+        made.append(job)
+        return job
+
+    yield make
+    for each in made:
+        each.end()
+        sys.stdout.write(each.logs())  # pytest shows it when the test failed
+
+
+@pytest.fixture
+def plain(group: Any, compiled: Path, tmp_path: Path) -> Callable[..., dict[str, np.ndarray]]:
+    """Returns the parameters of ranks of one pod with one device, which one process of pytest trains for all."""
+
+    def found(workers: int = 1) -> dict[str, np.ndarray]:
+        file, part = compiled.with_name(f"plain-{workers}.npz"), tmp_path / "plain.npz"
+        if not file.exists():
+            np.savez(part, **trained(group("", devices=1, workers=workers)))
+            part.replace(file)  # two processes may do this, with the same parameters
+        return dict(np.load(file))
+
+    return found

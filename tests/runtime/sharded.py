@@ -27,7 +27,8 @@ jax.config.update("jax_enable_x64", True)
 OF_ROLE = f"DEVICES_OF_{os.environ.get('BACKSTAY_ROLE', '').upper()}"
 jax.config.update("jax_num_cpu_devices", int(os.environ.get(OF_ROLE, os.environ.get("DEVICES", "1"))))
 KIND = os.environ.get("KIND", "")
-WIDTH = 256  # large enough that fsdp divides a matrix
+WIDTH = int(os.environ.get("WIDTH", "256"))  # large enough that fsdp divides a matrix
+ROWS = int(os.environ.get("ROWS", "8"))
 
 
 def init(key):
@@ -81,6 +82,11 @@ def loss(params, state, batch):
     return error + 1e-4 * jnp.sum(params["odd"] ** 2), {"mean": mean}
 
 
+def noisy(params, state, batch, key):
+    x, y = batch
+    return loss(params, state, (x + jax.random.normal(key, x.shape) / 8, y))
+
+
 def batches(key):
     if key.step == int(os.environ.get("EXIT_AT", "-1")):
         sys.exit(3)
@@ -89,7 +95,7 @@ def batches(key):
     if key.step == int(os.environ.get("HOLD", "-1")) and not Path(os.environ["LET"]).exists():
         print(f"held at step {key.step}", flush=True)
         wait()
-    x = key.rng.normal(size=(8, 32))
+    x = key.rng.normal(size=(ROWS, 32))
     return x, np.sin(x[:, :3])
 
 
@@ -140,7 +146,7 @@ LAYOUTS = {
 }
 MORE = {
     "": {"optimizer": optax.adamw(1e-2), "clip_norm": 0.5},
-    "local": {"local": backstay.LocalSteps(2, optax.adam(1e-2), inner_state="keep")},
+    "local": {"local": backstay.LocalSteps(4, optax.adam(1e-2), inner_state="keep", fragments=2, overlap=1)},
     "frozen": {
         "optimizer": optax.sgd(1e-1, momentum=0.9),
         "frozen": lambda name: name == "stages",
@@ -148,6 +154,8 @@ MORE = {
     },
     "rows": {
         "batches": backstay.from_dataset(SAMPLES, batch_size=8, shuffle=False),
+        "loss": noisy,
+        "has_rng": True,
         "optimizer": optax.adamw(1e-2),
         "clip_norm": 0.5,
     },
@@ -189,19 +197,24 @@ def store(result, place):
         wait()
 
 
-def connect_late():
-    """Hold this pod once between joining the servers and connecting to them."""
-    from backstay._roles import _worker
+def hold_once(where):
+    """Hold this pod at one place of Backstay: `join` is between joining the servers and connecting to them."""
+    place = {
+        "meet": "backstay._pod._formation._follow",
+        "initialize": "backstay._pod._formation._initialize",
+        "join": "backstay._roles._worker.connect",
+        "compile": "backstay._roles._contributions.Contributions.compile",
+    }[where]
+    function = pkgutil.resolve_name(place)
 
-    connect = _worker.connect
-
-    def late(*arguments, **more):
-        _worker.connect = connect
-        print("connects late", flush=True)
+    def held(*arguments, **more):
+        patched.stop()
+        print(f"held in {where}", flush=True)
         wait()
-        return connect(*arguments, **more)
+        return function(*arguments, **more)
 
-    _worker.connect = late
+    patched = patch(place, held)
+    patched.start()
 
 
 def count_as_accelerators():
@@ -221,8 +234,8 @@ def count_as_accelerators():
 if __name__ == "__main__":
     if os.environ.get("BACKSTAY_ROLE") == "worker" and os.environ["BACKSTAY_INDEX"] == os.environ.get("ACCELERATED"):
         count_as_accelerators()
-    if "LATE" in os.environ:
-        connect_late()
+    if "HOLD_IN" in os.environ:
+        hold_once(os.environ["HOLD_IN"])
     if os.environ.get("AFTER") == "late atexit":  # it runs after those of Backstay
         atexit.register(wait_at_exit)
     more = os.environ.get("MORE", "")

@@ -4,101 +4,24 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import signal
-import sys
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import grpc
 import pytest
 from between import LONG, until
+from small_examples import small_bytes
 
 from backstay._faults import ENV_FAULTS
 from backstay._process import SIGTERM_EXIT
-from backstay.testing import KILLED, Forker, Job, Pod
+from backstay.testing import KILLED, Pod
 from backstay_spec import contract
-from backstay_spec.causes import is_group_lost
 
-JAX_ABORTS, GROUP_LOST_EXIT = 134, contract.GROUP_LOST_EXIT
-SCRIPT = Path(__file__).with_name("sharded.py")
-EXAMPLE = Path(__file__).parents[2] / "examples/bytes"
-SIZES, SOURCES = "CONTEXT, WIDTH, HEADS, LAYERS, BATCH = ", 'root = Path(sysconfig.get_path("stdlib"))'
-SMALLER = {f"{SIZES}128, 128, 4, 2, 16": f"{SIZES}32, 32, 4, 2, 8", SOURCES: f'{SOURCES} / "asyncio"'}
-
-
-class GroupJob(Job):
-    """A job whose ranks have several pods, which write their results into its folder."""
-
-    def variables(self, name: str) -> dict[str, str]:
-        return {"BACKSTAY_JOB": "group", "OUT": str(self.folder / f"{name}.npz"), "LET": str(self.folder / "let")}
-
-    @property
-    def members(self) -> int:
-        return int(self.config.get("pods_per_rank", 1))
-
-    def rank(self, rank: int, incarnation: int = 1, *, faults: dict[int, str] | None = None) -> list[Pod]:
-        """Start the pods of a rank. `faults`: of a pod."""
-        return [
-            self.start(
-                contract.ROLE_WORKER,
-                rank,
-                incarnation,
-                environment={contract.ENV_MEMBER: str(member), ENV_FAULTS: (faults or {}).get(member, "")},
-            )
-            for member in range(self.members)
-        ]
-
-    def params(self, pod: Pod) -> dict[str, np.ndarray]:
-        return dict(np.load(self.folder / f"{pod.name}.npz"))
-
-
-@pytest.fixture
-def group(tmp_path: Path, parent: Forker) -> Iterator[Any]:
-    """Makes jobs: ``group(kind, more, devices=2, command=(script, ...), shards=1, workers=1, **config)``."""
-    made: list[GroupJob] = []
-
-    def make(
-        kind: str, more: str = "", *, devices: int = 2, command: Sequence[str] = (str(SCRIPT),), **config: Any
-    ) -> GroupJob:
-        folder = tmp_path / f"job-{len(made)}"
-        folder.mkdir()
-        job = GroupJob([sys.executable, *command], folder, parent, **config)
-        job.environment = {"KIND": kind, "MORE": more, "DEVICES": str(devices), "DEVICES_OF_PARAMETER-SERVER": "1"}
-        made.append(job)
-        return job
-
-    yield make
-    for each in made:
-        each.end()
-        sys.stdout.write(each.logs())  # pytest shows it when the test failed
-
-
-def trained(job: GroupJob) -> dict[str, np.ndarray]:
-    """Returns the parameters of a whole job, which each of its pods has."""
-    servers = [job.server(shard, 1) for shard in range(job.shards)]
-    workers = [pod for rank in range(job.workers) for pod in job.rank(rank)]
-    assert [pod.wait() for pod in (*workers, *servers)] == [0] * (len(workers) + len(servers))
-    found = [job.params(pod) for pod in workers[: job.members]]
-    for other in found[1:]:
-        assert all((found[0][name] == other[name]).all() for name in found[0])
-    return found[0]
-
-
-@pytest.fixture
-def plain(group: Any, compiled: Path, tmp_path: Path) -> Callable[..., dict[str, np.ndarray]]:
-    """Returns the parameters of ranks of one pod with one device, which one process of pytest trains for all."""
-
-    def found(workers: int = 1) -> dict[str, np.ndarray]:
-        file, part = compiled.with_name(f"plain-{workers}.npz"), tmp_path / "plain.npz"
-        if not file.exists():
-            np.savez(part, **trained(group("", devices=1, workers=workers)))
-            part.replace(file)  # two processes may do this, with the same parameters
-        return dict(np.load(file))
-
-    return found
+from .groups import GROUP_LOST_EXIT, JAX_ABORTS, ends_too, same, trained
+from .operator_calls import progress
 
 
 def page(server: Pod) -> str:
@@ -107,34 +30,25 @@ def page(server: Pod) -> str:
         return str(answer.read().decode())
 
 
-def ends_too(pod: Pod) -> None:
-    """The pod ends because another one of its rank is lost, as the planner finds. If JAX's connection to the first pod
-    breaks before Backstay's, JAX aborts the process."""
-    pod.job.may_end_with(GROUP_LOST_EXIT, JAX_ABORTS)
-    code, message = pod.wait(), json.dumps(pod.final_message()) if pod.final_message() else pod.output()[-2048:]
-    state = {"terminated": {"exitCode": code, "message": message}}
-    assert is_group_lost({"status": {"containerStatuses": [{"name": contract.CONTAINER, "state": state}]}}), message
-
-
-def same(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray], rtol: float = 1e-7) -> None:
-    assert got.keys() == wanted.keys()
-    for name, value in wanted.items():
-        np.testing.assert_allclose(got[name], value, rtol=rtol, atol=1e-9, err_msg=name)
-
-
 @pytest.mark.parametrize(
     ("kind", "more", "config"),
     [
-        ("fsdp", "rows", {"shards": 2, "workers": 2}),
+        ("fsdp", "rows", {"shards": 2, "workers": 2, "evaluator": True}),  # and a loss with random keys
         ("tensor", "local", {"shards": 2, "workers": 2, "wire": {"gradients": "Int8", "parameters": "BFloat16"}}),
         ("pipeline", "frozen", {"mode": "Async"}),
         ("whole", "factored", {"shards": 2, "grace_seconds": 5.0, "workers": 2}),
     ],
 )
-def test_t4_ranks_of_two_pods_train_as_ranks_of_one(group: Any, kind: str, more: str, config: dict[str, Any]) -> None:
+def test_t4_ranks_of_two_pods_train_as_ranks_of_one(
+    group: Any, tmp_path: Path, kind: str, more: str, config: dict[str, Any]
+) -> None:
     """The pods of a rank are two processes whose devices JAX uses as one. The servers get only their number."""
-    alone = trained(group(kind, more, devices=4, **config))
-    job = group(kind, more, pods_per_rank=2, **config)
+
+    def stored(name: str) -> dict[str, Any]:
+        return {"checkpoint": {"uri": str(tmp_path / name)}} if "evaluator" in config else {}
+
+    alone = trained(group(kind, more, devices=4, **config, **stored("alone")))
+    job = group(kind, more, pods_per_rank=2, **config, **stored("together"))
     coded = "wire" in config
     job.environment["ACCELERATED"] = "1" if coded else ""  # one rank, beside one whose host encodes
     same(trained(job), alone)
@@ -148,6 +62,33 @@ def test_t4_ranks_of_two_pods_train_as_ranks_of_one(group: Any, kind: str, more:
 
 def test_three_pods_whose_devices_divide_nothing_train_too(group: Any, plain: Any) -> None:
     same(trained(group("", devices=1, pods_per_rank=3)), plain())
+
+
+def test_t4_three_pods_that_divide_all_large_arrays_train_as_one_process(group: Any) -> None:
+    job = group("fsdp", devices=1, pods_per_rank=3, shards=2)
+    job.environment |= {"WIDTH": "288", "ROWS": "9"}
+    same(trained(job), job.reference())
+
+
+@pytest.mark.parametrize("grace", [0.0, LONG])
+def test_t2_backups_and_grace_count_a_rank_of_which_one_pod_is_late(group: Any, grace: float) -> None:
+    """One rank is the quorum. Without grace the other rank trains alone. With it, its update waits for the late one."""
+    job = group("fsdp", devices=1, pods_per_rank=2, workers=2, backups=1, grace_seconds=grace)
+    server = job.server(0, 1)
+    late = [
+        job.start(contract.ROLE_WORKER, 1, 1, environment={contract.ENV_MEMBER: str(member), **more})
+        for member, more in ((0, {}), (1, {"HOLD": "2"}))
+    ]
+    until(lambda: progress(job).step == 2, "the late rank has made two updates", ignoring=(grpc.RpcError,))
+    others = job.rank(0)
+    if grace:
+        until(lambda: 0 in progress(job).contributed, "the other rank has made a contribution")
+        assert progress(job).step == 2
+    else:
+        job.wait_for(others[0], "stored")
+    (job.folder / "let").touch()
+    assert [pod.wait() for pod in (*others, *late, server)] == [0] * 5
+    same(job.params(late[1]), job.params(others[0]))
 
 
 @pytest.mark.parametrize("killed", [0, 1])
@@ -185,9 +126,9 @@ def test_t4_a_server_dies_before_each_pod_of_a_rank_has_connected(group: Any, pl
     first, dies = job.server(0, 1), job.server(1, 1)
     pods = [
         job.start(contract.ROLE_WORKER, 0, 1, environment={contract.ENV_MEMBER: str(member), **more})
-        for member, more in ((late, {"LATE": "1"}), (1 - late, {}))
+        for member, more in ((late, {"HOLD_IN": "join"}), (1 - late, {}))
     ]
-    job.wait_for(pods[0], "connects late")
+    job.wait_for(pods[0], "held in join")
     dies.process.kill()
     assert dies.may_end_with(KILLED).wait() == KILLED
     (job.folder / "let").touch()
@@ -241,18 +182,19 @@ def test_t7_a_rank_that_comes_after_training_divides_the_checkpoint(group: Any, 
     assert not list(folder.glob("address-*"))
 
 
-def test_t8_a_stopped_pod_ends_its_rank(group: Any, plain: Any) -> None:
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_t8_a_stopped_pod_ends_its_rank(group: Any, plain: Any, stopped: int) -> None:
     """The other pods cannot wait for it: only the pings of their connection show that it does not run."""
     job = group("fsdp", devices=1, pods_per_rank=2)
     job.environment["HOLD"] = "2"
     server, pods = job.server(0, 1), job.rank(0)
     for pod in pods:
         job.wait_for(pod, "held at step 2")
-    pods[1].process.send_signal(signal.SIGSTOP)
+    pods[stopped].process.send_signal(signal.SIGSTOP)
     (job.folder / "let").touch()
-    ends_too(pods[0])
-    assert "has not answered 5 pings" in pods[0].final_message()["message"]
-    pods[1].process.send_signal(signal.SIGKILL)
+    ends_too(pods[1 - stopped])
+    assert "has not answered 5 pings" in pods[1 - stopped].final_message()["message"]
+    pods[stopped].process.send_signal(signal.SIGKILL)
     again = job.rank(0, 2)
     assert [pod.wait() for pod in (*again, server)] == [0] * 3
     same(job.params(again[0]), plain())
@@ -376,6 +318,18 @@ def test_pods_with_another_sharding_are_refused_by_its_name(group: Any) -> None:
     )
 
 
+def test_pods_with_another_mesh_are_refused_by_its_sizes(group: Any) -> None:
+    job = group("whole", pods_per_rank=2)
+    job.server(0, 1)
+    other = {contract.ENV_MEMBER: "1", "OTHER_KIND": "made"}
+    pods = [job.start(contract.ROLE_WORKER, 0, 1, environment=each) for each in ({contract.ENV_MEMBER: "0"}, other)]
+    message = refused(pods)
+    assert message.startswith(
+        "pod 1 of worker 0 differs from pod 0 of worker 0: mesh is {'batch': 2, 'model': 2} in pod 1 of worker 0 and "
+        "{'batch': 4} in pod 0 of worker 0"
+    )
+
+
 @pytest.mark.parametrize("at", ["gather", "end"])
 def test_t7_a_pod_that_is_killed_after_training_ends_its_rank(group: Any, at: str) -> None:
     """JAX would see it after ten minutes."""
@@ -472,16 +426,8 @@ def bits(printed: str) -> float:
 
 @pytest.fixture
 def example(tmp_path: Path) -> str:
-    """The example with a smaller model and a shorter text."""
-    folder = tmp_path / "example"  # a script that changed the imported module would not be forked
-    folder.mkdir()
-    shutil.copy(EXAMPLE / "large.py", folder)
-    text = (EXAMPLE / "train.py").read_text()
-    for large, small in SMALLER.items():
-        assert text.count(large) == 1, large
-        text = text.replace(large, small)
-    (folder / "train.py").write_text(text)
-    return str(folder / "large.py")
+    # A script that changed the imported module would not be forked.
+    return str(small_bytes(tmp_path / "example") / "large.py")
 
 
 def test_the_example_trains_the_same_in_each_layout(group: Any, example: str) -> None:

@@ -35,7 +35,7 @@ from ._history import (
     patiently,
     restore,
 )
-from ._load import Checkpoint, load
+from ._load import Checkpoint, load, load_in_parts
 from ._manifest import (
     Best,
     Claim,
@@ -104,6 +104,7 @@ __all__ = [
     "fix",
     "forbidden",
     "load",
+    "load_in_parts",
     "log_continued",
     "open_folder",
     "open_store",

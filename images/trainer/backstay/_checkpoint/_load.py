@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -81,21 +82,44 @@ def load(
         CheckpointError: the folder has no complete checkpoint, or with `best` no evaluated one. Or `like` has other
             leaves (the message names the first). Or `base` has other arrays than the job.
     """
+    return _loaded(uri, like, best=best, base=base, placed=None)
+
+
+def load_in_parts(uri: str, like: Any, placed: Callable[[int, Any], Any]) -> Checkpoint:
+    """Like `load`, for a model that this host cannot hold. It has one array at a time.
+
+    Args:
+        placed: takes the index of a leaf, among those of the parameters and then of the model state, and its NumPy
+            array. It returns what the checkpoint has in its place.
+    """
+    return _loaded(uri, like, best=False, base=False, placed=placed)
+
+
+def _loaded(
+    uri: str, like: Any, *, best: bool, base: bool | Any, placed: Callable[[int, Any], Any] | None
+) -> Checkpoint:
+    """See `load`. `placed`: see `load_in_parts`. Without it the arrays stay as they are."""
     uri = str(uri)
     store, manifest, skipped = _opened(uri, best=best)
     own = None
     with contextlib.suppress(CheckpointError):  # it costs the metrics only
         own = store.evaluation(manifest.key)
-    reader = Reader(store, manifest, cache=len(manifest.files), keep=(*OF_MODEL, STATE + AVERAGE))
+    keep = (*OF_MODEL, STATE + AVERAGE)
+    reader = Reader(store, manifest, cache=len(manifest.files), keep=keep, again=placed is not None)
+    place = placed or (lambda _, array: array)
     has_state = manifest.state_structure is not None
     if like is not None and has_state and not (type(like) is tuple and len(like) == 2):
         raise CheckpointError(f"the checkpoint {manifest.name} has a model state: `like` must be (params, state)")
     like_params, like_state = like if like is not None and has_state else (like, None)
     record = None if base is False else manifest.frozen
-    frozen = [] if base is False else list(frozen_values(manifest, base).values())
+    values = [] if base is False else list(frozen_values(manifest, base).values())
+    frozen = [partial(_same, value) for value in values]
 
-    def parameters(read: Callable[[int], Any]) -> Any:
-        leaves = [read(i) for i in range(len(manifest.leaves))]
+    def read(function: Callable[[int], Any], index: int, before: int = 0) -> Any:
+        return place(before + index, function(index))
+
+    def parameters(function: Callable[[int], Any]) -> Any:
+        leaves: list[Callable[[], Any]] = [partial(read, function, index) for index in range(len(manifest.leaves))]
         specs, structure = list[_Leaf](manifest.leaves), manifest.structure
         if record is not None:  # the manifest's structure has the trained leaves alone
             leaves, specs = record.parameters(leaves, frozen), record.parameters(specs, record.leaves)
@@ -107,7 +131,10 @@ def load(
         average = parameters(reader.average)
     state = None
     if manifest.state_structure is not None:
-        leaves = [reader.state_leaf(index) for index in range(len(manifest.state_leaves))]
+        before = len(manifest.leaves)
+        leaves: list[Callable[[], Any]] = [
+            partial(read, reader.state_leaf, index, before) for index in range(len(manifest.state_leaves))
+        ]
         specs, structure = list[_Leaf](manifest.state_leaves), manifest.state_structure
         if record is not None and record.state_structure is not None:
             leaves, specs = record.of_state(leaves, frozen), record.of_state(specs, record.leaves)
@@ -124,6 +151,10 @@ def load(
         average=average,
         frozen=manifest.frozen,
     )
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _opened(uri: str, *, best: bool) -> tuple[CheckpointStore, Manifest, tuple[str, ...]]:
@@ -143,7 +174,7 @@ def _opened(uri: str, *, best: bool) -> tuple[CheckpointStore, Manifest, tuple[s
 
 
 def _tree(
-    leaves: list[Any],
+    leaves: Sequence[Callable[[], Any]],
     specs: Sequence[_Leaf],
     structure: dict[str, Any],
     like: Any,
@@ -153,10 +184,11 @@ def _tree(
 ) -> Any:
     """
     Args:
+        leaves: read them, once they are known to fit.
         like: see `load`; None: there is none, unless `given`.
     """
     if like is None and not given:
-        return rebuild(structure, leaves)
+        return rebuild(structure, [read() for read in leaves])
     wanted, treedef = jax.tree_util.tree_flatten_with_path(like)
     if len(wanted) != len(leaves):
         raise CheckpointError(
@@ -172,4 +204,4 @@ def _tree(
         shape = tuple(getattr(array, "shape", ()))
         if shape != leaf.shape:
             raise CheckpointError(f"`like` has shape {shape} at {leaf.path}, the checkpoint has {leaf.shape}")
-    return jax.tree.unflatten(treedef, leaves)
+    return jax.tree.unflatten(treedef, [read() for read in leaves])

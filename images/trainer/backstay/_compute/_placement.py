@@ -122,6 +122,11 @@ class Placement:
             return list(leaves)
         return self._put(leaves, () if self._shardings is None else self._shardings.leaves)
 
+    def leaf(self, number: int, value: Any) -> Any:
+        """Returns leaf `number` of the model where compiled functions take it."""
+        place = self.everywhere if self._shardings is None else self._shardings.leaves[number]
+        return self._placed([value], [place])[0]
+
     def frozen(self, number: int, value: Any) -> Any:
         """Returns the value of a frozen leaf, which every call of a compiled function takes, in memory of the
         devices."""

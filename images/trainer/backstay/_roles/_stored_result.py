@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from backstay_spec.contract import TRAINED
 
-from .._checkpoint import load, patiently
+from .._checkpoint import load, load_in_parts, patiently
 from .._process import write_termination
 from .._result import Result
 from .._script import FrozenPart, evaluated
@@ -46,9 +47,12 @@ def restored(
     # The folder may have another name in this pod.
     uri = f"{environment.checkpoint_uri.rstrip('/')}/{trained.checkpoint.rpartition('/')[2]}"
     tree = plan.partition.tree
-    checkpoint = patiently(lambda: load(uri, like=tree.shapes()))
-    params, state = script.placement.for_script((checkpoint.params, checkpoint.state))
-    average = script.placement.for_script(checkpoint.average)
+    placement, like = script.placement, tree.shapes()
+    # No pod of a rank holds the whole model. Each reads all of the files, to compare their checksums.
+    read = partial(load_in_parts, placed=placement.leaf) if placement.spans else load
+    checkpoint = patiently(lambda: read(uri, like))
+    params, state = placement.for_script((checkpoint.params, checkpoint.state))
+    average = placement.for_script(checkpoint.average)
     if tree.frozen_leaves:
         frozen = _frozen(script, plan, checkpoint)
         params, state = frozen.whole_model(params, state)
