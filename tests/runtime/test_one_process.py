@@ -449,6 +449,13 @@ def test_a_codec_that_encodes_nothing_is_named_once(tmp_path, capsys) -> None:
     assert sum(log.count(says) for log in job.logs.values()) == 1
 
 
+@pytest.mark.parametrize(("count", "times"), [(8, 1), (24, 0)])
+def test_few_local_steps_are_named_once(capsys, count, times) -> None:
+    local = backstay.LocalSteps(count=count, optimizer=optax.sgd(1e-2))
+    backstay.train(**arguments(optimizer=optax.sgd(1.0), local=local, average=None))
+    assert capsys.readouterr().err.count("local steps can cost quality") == times
+
+
 def test_one_process_warns_of_an_optimizer_that_no_server_computes_and_refuses_to_store_it(tmp_path, capsys) -> None:
     def update(gradients, state, params=None):
         return jax.tree.map(lambda leaf: -1e-2 * leaf, gradients), state.astype(jnp.float64) + 1.0

@@ -113,7 +113,7 @@ def run(environment: Environment, script: Script, began: float, checkpoint: obje
         _report_exit(environment, stop, end)
         raise
     if environment.role == contract.ROLE_SERVER and environment.index == 0 and not environment.standby:
-        warn_of_plan(plan)
+        warn_of_plan(plan, script.local)
     now = time.monotonic()
     _LOG.debug("planned after %.2f s", now - began)
     _instrument.record("start", now - process_age(), now)

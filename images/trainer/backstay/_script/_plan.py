@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from backstay_rpc.control_pb2 import Leaf
 
@@ -15,11 +15,12 @@ from ..errors import OptimizerError
 
 if TYPE_CHECKING:
     from .._transport import Agreement
-    from .._update import Partition, Rule, ShardWire, Wire
+    from .._update import LocalSteps, Partition, Rule, ShardWire, Wire
 
 __all__ = ["ScriptPlan", "warn_of_plan"]
 
 _LOG = logging.getLogger(__name__)
+FEW_STEPS: Final = 24
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,9 @@ class ScriptPlan:
         return Agreement(tuple(leaves), settings)
 
 
-def warn_of_plan(plan: ScriptPlan) -> None:
-    """Warn if only one parameter server can compute the optimizer, or if the codecs encode nothing."""
+def warn_of_plan(plan: ScriptPlan, local: LocalSteps | None) -> None:
+    """Warn if only one parameter server can compute the optimizer, if the codecs encode nothing, or if there are few
+    local steps."""
     from .._update import coded_leaves
 
     try:
@@ -80,4 +82,11 @@ def warn_of_plan(plan: ScriptPlan) -> None:
             "a dtype that they know",
             plan.wire.gradients,
             plan.wire.parameters,
+        )
+    if local is not None and local.count < FEW_STEPS:
+        _LOG.warning(
+            "fewer than %d local steps can cost quality, and these are %d: on a fast network, train without any (docs: "
+            "Local steps)",
+            FEW_STEPS,
+            local.count,
         )

@@ -318,5 +318,5 @@ def check_alone(script: Script, *, stores: bool) -> ScriptPlan | None:
         what = "compute this optimizer" if isinstance(error, OptimizerError) else "train this model"
         _LOG.warning("a job cannot %s: %s", what, error)
         return None
-    warn_of_plan(plan)
+    warn_of_plan(plan, script.local)
     return plan
