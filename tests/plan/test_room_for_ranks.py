@@ -159,7 +159,7 @@ class Nodes(Cluster):
 )
 @pytest.mark.parametrize(("lacks", "died"), [("quota", False), ("nodes", False), ("nodes", True)])
 def test_a_job_with_room_for_too_few_ranks_ends(lacks, died, room, ranks, pods, update, seed):
-    """The time to start continues while ranks give their parts back and take others, also after a preemption."""
+    """The time to start continues while ranks give their parts back and take others, even after preemptions."""
     order, spec = random.Random(seed), {"parameterServers": {"replicas": 1}, "update": update}
     if lacks == "quota":
         job = limited(Quota(room), order, ranks, pods, **update)
@@ -186,7 +186,7 @@ def test_a_job_with_room_for_too_few_ranks_ends(lacks, died, room, ranks, pods, 
 
 
 def test_a_rank_that_has_found_room_has_its_whole_time_to_start():
-    """Its pods may pull an image for minutes."""
+    """The pods may pull an image for minutes."""
     quota = Quota(2)
     job = limited(quota, random.Random(0), 2, 2, mode="Sync")
     while not job.status.get("backoff"):  # each rank has got one pod

@@ -236,7 +236,7 @@ def _given_back(facts: Facts, decided: Decision, pod: PodView, absent: Sequence[
 
 
 def _may_start_since(facts: Facts, pod: PodView) -> datetime:
-    """Returns when the pods were created, or were let go by a queue."""
+    """Returns when the pods were created, or were released by a queue."""
     return max(created_at(pod) or facts.now, facts.observed.gated.get(pod.uid) or _LONG_AGO)
 
 
