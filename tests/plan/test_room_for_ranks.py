@@ -15,7 +15,7 @@ from backstay_spec.actions import CreatePod
 
 from .conftest import Cluster
 
-WORKER = contract.ROLE_WORKER
+SERVER, WORKER = contract.ROLE_SERVER, contract.ROLE_WORKER
 REASON = ("Forbidden", "exceeded quota: gpus")
 
 
@@ -285,3 +285,89 @@ def test_a_rank_that_was_held_back_behind_another_one_gives_its_part_back():
         job.bury()
         job.tick(6)
     assert complete(job, 2) == (2, 0)
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_preemptions_of_ranks_without_room_do_not_begin_the_time_again(is_running):
+    """The containers of the pods that have nodes wait for the others of their rank."""
+    spec = {"parameterServers": {"replicas": 1}, "update": {"mode": "Async"}}
+    job, order = Nodes({**spec, "workers": {"replicas": 3, "podsPerRank": 3}}), random.Random(1)
+    seconds = 0
+    while "completionTime" not in job.status and seconds < 1200:
+        job.settle(40)
+        job.schedule(2, order)
+        for name in job.living():
+            if not is_worker(job.pods[name]):
+                job.run(name)
+            elif "nodeName" in job.pods[name]["spec"] and is_running:
+                job.run(name, ready=False)
+        if seconds and seconds % 300 == 0:
+            for name in job.living():
+                if is_worker(job.pods[name]) and "nodeName" in job.pods[name]["spec"]:
+                    job.disrupt(name, "PreemptionByScheduler")
+        job.settle(40)
+        job.bury()
+        job.tick(6)
+        seconds += 6
+    assert job.condition("Failed")["message"].startswith("worker ")
+    assert 600 <= seconds <= 660
+
+
+def in_part(job, rank):
+    """Member 0 of the rank has a node, and member 1 finds none."""
+    for name in job.living():
+        labels = job.pods[name]["metadata"]["labels"]
+        if is_worker(job.pods[name]) and labels[contract.LABEL_INDEX] == str(rank):
+            if labels[contract.LABEL_MEMBER] == "0":
+                job.pods[name]["spec"]["nodeName"] = "n1"
+            else:
+                job.gate(name, gated=False)
+
+
+@pytest.mark.parametrize("deaths", [0, 3])
+def test_a_rank_gives_its_node_back_after_deaths_in_a_row_too(make_cluster, deaths):
+    spec = {"parameterServers": {"replicas": 1}, "workers": {"replicas": 2, "podsPerRank": 2}}
+    job = make_cluster({**spec, "update": {"mode": "Async"}})
+    for step in range(1, 220):
+        job.settle(40)
+        in_part(job, 1)
+        for name in job.living():
+            is_short = is_worker(job.pods[name]) and job.pods[name]["metadata"]["labels"][contract.LABEL_INDEX] == "1"
+            if not is_short:
+                job.run(name)
+            elif step in range(10, 10 * (deaths + 1), 10) and "nodeName" in job.pods[name]["spec"]:
+                job.disrupt(name, "PreemptionByScheduler")
+        job.answer(world=2, step=step, contributed={0: 1})
+        job.settle(40)
+        job.bury()
+        job.tick(6)
+    assert job.status["incarnations"]["worker-1"] > deaths + 1
+    assert job.status["phase"] == "Running"
+
+
+def test_the_time_in_a_queue_does_not_count_for_a_rank_that_gave_its_node_back(make_cluster):
+    """When the queue admits it, an autoscaler adds the nodes."""
+    job = make_cluster({"parameterServers": {"replicas": 1}, "workers": {"replicas": 2, "podsPerRank": 2}})
+    for _ in range(34):  # rank 0 keeps its node, so rank 1 gives its own back after a quarter of the time
+        job.settle(40)
+        job.bury()
+        job.run(job.named(SERVER, 0))
+        in_part(job, 0)
+        if job.status["incarnations"]["worker-1"] == 1:
+            in_part(job, 1)
+        job.tick(6)
+    assert job.status["incarnations"]["worker-1"] == 2
+    mine = [name for name in job.living() if is_worker(job.pods[name])]
+    ranks = {name: job.pods[name]["metadata"]["labels"][contract.LABEL_INDEX] for name in mine}
+    for name in mine:
+        if ranks[name] == "0":
+            job.pods[name]["spec"]["nodeName"] = "n1"
+            job.run(name)
+        else:
+            job.gate(name)
+    job.settle(40)
+    job.tick(3600)
+    job.settle(40)
+    in_part(job, 1)
+    job.settle(40)
+    assert job.status["phase"] != "Failed", job.condition("Failed")

@@ -188,8 +188,8 @@ def _judge_living(facts: Facts, record: Record, pod: PodView) -> Decision:
             text = f"its pods do not fit on nodes with one value of {key}: {obstacle.text}"
             elsewhere = Decision(record, _delete(pod, Cause.NOT_ADMITTED))
             return elsewhere.then(_die(facts, record, pod, Verdict(Cause.NOT_ADMITTED, text)))
-    if obstacle.blocked is Blocked.UNSCHEDULABLE:
-        since = _no_room_since(known) or since
+    if obstacle.blocked is Blocked.UNSCHEDULABLE and (lacks := _no_room_since(known)) is not None:
+        since = lacks + (since - (created_at(pod) or since))  # the time in a queue does not count
     found: tuple[Obstructed, ...] = (Obstructed(pod.slot, obstacle, since),)
     if obstacle.blocked in (Blocked.NOT_STARTED, Blocked.UNSCHEDULABLE):
         found = _row_of_deaths(record, pod.slot) or found
@@ -215,7 +215,7 @@ def _given_back(facts: Facts, decided: Decision, pod: PodView, absent: Sequence[
     in_part = is_bound_in_part(pod) and not _has_required_place(facts)
     if yields and order.lacks_quota(facts, absent):
         due = facts.now
-    elif found and (refused or in_part):
+    elif in_part or (found and refused):
         # Nodes and refusals without a quota may fit one rank only, so a higher one may start where a lower one cannot.
         patience = _TRIES_A_PLACE if yields else 1.0
         due = _may_start_since(facts, pod) + patience * _pending_limit(facts)
@@ -228,10 +228,10 @@ def _given_back(facts: Facts, decided: Decision, pod: PodView, absent: Sequence[
     slot = pod.slot
     known = decided.record.backoff.get(slot.key) or Backoff()
     # The time to start continues. Otherwise a job that has room for parts of ranks only would never end.
-    since = known.no_room_since or min((o.since for o in found), default=facts.now)
+    since = min((o.since for o in found), default=known.no_room_since or facts.now)
     waits = known.model_copy(update={"no_room_since": since, "not_before": facts.now + _GIVEN_BACK})
     record = decided.record.with_backoff(slot.key, waits)
-    effects = replace(decided.effects, creations=(), obstructed=tuple(found) or _no_room(record, slot))
+    effects = replace(decided.effects, creations=(), obstructed=decided.effects.obstructed or _no_room(record, slot))
     return Decision(record, effects + _delete(pod, "GivenBack"))
 
 
@@ -246,10 +246,20 @@ def _no_room_since(known: Backoff | None) -> datetime | None:
 
 def _with_room(facts: Facts, record: Record, pod: PodView) -> Record:
     """Returns the record after all pods of a rank have nodes."""
-    known, placed = record.backoff.get(pod.slot.key), [has_node(member) or member.started for member in pod.members]
-    if known is None or known.no_room_since is None or not all(placed) or facts.absent(pod.slot, pod.incarnation):
+    known = record.backoff.get(pod.slot.key)
+    if known is None or known.no_room_since is None or not _is_placed(facts, pod):
         return record
     return record.with_backoff(pod.slot.key, known.model_copy(update={"no_room_since": None}))
+
+
+def _is_placed(facts: Facts, pod: PodView) -> bool:
+    return all(has_node(one) or one.started for one in pod.pods) and not facts.absent(pod.slot, pod.incarnation)
+
+
+def _without_room(record: Record, slot: Slot, after: Backoff | None, since: datetime | None = None) -> Backoff | None:
+    """Returns the back-off after a death, which does not end the time without room for all pods of a rank."""
+    since = _no_room_since(record.backoff.get(slot.key)) or since
+    return after if since is None else (after or Backoff()).model_copy(update={"no_room_since": since})
 
 
 def _no_room(record: Record, slot: Slot) -> tuple[Obstructed, ...]:
@@ -331,7 +341,8 @@ def _judge_unseen(facts: Facts, record: Record, slot: Slot, incarnation: int) ->
         return _create(facts, record, slot, None)
     started = slot.role == contract.ROLE_WORKER and _has_reported(facts, slot.index, incarnation)
     backoff = budgets.backed_off(facts, record.backoff.get(slot.key), GONE, started=started)
-    after = record.with_death(slot, GONE.cause, charged=False).with_backoff(slot.key, backoff)
+    after = record.with_death(slot, GONE.cause, charged=False)
+    after = after.with_backoff(slot.key, _without_room(record, slot, backoff))
     wait = backoff.not_before
     decided = Decision(after, Effects(wake=wait)) if wait is not None else _create(facts, after, slot, GONE.cause)
     death = FoundDead(slot.role, slot.index, incarnation, name, GONE.cause, charged=False)
@@ -397,7 +408,10 @@ def _die(facts: Facts, record: Record, pod: PodView, verdict: Verdict) -> Decisi
     if isinstance(cost, JobFailure):
         death = FoundDead(slot.role, slot.index, pod.incarnation, pod.name, verdict.cause, charged=False)
         return Decision(record, Effects(deaths=(death,), failure=cost))
-    after = record.with_backoff(slot.key, cost.backoff).with_death(slot, verdict.cause, charged=cost.charged)
+    backoff = cost.backoff
+    if pod.members and not _is_placed(facts, pod):
+        backoff = _without_room(record, slot, backoff, _may_start_since(facts, pod))
+    after = record.with_backoff(slot.key, backoff).with_death(slot, verdict.cause, charged=cost.charged)
     if cost.wait is None:
         decided = _create(facts, after, slot, verdict.cause)
     else:
