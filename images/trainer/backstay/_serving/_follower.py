@@ -26,7 +26,7 @@ __all__ = ["CheckpointFollower"]
 
 _LOG = logging.getLogger(__name__)
 _UNREADABLE = "Unreadable"
-_LONGEST = {_UNREADABLE: 60.0}  # an outage ends for all checkpoints at once, and nothing may be served until then
+_LONGEST = {_UNREADABLE: 60.0}  # all can be read again when an outage ends, and nothing may be served until then
 _LONGEST_OF_OTHERS = 600.0
 
 
