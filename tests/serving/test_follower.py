@@ -78,6 +78,21 @@ def damage(folder: Path, manifest: Any) -> None:
     file.write_bytes(content)
 
 
+def forbid(following: Following, reads: list[int], times: dict[int, int]) -> dict[int, int]:
+    """Let the next reads of some steps fail. Returns `times`, which may be changed; `reads` receives each read."""
+    load = following.choice.load
+
+    def forbidding(name: Any) -> Any:
+        reads.append(name.version)
+        if times.get(name.version, 0) > 0:
+            times[name.version] -= 1
+            raise StorageError("shard 3: 403 Forbidden")
+        return load(name)
+
+    following.choice.load = forbidding  # type: ignore[method-assign]
+    return times
+
+
 def test_t7_the_newest_checkpoint_is_served_and_followed_with_one_compilation(
     tmp_path: Path, store: Store, value_of: Any
 ) -> None:
@@ -233,40 +248,112 @@ def test_t8_a_file_that_cannot_be_read_leaves_older_checkpoints_and_is_read_agai
     """The folder itself can be listed."""
     store(tmp_path, 1, value_of(1))
     store(tmp_path, 2, value_of(2))
-    reads = []
-
-    class Forbidding(CheckpointChoice):
-        forbidden = (1, 2)
-
-        def load(self, name: Any) -> Any:
-            reads.append(name.version)
-            if name.version in self.forbidden:
-                raise StorageError("shard 3: 403 Forbidden")
-            return super().load(name)
-
-    following = Following(tmp_path)
-    choice = Forbidding(str(tmp_path))
-    following.follower = CheckpointFollower(
-        choice, following._program, following.batcher, following.metrics, retry=30.0, clock=lambda: following.now
-    )
+    following, reads = Following(tmp_path), list[int]()
+    forbidden = forbid(following, reads, {1: 9, 2: 9})
     available = "backstay_serving_storage_available"
     with caplog.at_level(logging.INFO, "backstay"):
         assert [following.look() for _ in range(3)] == [None, None, None]
-        assert reads == [2, 1], "each is read once until its pause has passed"
-        assert following.follower.status.count("403 Forbidden") == 2, "once for each checkpoint"
-        choice.forbidden = (2,)
+        assert reads == [2, 2, 2], "the newest one is read at each look"
         following.now = 31.0
+        assert [following.look() for _ in range(3)] == [None, None, None]
+        assert reads == [2, 2, 2, 2, 1], "each is read once until its pause has passed"
+        assert following.follower.status.count("403 Forbidden") == 2, "once for each checkpoint"
+        forbidden[1] = 0
+        following.now = 62.0
         assert [following.look() for _ in range(3)] == [1, 1, 1]
-        assert reads == [2, 1, 2, 1]
+        assert reads == [2, 2, 2, 2, 1, 2, 1]
         assert caplog.text.count("403 Forbidden") == 2
         assert "can be read" not in caplog.text
     assert following.metrics.registry.get_sample_value(available) == 1
     assert following.skipped("Unreadable") == 2
-    choice.forbidden = ()
-    following.now = 90.0
+    forbidden[2] = 0
+    following.now = 121.0
     assert following.look() == 1, "the pause doubles"
-    following.now = 92.0
+    following.now = 123.0
     assert following.look() == 2
+
+
+@pytest.mark.parametrize("newer", ["same", "job", "model"])
+@pytest.mark.parametrize("follow", [True, False])
+def test_t8_an_error_of_one_read_at_the_start_makes_no_older_checkpoint_the_served_one(
+    tmp_path: Path, store: Store, value_of: Any, newer: str, follow: bool
+) -> None:
+    """The job and the model of the first one are the only ones to be served until a restart."""
+    store(tmp_path, 1, value_of(1))
+    values = {"value": np.zeros(2, np.float32)} if newer == "model" else value_of(2)
+    store(tmp_path, 2, values, term=2, job="other" if newer == "job" else "digits")
+    following = Following(tmp_path)
+    forbid(following, [], {2: 1})
+    if follow:
+        assert [following.look(), following.look()] == [None, 2]
+    else:
+        stop = threading.Event()
+        timer = threading.Timer(5.0, stop.set)
+        timer.start()
+        following.follower.run(stop, 0.0, follow=False)
+        timer.cancel()
+        assert following.look() == 2
+
+
+def test_t8_an_older_checkpoint_is_not_read_before_a_newer_one_whose_pause_is_longer(
+    tmp_path: Path, store: Store, value_of: Any
+) -> None:
+    store(tmp_path, 1, value_of(1), job="other")
+    following = Following(tmp_path)
+    forbidden = forbid(following, [], {1: 999, 2: 999})
+    for now in (0.0, 31.0, 62.0):
+        following.now = now
+        assert following.look() is None
+    following.now = 100.0
+    store(tmp_path, 2, value_of(2), term=2)
+    assert following.look() is None
+    following.now = 121.0
+    forbidden.clear()
+    while following.look() is None and following.now < 300:
+        following.now += 1.0
+    assert following.look() == 2
+
+
+def test_t8_after_an_outage_of_an_hour_a_checkpoint_is_served_within_a_minute(
+    tmp_path: Path, store: Store, value_of: Any
+) -> None:
+    store(tmp_path, 1, value_of(1))
+    following, reads = Following(tmp_path), list[int]()
+    forbidden = forbid(following, reads, {1: 3600})
+    for now in range(3600):
+        following.now = float(now)
+        assert following.look() is None
+    assert len(reads) < 100
+    forbidden.clear()
+    following.now += 61.0
+    assert following.look() == 1
+
+
+def test_t8_without_following_a_newer_checkpoint_of_the_start_is_read_again_and_later_ones_are_not(
+    tmp_path: Path, store: Store, value_of: Any
+) -> None:
+    store(tmp_path, 1, value_of(1))
+    store(tmp_path, 2, value_of(2))
+    following, reads = Following(tmp_path), list[int]()
+    forbid(following, reads, {2: 70})
+    steps = []
+
+    class Passing(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            following.now += 1.0
+            steps.append(following.batcher.current[1].step if following.batcher.current else None)
+            if following.now == 40.0:
+                store(tmp_path, 3, value_of(3))
+            if following.now > 10_000:
+                self.set()
+            return self.is_set()
+
+    stop = Passing()
+    following.follower.run(stop, 1.0, follow=False)
+    assert not stop.is_set(), "nothing is left to be read"
+    assert following.batcher.current is not None
+    assert (following.batcher.current[1].step, 3 in reads) == (2, False)
+    assert set(steps) == {None, 1}
 
 
 def test_t8_a_version_that_does_not_fit_into_memory_leaves_the_served_one(

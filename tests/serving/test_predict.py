@@ -117,6 +117,57 @@ def test_t1_a_predict_that_scales_an_example_by_others_is_refused(mixes: Any, dt
         program.check_rows(ServedVersion(1, "m", PARAMS, None))
 
 
+def normalized(x: Any) -> Any:
+    return (x - x.mean(0)) / (x.std(0) + 1e-5)
+
+
+@pytest.mark.parametrize(
+    "mixes",
+    [
+        lambda x: jnp.where(np.arange(3) < 2, normalized(x) + x, -1e9),
+        lambda x: jnp.concatenate([1e4 * x.sum(-1, keepdims=True), jax.nn.sigmoid(normalized(x))], -1),
+        lambda x: jax.nn.softmax(x + 0.02 * jnp.tanh(x.mean()) * np.arange(3)),
+    ],
+)
+def test_t1_a_large_number_hides_no_other_that_mixes(mixes: Any) -> None:
+    program = program_of(lambda params, state, x: mixes(x))
+    with pytest.raises(ConfigurationError, match="returns another output for an example"):
+        program.check_rows(ServedVersion(1, "m", PARAMS, None))
+
+
+def test_t1_indices_of_a_table_of_two_rows_are_valid(caplog: pytest.LogCaptureFixture) -> None:
+    version = ServedVersion(1, "m", PARAMS, None)
+    with pytest.raises(ConfigurationError, match="returns another output for an example"):
+        program_of(
+            lambda params, state, x: normalized(jnp.take(TABLE[:2], x, axis=0).mean(1)), np.zeros(6, np.int32)
+        ).check_rows(version)
+    program_of(lambda params, state, x: jnp.take(TABLE[:2], x, axis=0).sum(1), np.zeros(6, np.int32)).check_rows(
+        version
+    )
+    assert caplog.text == "", "no NaN in place of a row"
+    program_of(lambda params, state, x: x * jnp.nan).check_rows(version)
+    assert caplog.text.count("it is unknown whether predict mixes examples: output has no finite number") == 1
+
+
+def test_lengths_that_are_too_large_do_not_refuse_a_predict(caplog: pytest.LogCaptureFixture) -> None:
+    def packed(params: Any, state: Any, batch: Any) -> Any:
+        x, lengths = batch["x"], batch["lengths"]
+        of = jnp.repeat(jnp.arange(len(x)), lengths, total_repeat_length=x.size)
+        place = jnp.arange(x.size) - (jnp.cumsum(lengths) - lengths)[of]
+        own = jnp.where(jnp.arange(x.size) < lengths.sum(), x[of, place % x.shape[1]], 0)
+        return jax.ops.segment_sum(own, of, len(x))
+
+    example = {"x": np.zeros(5, np.float32), "lengths": np.zeros((), np.int32)}
+    program_of(packed, example).check_rows(ServedVersion(1, "m", PARAMS, None))
+    assert "output differs only beside integers of 100" in caplog.text
+
+
+def test_only_the_compared_rows_are_kept() -> None:
+    program = program_of(lambda params, state, x: x)
+    rows, _ = program._answer(ServedVersion(1, "m", PARAMS, None), "zero", 3)
+    assert [(row.base, row.shape) for row in rows] == [(None, (3,))]
+
+
 TABLE = np.linspace(-1, 1, 20, dtype=np.float32).reshape(4, 5)
 
 

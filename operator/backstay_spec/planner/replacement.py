@@ -169,6 +169,7 @@ def _judge_incomplete(facts: Facts, record: Record, pod: PodView, absent: Sequen
 
 
 def _judge_living(facts: Facts, record: Record, pod: PodView) -> Decision:
+    # Each branch is one state of a pod that has not ended, and the first that is true decides: their order is the rule.
     stalled = hung.reported_stalled(facts, pod)
     if stalled is not None:
         return _end_hung(facts, record, pod, stalled)

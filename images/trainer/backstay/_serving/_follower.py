@@ -25,7 +25,9 @@ from ._program import ServedVersion, ServingProgram, ServingStopped
 __all__ = ["CheckpointFollower"]
 
 _LOG = logging.getLogger(__name__)
-_LONGEST = 600.0
+_UNREADABLE = "Unreadable"
+_LONGEST = {_UNREADABLE: 60.0}  # all can be read again when an outage ends, and nothing may be served until then
+_LONGEST_OF_OTHERS = 600.0
 
 
 @dataclass
@@ -33,11 +35,12 @@ class _Skipped:
     """A checkpoint that was not served.
 
     Attributes:
-        reason: why.
+        kind, reason: why.
         again: when it is read again; None: never.
-        pause: the time until then, in seconds.
+        pause: the time until then, in seconds. 0: at the next look, and older ones are not tried before.
     """
 
+    kind: str
     reason: str
     again: float | None
     pause: float
@@ -76,11 +79,14 @@ class CheckpointFollower:
         self._names: tuple[str, ...] | None = None
         self._skipped: dict[ManifestName, _Skipped] = {}
         self._seen: dict[ManifestName, float] = {}
+        self._patient_until: float | None = None
+        self._takes_new = True
         self._available = True
         metrics.gauge("storage_available").set(1)
 
     def run(self, stop: threading.Event, every: float, follow: bool) -> None:
-        """Look for checkpoints until `stop` or `ServingStopped`, or without `follow` until one is served.
+        """Look for checkpoints until `stop` or `ServingStopped`, or without `follow` until one is served. Newer ones
+        of that time that could not be read are then still read again.
 
         Raises:
             ConfigurationError: `predict` cannot be served with the first checkpoint.
@@ -91,7 +97,10 @@ class CheckpointFollower:
             except ServingStopped:
                 return
             if self._served is not None and (not follow or self._choice.fixed):
-                return
+                self._takes_new = False
+                newer = (skipped for name, skipped in self._skipped.items() if self._replaces(name, left=False))
+                if all(skipped.again is None for skipped in newer):
+                    return
             stop.wait(every)
 
     def look(self) -> bool:
@@ -122,16 +131,25 @@ class CheckpointFollower:
             self._seen.setdefault(name, now)
             if not self._replaces(name, listing.left):
                 return False
-            skipped = self._skipped.get(name)
-            if skipped is not None and (skipped.again is None or now < skipped.again):
+            if not self._is_due(name, now):
                 continue
             if self._try(name, now):
                 return True
+            if self._skipped[name].pause == 0:
+                break
         if self._served is None:
             self.status = self._choice.nothing() + "".join(
                 f"\n  skipped {name}: {skipped.reason}" for name, skipped in self._skipped.items()
             )
         return False
+
+    def _is_due(self, name: ManifestName, now: float) -> bool:
+        skipped = self._skipped.get(name)
+        if skipped is None:
+            return self._takes_new
+        if self._served is None and skipped.kind == _UNREADABLE:
+            return True  # before an older one that is due, whose job or model would then be the only one to be served
+        return skipped.again is not None and now >= skipped.again
 
     def _replaces(self, name: ManifestName, left: bool) -> bool:
         """Returns whether a checkpoint is newer than the served one. A file that was deleted does not make others
@@ -148,7 +166,7 @@ class CheckpointFollower:
                 return False
             version = self._prepared(loaded)
         except CheckpointError as error:
-            self._skip(name, "Unreadable" if isinstance(error, StorageError) else "Damaged", str(error), now)
+            self._skip(name, _UNREADABLE if isinstance(error, StorageError) else "Damaged", str(error), now)
             return False
         except ConfigurationError as error:
             if self._served is None:
@@ -199,8 +217,14 @@ class CheckpointFollower:
             now: the present time; None if the checkpoint is not read again.
         """
         before = self._skipped.get(name)
-        pause = self._retry if before is None else min(2 * before.pause, _LONGEST)
-        self._skipped[name] = _Skipped(reason, None if now is None else now + pause, pause)
+        pause = max(self._retry, 0.0 if before is None else 2 * before.pause)
+        pause = min(pause, _LONGEST.get(kind, _LONGEST_OF_OTHERS))
+        if self._served is None and kind == _UNREADABLE and now is not None:
+            if self._patient_until is None:
+                self._patient_until = now + self._retry
+            if now < self._patient_until:
+                pause = 0.0
+        self._skipped[name] = _Skipped(kind, reason, None if now is None else now + pause, pause)
         if before is None or before.reason != reason:
             self._metrics.counter("skipped_checkpoints").labels(kind).inc()
             _LOG.warning("the checkpoint %s is not served, %s: %s", name, self._serves, reason)

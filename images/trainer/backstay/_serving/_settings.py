@@ -94,7 +94,8 @@ class ServingSettings:
         drain: how long the process answers new requests after SIGTERM, so that the load balancer can remove it.
         finish: how long requests that were accepted, and the preparation of a checkpoint, may take after that.
         look: the interval at which the checkpoint folder is listed.
-        retry: the pause before a checkpoint that could not be loaded is read again. It doubles, up to 600 s.
+        retry: the pause before a checkpoint that could not be loaded is read again. It doubles, up to 600 s, or to
+            60 s after an error of the storage.
         patience: how long a request may wait for its answer.
         stuck: a batch that takes longer than this makes the process not live, and the kubelet restarts it.
         head, receive, send: the time for a client to send the head of a request, its body, and to read the answer.
