@@ -192,8 +192,9 @@ def test_train_takes_local_steps_and_has_an_outer_optimizer(capsys: pytest.Captu
         "log_every": 0,
     }
     got = backstay.train(**arguments)
-    first, *shown = [line.split(" ", 1)[1].split("  loss")[0] for line in capsys.readouterr().err.splitlines()]
+    first, few, *shown = [line.split(" ", 1)[1].split("  loss")[0] for line in capsys.readouterr().err.splitlines()]
     assert first.startswith("outer optimizer: backstay.outer_optimizer(fragments=1): SGD with learning rate 0.7")
+    assert few.startswith("fewer than 24 local steps can cost quality, and these are 4")
     assert shown == ["step 1/3  local step 4", "step 2/3  local step 8", "step 3/3  local step 12"]
     same(got.params, train_alone(script(steps=3, seed=0, optimizer=backstay.outer_optimizer())).params, rtol=1e-6)
     with pytest.raises(ConfigurationError, match="optimizer is NoneType"):
