@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from backstay_spec import contract
 from backstay_spec.actions import CreatePod
+from backstay_spec.planner.pods import is_deleting
 
 from .conftest import Cluster
 
@@ -31,6 +32,10 @@ class Quota:
 
 def is_worker(manifest):
     return manifest["metadata"].get("labels", {}).get(contract.LABEL_ROLE) == WORKER
+
+
+def rank_of(manifest):
+    return manifest["metadata"]["labels"][contract.LABEL_INDEX]
 
 
 def limited(quota, order, ranks, pods, **update):
@@ -66,7 +71,7 @@ def passes(jobs, seconds):
 
 def complete(job, pods):
     """Returns how many ranks have all their pods, and how many pods are of other ranks."""
-    ranks = [pod["metadata"]["labels"][contract.LABEL_INDEX] for pod in job.pods.values() if is_worker(pod)]
+    ranks = [rank_of(pod) for pod in job.pods.values() if is_worker(pod)]
     counts = [ranks.count(rank) for rank in set(ranks)]
     return counts.count(pods), sum(count for count in counts if count < pods)
 
@@ -133,7 +138,7 @@ def test_a_rank_whose_other_pod_finds_no_node_gives_its_node_back(running, lacki
         cluster.answer(world=3, step=9)
         cluster.settle()
         place()
-        alive = {int(cluster.pods[n]["metadata"]["labels"][contract.LABEL_INDEX]) for n in cluster.living()}
+        alive = {int(rank_of(cluster.pods[n])) for n in cluster.living()}
         found.append([rank for rank in lacking if rank in alive])
     assert cluster.status["phase"] == "Running"
     assert found == expected
@@ -151,6 +156,14 @@ class Nodes(Cluster):
                 self.pods[name]["spec"]["nodeName"] = "n1"
             else:
                 self.gate(name, gated=False)
+
+
+def begins_again(job, until):
+    """The job begins anew, with other random numbers, until the condition holds."""
+    while not until():
+        job.manifest.pop("status", None)
+        job.pods, job.memory = {}, type(job.memory)(job.uid)
+        job.settle()
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -189,14 +202,11 @@ def test_a_rank_that_has_found_room_has_its_whole_time_to_start():
     """The pods may pull an image for minutes."""
     quota = Quota(2)
     job = limited(quota, random.Random(0), 2, 2, mode="Sync")
-    while not job.status.get("backoff"):  # each rank has got one pod
-        job.manifest.pop("status", None)
-        job.pods, job.memory = {}, type(job.memory)(job.uid)
-        job.settle()
+    begins_again(job, until=lambda: job.status.get("backoff"))  # each rank has got one pod
     for seconds in range(0, 1140, 6):
         quota.room = 2 if seconds < 540 else 4
         for name in job.living():
-            if not is_worker(job.pods[name]) or job.pods[name]["metadata"]["labels"][contract.LABEL_INDEX] == "0":
+            if not is_worker(job.pods[name]) or rank_of(job.pods[name]) == "0":
                 job.run(name)
             else:
                 job.pods[name]["spec"]["nodeName"] = "n1"
@@ -225,15 +235,12 @@ def test_a_refusal_that_lasts_for_seconds_deletes_no_pod(make_cluster, reason):
 def test_pods_that_die_before_they_start_after_a_part_was_given_back_end_the_job():
     quota, order = Quota(2), random.Random(0)
     job = limited(quota, order, 2, 2, mode="Sync")
-    while not job.status.get("backoff"):  # each rank has got one pod
-        job.manifest.pop("status", None)
-        job.pods, job.memory = {}, type(job.memory)(job.uid)
-        job.settle()
+    begins_again(job, until=lambda: job.status.get("backoff"))  # each rank has got one pod
     quota.room = 99
     seconds = 0
     while "completionTime" not in job.status and seconds < 1200:
         for name in job.living():
-            if is_worker(job.pods[name]) and job.pods[name]["metadata"]["labels"][contract.LABEL_INDEX] == "1":
+            if is_worker(job.pods[name]) and rank_of(job.pods[name]) == "1":
                 job.pods[name]["status"] = {
                     "phase": "Failed",
                     "reason": "UnexpectedAdmissionError",
@@ -253,14 +260,12 @@ def test_pods_that_die_before_they_start_after_a_part_was_given_back_end_the_job
 def test_a_deletion_that_fails_is_repeated():
     quota, order = Quota(2), random.Random(0)
     job = limited(quota, order, 2, 2, mode="Sync")
-    while not (held := [pod for pod in job.pods.values() if pod["metadata"].get("deletionTimestamp")]):
-        job.manifest.pop("status", None)
-        job.pods, job.memory = {}, type(job.memory)(job.uid)
-        job.settle()
+    begins_again(job, until=lambda: any(map(is_deleting, job.pods.values())))
+    held = [pod for pod in job.pods.values() if is_deleting(pod)]
     for pod in held:
         del pod["metadata"]["deletionTimestamp"]
     job.settle()
-    assert all(pod["metadata"].get("deletionTimestamp") for pod in held)
+    assert all(map(is_deleting, held))
 
 
 def test_a_rank_that_was_held_back_behind_another_one_gives_its_part_back():
@@ -273,7 +278,7 @@ def test_a_rank_that_was_held_back_behind_another_one_gives_its_part_back():
     assert complete(job, 2) == (2, 1)
     job.tick(6)  # the pod that was refused is due again
     for name in job.living():
-        if job.pods[name]["metadata"]["labels"][contract.LABEL_INDEX] == "1" and is_worker(job.pods[name]):
+        if rank_of(job.pods[name]) == "1" and is_worker(job.pods[name]):
             job.disrupt(name, "DeletionByTaintManager")
     job.settle()
     job.bury()
@@ -316,9 +321,8 @@ def test_preemptions_of_ranks_without_room_do_not_begin_the_time_again(is_runnin
 def in_part(job, rank):
     """Member 0 of the rank has a node, and member 1 finds none."""
     for name in job.living():
-        labels = job.pods[name]["metadata"]["labels"]
-        if is_worker(job.pods[name]) and labels[contract.LABEL_INDEX] == str(rank):
-            if labels[contract.LABEL_MEMBER] == "0":
+        if is_worker(job.pods[name]) and rank_of(job.pods[name]) == str(rank):
+            if job.pods[name]["metadata"]["labels"][contract.LABEL_MEMBER] == "0":
                 job.pods[name]["spec"]["nodeName"] = "n1"
             else:
                 job.gate(name, gated=False)
@@ -332,7 +336,7 @@ def test_a_rank_gives_its_node_back_after_deaths_in_a_row_too(make_cluster, deat
         job.settle(40)
         in_part(job, 1)
         for name in job.living():
-            is_short = is_worker(job.pods[name]) and job.pods[name]["metadata"]["labels"][contract.LABEL_INDEX] == "1"
+            is_short = is_worker(job.pods[name]) and rank_of(job.pods[name]) == "1"
             if not is_short:
                 job.run(name)
             elif step in range(10, 10 * (deaths + 1), 10) and "nodeName" in job.pods[name]["spec"]:
@@ -358,9 +362,8 @@ def test_the_time_in_a_queue_does_not_count_for_a_rank_that_gave_its_node_back(m
         job.tick(6)
     assert job.status["incarnations"]["worker-1"] == 2
     mine = [name for name in job.living() if is_worker(job.pods[name])]
-    ranks = {name: job.pods[name]["metadata"]["labels"][contract.LABEL_INDEX] for name in mine}
     for name in mine:
-        if ranks[name] == "0":
+        if rank_of(job.pods[name]) == "0":
             job.pods[name]["spec"]["nodeName"] = "n1"
             job.run(name)
         else:

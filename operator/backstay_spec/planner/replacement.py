@@ -114,19 +114,18 @@ def _judge_slot(facts: Facts, record: Record, slot: Slot, *, held: bool = False,
             decided = _judge_living(facts, record, pod)
         is_dead = decided.record.newest(slot) != record.newest(slot) or decided.record.waits_until(slot.key)
         return decided if is_dead or not pod.members else _given_back(facts, decided, pod, absent, yields=yields)
+    deleted = Effects()
+    if waits is not None and pod is not None and pod.alive:
+        deleted = _delete(pod, "Superseded")  # an earlier attempt, which has failed
     if not facts.can_create or held:
-        if waits is not None and pod is not None and pod.alive:
-            return Decision(record, _delete(pod, "Superseded"))  # an earlier attempt has failed
         # A death is judged when the pod can be replaced: one status records the death and the replacement.
-        return Decision(record)
+        return Decision(record, deleted)
     if current == 0 or outlived or (not facts.was_desired(slot) and not refused):
         return _create(facts, record, slot, None)
     if waits is not None:
         obstructed = Effects(obstructed=_row_of_deaths(record, slot) or _no_room(record, slot))
         if facts.now >= waits:
             return _create(facts, record, slot, None).also(obstructed)
-        superseded = pod is not None and pod.alive
-        deleted = _delete(pod, "Superseded") if superseded and pod else Effects()
         return Decision(record, deleted + obstructed + Effects(wake=waits))
     if pod is not None:
         left = leaving.judge(facts, pod)

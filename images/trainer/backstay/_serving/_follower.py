@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from .._checkpoint import JobIdentity, ManifestName
+from .._compute import is_out_of_memory
 from ..errors import CheckpointError, ConfigurationError, StorageError
 from ._batcher import Batcher
 from ._choice import CheckpointChoice, Listing, LoadedCheckpoint
@@ -174,7 +175,7 @@ class CheckpointFollower:
             self._skip(name, "Unusable", str(error), None)
             return False
         except Exception as error:  # such as memory for a second version
-            if self._served is None and not _memory(error):
+            if self._served is None and not is_out_of_memory(error):
                 raise
             self._skip(name, "Failed", f"{type(error).__name__}: {error}", now)
             return False
@@ -251,7 +252,3 @@ class CheckpointFollower:
             if self._served is None:
                 self.status = problem
         self._metrics.gauge("storage_available").set(float(self._available))
-
-
-def _memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
