@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import fcntl
 import json
 import logging
 import os
@@ -49,6 +50,7 @@ EXTRA_ENV = {"BACKSTAY_BIND": "$(POD_IP)", "BACKSTAY_KEEP": "$(POD_LOGS)"}
 COMPILED_ENV = "JAX_COMPILATION_CACHE_DIR"
 # Folders that end with the cluster. The data folder may be the user's project, which has no such names.
 COMPILED, _CONTROL_PLANE = ".compiled", ".control-plane"
+_FIRST_LINE = "# An embedded cluster of Backstay wrote this file, and removes it when it stops.\n"
 
 
 def kubeconfig(url: str, token: str, ca: bytes | None = None) -> str:
@@ -62,7 +64,7 @@ def kubeconfig(url: str, token: str, ca: bytes | None = None) -> str:
     cluster: dict[str, str] = {"server": url}
     if ca is not None:
         cluster["certificate-authority-data"] = base64.b64encode(ca).decode()
-    return yaml.safe_dump(
+    return _FIRST_LINE + yaml.safe_dump(
         {
             "apiVersion": "v1",
             "kind": "Config",
@@ -82,7 +84,8 @@ class EmbeddedCluster:
 
     Args:
         data_dir: the folder of logs and all other data; None: a temporary folder, removed at the end.
-        kubeconfig_path: the kubeconfig to write; its name must end in `.kubeconfig`; None: in `data_dir`.
+        kubeconfig_path: the kubeconfig to write; its name must end in `.kubeconfig`; None: in `data_dir`. A file that
+            no embedded cluster has written is not replaced.
         kubelet: whether to run a node; without one, pods stay Pending (a `FakeKubelet` may be started instead).
         extra_env: environment of every container in addition to `EXTRA_ENV`; `$(POD_IP)` is the pod's address,
             `$(POD_LOGS)` the folder with its logs.
@@ -118,7 +121,8 @@ class EmbeddedCluster:
             raise ValueError(f"kubeconfig {str(self.kubeconfig)!r}: the name must end in .kubeconfig")
         self.url = ""
         self.token = new_token()
-        self._written = False  # whether the kubeconfig is this cluster's
+        self._written = ""  # the content of the kubeconfig, if it was written
+        self._folder: int | None = None  # the descriptor of the folder, which is locked
         self.node: Kubelet | None = None
         self._with_kubelet = kubelet
         self._extra_env = {**EXTRA_ENV, **(extra_env or {})}
@@ -151,14 +155,28 @@ class EmbeddedCluster:
             NetworkError: no addresses are available.
             AssetsError: `KUBEBUILDER_ASSETS` names servers that cannot be used.
             TimeoutError: the API server was not ready in time.
+            ValueError: another cluster uses the folder, or another program wrote the kubeconfig.
         """
         self.data_dir.mkdir(parents=True, exist_ok=True)
+        self._claim()
         try:
             await self._start()
         except BaseException:
             await self.stop()
             raise
         return self
+
+    def _claim(self) -> None:
+        """Lock the folder, because two clusters would remove each other's files. The lock ends with the process."""
+        if self.kubeconfig.exists() and not self.kubeconfig.read_text(errors="replace").startswith(_FIRST_LINE):
+            raise ValueError(f"kubeconfig {str(self.kubeconfig)!r}: another program wrote this file; choose another name")
+        folder = os.open(self.data_dir, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(folder)
+            raise ValueError(f"another embedded cluster uses the folder {self.data_dir}; choose another one") from None
+        self._folder = folder
 
     async def _start(self) -> None:
         self._block = claim_block()
@@ -193,8 +211,8 @@ class EmbeddedCluster:
         if folder is not None:
             self._collector = asyncio.create_task(GarbageCollector(self._client).run())
         self.ca = None if ca is None else ca.decode()
-        write_private(self.kubeconfig, kubeconfig(self.url, self.token, ca))
-        self._written = True
+        self._written = kubeconfig(self.url, self.token, ca)
+        write_private(self.kubeconfig, self._written)
         if self._runtime is not None:
             self.node = Kubelet(
                 self._client,
@@ -227,11 +245,14 @@ class EmbeddedCluster:
         if self._block is not None:
             self._block.close()
             self._block = None
-        if self._written:
-            self.kubeconfig.unlink(missing_ok=True)
-            self._written = False
-        for name in (RUNNING, _CONTROL_PLANE, COMPILED):
-            shutil.rmtree(self.data_dir / name, ignore_errors=True)
+        if self._written and self.kubeconfig.exists() and self.kubeconfig.read_text() == self._written:
+            self.kubeconfig.unlink()
+        self._written = ""
+        if self._folder is not None:  # the folder is this cluster's
+            for name in (RUNNING, _CONTROL_PLANE, COMPILED):
+                shutil.rmtree(self.data_dir / name, ignore_errors=True)
+            os.close(self._folder)
+            self._folder = None
         if self._temporary:
             shutil.rmtree(self.data_dir, ignore_errors=True)
 

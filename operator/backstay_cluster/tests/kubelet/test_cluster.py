@@ -57,8 +57,8 @@ async def pids_of(cluster: ClusterProcess, name: str, script: str = FAMILY) -> l
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("fails", [False, True])
-async def test_a_cluster_deletes_nothing_that_it_has_not_made(tmp_path, monkeypatch, fails):
+@pytest.mark.parametrize("problem", [None, "KUBEBUILDER_ASSETS", "another program wrote this file"])
+async def test_a_cluster_deletes_nothing_that_it_has_not_made(tmp_path, monkeypatch, problem):
     """The folder may be a project with such folders. A failed start deleted them, too, and the kubeconfig."""
     kept = [tmp_path / name / "mine" for name in ("run", "control-plane", "compiled")]
     for file in kept:
@@ -66,20 +66,48 @@ async def test_a_cluster_deletes_nothing_that_it_has_not_made(tmp_path, monkeypa
         file.touch()
     config = tmp_path / "own.kubeconfig"
     config.write_text("mine")
-    made = EmbeddedCluster(tmp_path, kubeconfig_path=config if fails else None, kubelet=False)
-    if fails:
-        monkeypatch.setenv("KUBEBUILDER_ASSETS", str(tmp_path / "none"))
-        with pytest.raises(Exception, match="KUBEBUILDER_ASSETS"):
-            await made.start()
-    else:
+    taken = problem is not None and "file" in problem
+    made = EmbeddedCluster(tmp_path, kubeconfig_path=config if taken else None, kubelet=False)
+    if problem is None or taken:
         monkeypatch.delenv("KUBEBUILDER_ASSETS", raising=False)
+    else:
+        monkeypatch.setenv("KUBEBUILDER_ASSETS", str(tmp_path / "none"))
+    if problem is None:
         await made.start()
         assert made.kubeconfig.exists()
         await made.stop()
         assert not made.kubeconfig.exists()
+    else:
+        with pytest.raises(Exception, match=problem):
+            await made.start()
     assert all(file.exists() for file in kept)
     assert config.read_text() == "mine"
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} <= {"run", "control-plane", "compiled", "pods"}
+
+
+async def test_a_second_cluster_in_a_folder_is_refused_and_changes_nothing(tmp_path):
+    async with EmbeddedCluster(tmp_path, kubelet=False) as first:
+        (tmp_path / ".compiled").mkdir()
+        second = EmbeddedCluster(tmp_path, kubelet=False)
+        with pytest.raises(ValueError, match=f"another embedded cluster uses the folder {tmp_path}; choose another"):
+            await second.start()
+        await second.stop()
+        assert (tmp_path / ".compiled").is_dir()
+        assert first.url in first.kubeconfig.read_text()
+    async with second:  # the first one has ended
+        assert second.url in second.kubeconfig.read_text()
+
+
+async def test_a_cluster_does_not_remove_the_kubeconfig_of_another_one(tmp_path):
+    config = tmp_path / "shared.kubeconfig"
+    first = await EmbeddedCluster(tmp_path / "a", kubeconfig_path=config, kubelet=False).start()
+    try:
+        async with EmbeddedCluster(tmp_path / "b", kubeconfig_path=config, kubelet=False) as second:
+            await first.stop()
+            assert second.url in config.read_text()
+        assert not config.exists()
+    finally:
+        await first.stop()
 
 
 async def test_two_clusters_at_the_same_time_share_nothing(tmp_path, cluster, driver):
