@@ -67,7 +67,7 @@ def test_a_restart_beside_pods_that_left_a_queue_does_not_count_the_time_in_it(m
     assert cluster.condition("Failed")["reason"] == "Unschedulable"
 
 
-def loses_for_good(cluster, rank, refused):
+def loses_a_pod(cluster, rank, refused):
     """A rank loses its pod, and pods with this beginning of the name are refused from now on."""
     cluster.refuse[refused] = QUOTA
     cluster.delete(cluster.named(WORKER, rank))
@@ -79,7 +79,7 @@ def loses_for_good(cluster, rank, refused):
 def test_a_death_while_a_rank_is_refused_does_not_end_the_job_for_a_new_operator(running, restarts):
     cluster = running({**ONE_SERVER, "workers": {"replicas": 3}, "update": {"backups": 1}})
     trains(cluster, 5)
-    loses_for_good(cluster, 0, "mnist-worker")
+    loses_a_pod(cluster, 0, "mnist-worker")
     for step in range(60):
         cluster.tick(20)
         trains(cluster, 20 + step)
@@ -94,7 +94,7 @@ def test_a_death_while_a_rank_is_refused_does_not_end_the_job_for_a_new_operator
 
 def test_a_death_during_a_long_compilation_beside_a_refused_rank_does_not_end_the_job(running):
     cluster = running({**ONE_SERVER, "workers": {"replicas": 3}, "update": {"backups": 1}})
-    loses_for_good(cluster, 0, "mnist-worker-0")
+    loses_a_pod(cluster, 0, "mnist-worker-0")
     for _ in range(65):
         cluster.tick(10)
         trains(cluster, 0)
@@ -172,7 +172,7 @@ def test_the_condition_names_the_standby_that_is_refused(running):
 def test_an_eviction_before_the_first_update_beside_a_refused_backup_does_not_end_the_job(running, is_gone):
     """The pod that was evicted may no longer be shown, so nothing of it says when it was lost."""
     cluster = running({**ONE_SERVER, "workers": {"replicas": 3}, "update": {"backups": 1}})
-    loses_for_good(cluster, 1, "mnist-worker")
+    loses_a_pod(cluster, 1, "mnist-worker")
     for _ in range(70):
         cluster.tick(10)
         trains(cluster, 0)

@@ -159,7 +159,7 @@ class Nodes(Cluster):
 
 
 def begins_again(job, until):
-    """The job begins anew, with other random numbers, until the condition holds."""
+    """The job begins again, with other random numbers, until the condition holds."""
     while not until():
         job.manifest.pop("status", None)
         job.pods, job.memory = {}, type(job.memory)(job.uid)
