@@ -284,11 +284,14 @@ def valid(schema: Obj, value: Any) -> bool:
     return not _causes(schema, value, "", "")
 
 
+_DATE, _TIME = r"\d{4}-\d\d-\d\d", r"\d\d:\d\d:\d\d(\.\d+)?"
+
+
 def _formatted(name: str, value: str) -> bool:
     try:
         if name == "date-time":
-            datetime.datetime.fromisoformat(value)
-            return bool(re.match(r"\d{4}-\d\d-\d\d[Tt]\d\d:\d\d:\d\d", value))
+            datetime.datetime.fromisoformat(value.upper())
+            return bool(re.fullmatch(rf"{_DATE}[Tt]{_TIME}([Zz]|[+-]\d\d:\d\d)", value, re.ASCII))
         if name == "date":
             datetime.date.fromisoformat(value)
         elif name in {"ipv4", "ip"}:

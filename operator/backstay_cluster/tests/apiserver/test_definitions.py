@@ -153,6 +153,8 @@ def causes(answer):
         ({"ports": [{"port": 1}]}, "spec.ports[0].name", "FieldValueRequired", "Required value"),
         ({"labels": {"a": 1}}, "spec.labels.a", "FieldValueTypeInvalid", "must be of type string"),
         ({"when": "soon"}, "spec.when", "FieldValueTypeInvalid", "must be of type date-time"),
+        ({"when": "2026-01-02T03:04:05"}, "spec.when", "FieldValueTypeInvalid", "must be of type date-time"),
+        ({"when": "2026-01-02T03:04:05+0100"}, "spec.when", "FieldValueTypeInvalid", "must be of type date-time"),
         ({"low": 1.5}, "spec.low", "FieldValueTypeInvalid", 'must be of type integer: "number"'),
     ],
 )
@@ -165,7 +167,17 @@ def test_an_invalid_definition_is_refused_with_field_and_reason(clean, spec, fie
 
 @pytest.mark.parametrize(
     "spec",
-    [{"low": 3}, {"share": "5%"}, {"share": 5}, {"color": "dark red"}, {"ratio": 1}, {"ratio": 0.5}, {"count": 7.0}],
+    [
+        {"low": 3},
+        {"share": "5%"},
+        {"share": 5},
+        {"color": "dark red"},
+        {"ratio": 1},
+        {"ratio": 0.5},
+        {"count": 7.0},
+        {"when": "2026-01-02t03:04:05.678z"},
+        {"when": "2026-01-02T03:04:05+01:00"},
+    ],
 )
 def test_valid_objects_are_accepted(clean, spec):
     answer = clean.post(WIDGETS, widget(**spec))
