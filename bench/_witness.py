@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,18 +16,31 @@ class Applied:
     twice: int
 
 
-def count_applied(count: np.ndarray, *, steps: int, quorum: int | None, grace: bool = False) -> Applied:
-    """Find lost and repeated gradients in the parameter `count` of a job's last checkpoint.
+COUNTS = "a_count", "z_count"
+"""The parameters that count. Of two servers, each has one."""
+
+
+def count_applied(counts: Sequence[np.ndarray], *, steps: int, quorum: int | None, grace: bool = False) -> Applied:
+    """Find lost and repeated gradients in the last checkpoint of a job.
 
     Args:
-        count: float32[rows, ranks]; a row is the step of a batch's key.
+        counts: the parameters `COUNTS`, each float32[rows, ranks]; a row is the step of a batch's key.
         steps: number of updates of the job, times its local steps.
         quorum: the quorum of a synchronous job; None for an asynchronous job.
         grace: whether updates may have more gradients than the quorum. An element is then ``quorum / gradients``.
 
     Raises:
-        ValueError: an element is not a whole number: a gradient was applied in part (T1).
+        ValueError: an element is not a whole number, or servers applied different gradients: a gradient was applied in
+            part (T1).
     """
+    found = [_count(count, steps=steps, quorum=quorum, grace=grace) for count in counts]
+    worst = Applied(max(each.lost for each in found), max(each.twice for each in found))
+    if worst == Applied(0, 0) and any(not np.allclose(count, counts[0], atol=1e-3) for count in counts):
+        raise ValueError("the servers applied different gradients: a gradient was applied in part")
+    return worst
+
+
+def _count(count: np.ndarray, *, steps: int, quorum: int | None, grace: bool) -> Applied:
     if grace and quorum is not None:
         count = count * np.maximum(quorum, (count > 0).sum(axis=1, keepdims=True)) / quorum
     times = np.rint(count).astype(int)

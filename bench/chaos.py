@@ -42,7 +42,7 @@ from _cluster import (
     shard_of,
     stored,
 )
-from _witness import Applied, count_applied
+from _witness import COUNTS, Applied, count_applied
 
 from backstay_spec import contract
 
@@ -259,7 +259,9 @@ def witness_of(job: BenchJob) -> Applied:
         raise SystemExit(f"{job.name} ended, but its newest checkpoint is of step {step} instead of {job.steps}")
     quorum = max(1, job.workers - job.backups) if job.mode == "Sync" else None
     rows = job.steps * max(1, job.local)
-    return count_applied(params["count"], steps=rows, quorum=quorum, grace="grace" in job.spec["update"])
+    return count_applied(
+        [params[name] for name in COUNTS], steps=rows, quorum=quorum, grace="grace" in job.spec["update"]
+    )
 
 
 def injected(job: BenchJob) -> Counter[str]:

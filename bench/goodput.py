@@ -92,7 +92,7 @@ async def measure(arguments: argparse.Namespace) -> bool:
             quiet = quiet if what else pace
             counted, seconds = witness_of(job), job.status["workerSeconds"]
             fine = fine and counted.lost == counted.twice == 0
-            total, applied = sum(seconds.values()), int((stored(job)[1]["count"] > 0).sum())
+            total, applied = sum(seconds.values()), int((stored(job)[1]["a_count"] > 0).sum())
             own = reported(job)
             rows.append(
                 (

@@ -19,13 +19,15 @@ from typing import Any
 
 import jax
 import optax
-from outer import COUNT, Row, bits_of
-from scripts.text import SIZES, example
+from scripts.text import SIZES, batches_of, example, inner
 
 import backstay
+from backstay._single._reference import train_local
 from backstay._update import analyse, coded_leaves, describe, partition, shard_wires
+from backstay._update._local_steps import default_outer
 
 EXACT = "Exact"
+COUNT = 24
 GROUPS: tuple[tuple[str, dict[str, Any] | None], ...] = (("Sync", None), (f"{COUNT} local steps", {"count": COUNT}))
 WIRES = (
     backstay.Wire(),
@@ -45,6 +47,30 @@ def share(module: Any, wire: backstay.Wire) -> float:
     (of,) = shard_wires(partition(tree, analyse(optax.sgd(1.0), tree), 1, coded=coded), wire, coded)
     used = sum(block.nbytes for blocks in (of.gradients, of.parameters) for block in blocks)
     return used / (2 * sum(block.nbytes for block in of.exact))
+
+
+def bits_of(local: dict[str, Any] | None, wire: backstay.Wire, module: Any, steps: int, seed: int) -> float:
+    """Returns the held-out bits per byte after this number of steps of each worker.
+
+    Args:
+        local: the arguments of `LocalSteps`; None: an update for each batch.
+    """
+    optimizer, updates, made = inner(steps), steps, None
+    if local is not None:
+        made = backstay.LocalSteps(optimizer=inner(steps), **local)
+        optimizer, updates = default_outer(made, late=False)[0], steps // made.batches
+    result = train_local(
+        module.init,
+        module.loss,
+        batches_of(module),
+        optimizer,
+        updates,
+        seed=seed,
+        world=WORKERS,
+        wire=wire,
+        local=made,
+    )
+    return float(module.evaluate(result.params)["bits_per_byte"])
 
 
 def title(wire: backstay.Wire) -> str:
@@ -71,8 +97,7 @@ def main() -> None:
         for number, wire in enumerate(WIRES):
             if number and arguments.rows and number not in arguments.rows:
                 continue
-            row = Row(group, WORKERS, WORKERS, local, None if wire.exact else wire)
-            found = [bits_of(row, module, steps, seed) for seed in range(arguments.seeds)]
+            found = [bits_of(local, wire, module, steps, seed) for seed in range(arguments.seeds)]
             first = first or found
             more = spread([mine - plain for mine, plain in zip(found, first, strict=True)]) if number else ""
             name = f"{group}: {title(wire)}" if not number else f"  {title(wire)}"

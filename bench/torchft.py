@@ -234,7 +234,7 @@ async def backstay(keep: Path, seconds: float, backups: int, *, forked: bool = F
             found = witness_of(job)
             if found.lost or found.twice:
                 raise SystemExit(f"{found.lost} gradients were lost, {found.twice} applied twice")
-            return np.asarray((stored(job)[1]["count"] > 0).sum(axis=1))
+            return np.asarray((stored(job)[1]["a_count"] > 0).sum(axis=1))
 
         await job.submit()
         await job.wait("all of them train", lambda: all_train(job), START)

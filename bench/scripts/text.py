@@ -25,6 +25,11 @@ def example(size):
     return module
 
 
+def batches_of(module):
+    """Returns the argument `batches` of `train` for the example's text."""
+    return backstay.from_dataset(module.Windows(module.training), batch_size=module.BATCH)
+
+
 def adamw(steps):
     """AdamW with a schedule for this number of steps of a worker."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, min(50, steps // 10), steps, 1e-4)
@@ -62,7 +67,7 @@ def main():
     backstay.train(
         init=module.init,
         loss=module.loss,
-        batches=backstay.from_dataset(module.Windows(), batch_size=module.BATCH),
+        batches=batches_of(module),
         steps=arguments.updates,
         seed=arguments.seed,
         log_every=0.0,

@@ -1,9 +1,10 @@
 """A training script whose parameters count the applied gradients, independent of the counters of the runtime.
 
-The parameter `count` has an element for each (row, rank), where the row is the step of the batch's key. A gradient adds
-exactly 1 to its own element. In the last checkpoint, a 2 is a gradient that was applied twice. A row with fewer
-elements than the quorum is a lost update. Adam trains the other parameters, a small regression. Its state must survive
-too, or the bits differ from those of a run without faults.
+The parameters `a_count` and `z_count` have an element for each (row, rank), where the row is the step of the batch's
+key. A gradient adds exactly 1 to its own element of both. In the last checkpoint, a 2 is a gradient that was applied
+twice. A row with fewer elements than the quorum is a lost update. Of two servers, the first one has all of `a_count`,
+and the second one all of `z_count`: they are the first and the last leaf, and as large as each other. Adam trains the
+other parameters, a small regression. Its state must survive too, or the bits differ from those of a run without faults.
 
 Environment variables: STEPS, WORLD, BACKUPS, MODE, PAUSE (seconds for each batch), COMPUTE, SIZE, HOLD, LOG_EVERY,
 LOCAL, and TIMELINE (a folder for marks). COMPUTE is the time in seconds that each gradient takes without a processor.
@@ -37,6 +38,7 @@ SIZE = int(os.environ.get("SIZE", "0"))
 HOLD = int(os.environ.get("HOLD", str(STEPS)))
 LOCAL = int(os.environ.get("LOCAL", "0"))
 WIDTH = 64
+COUNTS = "a_count", "z_count"
 ROWS = max(STEPS * max(1, LOCAL), -(-4096 // WORLD))  # codecs leave smaller arrays exact
 
 follow()
@@ -46,8 +48,8 @@ def init(key):
     return {
         "w": jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5,
         "b": jnp.zeros(WIDTH),
-        "count": jnp.zeros((ROWS, WORLD)),
         "further": jnp.zeros(SIZE),
+        **{name: jnp.zeros((ROWS, WORLD)) for name in COUNTS},
     }
 
 
@@ -64,7 +66,7 @@ def loss(params, batch):
     value = jnp.mean((jnp.tanh(x @ params["w"] + params["b"]) - y) ** 2)
     # The mean over the quorum is 1, and SGD with a learning rate of 1 adds it.
     value += jnp.mean(params["further"] ** 2) if SIZE else 0.0
-    return value - QUORUM * params["count"][place[0, 0], place[0, 1]]
+    return value - QUORUM * sum(params[name][place[0, 0], place[0, 1]] for name in COUNTS)
 
 
 @functools.cache
@@ -85,7 +87,7 @@ def batches(key):
 
 def optimizer(model):
     """`model` for the regression, and plain sums for the other parameters."""
-    labels = {"w": "model", "b": "model", "count": "count", "further": "count"}
+    labels = {"w": "model", "b": "model", "further": "count", **dict.fromkeys(COUNTS, "count")}
     return optax.multi_transform({"model": model, "count": optax.sgd(1.0)}, labels)
 
 
