@@ -210,7 +210,7 @@ async def _report(
     await client.create(JOBS_PATH, job_of("single"))
     await wait_for(kubelet, 10, 60)
     idle = operator.memory_info().rss
-    rows_of("1 job", await deaths(kubelet, operator, kills), ("50 ms", ""))
+    rows_of("1 job", await deaths(kubelet, operator, kills), ("20 ms", ""))
     started = time.perf_counter()
     for number in range(jobs - 1):
         await client.create(JOBS_PATH, job_of(f"job-{number}"))
@@ -218,7 +218,7 @@ async def _report(
     await wait_for(kubelet, jobs * 10, 600)
     total = time.perf_counter() - started
     row(f"{jobs} jobs: all {jobs * 10} pods running after", f"{total:.1f} s", f"{jobs * 10 / total:.0f} pods/s")
-    goals = ("200 ms", "1000 ms") if jobs <= 200 else ("", "5000 ms")
+    goals = ("50 ms", "500 ms") if jobs <= 200 else ("", "5000 ms")
     rows_of(f"{jobs} jobs", await deaths(kubelet, operator, kills), goals)
     row("operator's memory, 1 job", f"{idle / 1e6:.0f} MB")
     row(
