@@ -62,10 +62,19 @@ class Slot:
         return _TEXT[self.role] if self.role == contract.ROLE_EVALUATOR else f"{_TEXT[self.role]} {self.index}"
 
 
+def fraction(name: str) -> float:
+    """Returns a number of at least 0 and less than 1 for a name, evenly spread over the names."""
+    return _number(name) / 2**64
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
+
+
 @lru_cache(maxsize=4096)
 def short_hash(uid: str) -> str:
     """Five characters of a uid hashed."""
-    number = int.from_bytes(hashlib.sha256(uid.encode()).digest()[:8])
+    number = _number(uid)
     letters = []
     for _ in range(5):
         number, digit = divmod(number, len(_ALPHABET))

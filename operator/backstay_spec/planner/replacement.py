@@ -33,7 +33,7 @@ from backstay_spec.causes import (
     refusal_obstacle,
     verdict_of,
 )
-from backstay_spec.names import Slot
+from backstay_spec.names import Slot, fraction
 from backstay_spec.observed import UNCOUNTED, RefusedCreate
 from backstay_spec.planner import budgets, hung, leaving, order, promotion, standbys
 from backstay_spec.planner.admission import NONE_GIVEN_UP, GivenUp
@@ -60,7 +60,7 @@ __all__ = ["judge"]
 
 _LONG_AGO: Final = datetime.min.replace(tzinfo=UTC)
 _TRIES_A_PLACE: Final = 0.25  # of the deadline; an autoscaler may add a node meanwhile
-_GIVEN_BACK: Final = timedelta(seconds=30)  # others create their pods again after 5 s
+_GIVEN_BACK: Final = timedelta(seconds=30)
 _FIRST_TRIES: Final = timedelta(seconds=30)
 NOT_JOINED: Final = "the pod runs, but has not joined the job: the script may hang before backstay.train"
 
@@ -123,7 +123,7 @@ def _judge_slot(facts: Facts, record: Record, slot: Slot, *, held: bool = False,
     if current == 0 or outlived or (not facts.was_desired(slot) and not refused):
         return _create(facts, record, slot, None)
     if waits is not None:
-        obstructed = Effects(obstructed=_row_of_deaths(record, slot) or _no_room(record, slot))
+        obstructed = Effects(obstructed=_row_of_deaths(record, slot) or _no_room(facts, record, slot))
         if facts.now >= waits:
             return _create(facts, record, slot, None).also(obstructed)
         return Decision(record, deleted + obstructed + Effects(wake=waits))
@@ -208,7 +208,9 @@ def _has_required_place(facts: Facts) -> bool:
 def _given_back(facts: Facts, decided: Decision, pod: PodView, absent: Sequence[str], *, yields: bool) -> Decision:
     """Delete the pods of a rank that has no room for the others, and create all of them again later.
 
-    Two ranks, of one job or of two, could each hold what the other one needs. Nothing of this is a death.
+    Two ranks, of one job or of two, could each hold what the other one needs. Of one job, the lowest rank waits for
+    longest. The planners of two jobs do not see each other, so this time depends on the job. Nothing of this is a
+    death.
     """
     refused = any(name in facts.observed.refused for name in absent)
     found = [o for o in decided.effects.obstructed if o.obstacle.blocked in (Blocked.REFUSED, Blocked.UNSCHEDULABLE)]
@@ -217,7 +219,7 @@ def _given_back(facts: Facts, decided: Decision, pod: PodView, absent: Sequence[
         due = facts.now
     elif in_part or (found and refused):
         # Nodes and refusals without a quota may fit one rank only, so a higher one may start where a lower one cannot.
-        patience = _TRIES_A_PLACE if yields else 1.0
+        patience = _TRIES_A_PLACE * (1 if yields else 1 + fraction(facts.pod_name(pod.slot, pod.incarnation)))
         due = _may_start_since(facts, pod) + patience * _pending_limit(facts)
     else:
         return decided
@@ -229,9 +231,9 @@ def _given_back(facts: Facts, decided: Decision, pod: PodView, absent: Sequence[
     known = decided.record.backoff.get(slot.key) or Backoff()
     # The time to start continues. Otherwise a job that has room for parts of ranks only would never end.
     since = min((o.since for o in found), default=known.no_room_since or facts.now)
-    waits = known.model_copy(update={"no_room_since": since, "not_before": facts.now + _GIVEN_BACK})
+    waits = known.model_copy(update={"no_room_since": since, "not_before": facts.now + _given_back_for(facts)})
     record = decided.record.with_backoff(slot.key, waits)
-    effects = replace(decided.effects, creations=(), obstructed=decided.effects.obstructed or _no_room(record, slot))
+    effects = replace(decided.effects, creations=(), obstructed=decided.effects.obstructed or _no_room(facts, record, slot))
     return Decision(record, effects + _delete(pod, "GivenBack"))
 
 
@@ -262,12 +264,17 @@ def _without_room(record: Record, slot: Slot, after: Backoff | None, since: date
     return after if since is None else (after or Backoff()).model_copy(update={"no_room_since": since})
 
 
-def _no_room(record: Record, slot: Slot) -> tuple[Obstructed, ...]:
+def _given_back_for(facts: Facts) -> timedelta:
+    """Returns how long a rank leaves its room to others, which create their pods again after 5 s."""
+    return min(_GIVEN_BACK, _TRIES_A_PLACE * _pending_limit(facts))
+
+
+def _no_room(facts: Facts, record: Record, slot: Slot) -> tuple[Obstructed, ...]:
     """Returns the obstacle of a rank that has given its room back, and waits; empty for other slots."""
     known = record.backoff.get(slot.key)
     if known is None or known.no_room_since is None:
         return ()
-    text = f"there is room for some of its pods only, so all are created again {_GIVEN_BACK.seconds} s later"
+    text = f"there is room for some of its pods only, so all are created again {_given_back_for(facts).seconds} s later"
     return (Obstructed(slot, Obstacle(Blocked.GIVEN_BACK, text), known.no_room_since),)
 
 
