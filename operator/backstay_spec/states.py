@@ -85,7 +85,7 @@ OBSTACLES: Final[Mapping[Blocked, StateDoc]] = {
     Blocked.NEVER_STARTED: StateDoc(
         "Pods of the slot died in a row before they started.", "the next pod after a back-off"
     ),
-    Blocked.GIVEN_BACK: StateDoc("A rank has room for some of its pods only.", "the rank is tried again after 30 s"),
+    Blocked.GIVEN_BACK: StateDoc("A rank has room for some of its pods only.", "the rank is tried again within 30 s"),
     Blocked.NOT_JOINED: StateDoc("The pod runs, and its process has not joined the job.", "the pod continues"),
 }
 """The reasons why a pod does not start."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from dataclasses import replace
 
@@ -101,12 +102,47 @@ def test_of_two_jobs_that_each_hold_half_of_a_rank_one_trains_before_its_deadlin
     assert [complete(job, 2) for job in jobs] == [(0, 1), (0, 1)]
     passes(jobs, deadline * 9 // 10)
     assert sorted(complete(job, 2) for job in jobs) == [(0, 0), (1, 0)]
+    assert {job.condition("PodsCreated")["reason"] for job in jobs} <= {"AllCreated", "GivenBack", "PodRefused"}
     assert not any(job.deaths for job in jobs)
     assert not any(job.status["phase"] == "Failed" for job in jobs)
     assert any(reason == "GivenBack" for job in jobs for reason, _ in job.events)
     quota.room = 4
     passes(jobs, 36)
     assert [complete(job, 2) for job in jobs] == [(1, 0), (1, 0)]
+    assert all(job.condition("PodsCreated")["status"] == "True" for job in jobs)
+
+
+def test_while_a_rank_leaves_its_room_to_others_its_pods_are_not_created(make_cluster):
+    job = make_cluster({"parameterServers": {"replicas": 1}, "workers": {"replicas": 1, "podsPerRank": 2}})
+    for _ in range(70):
+        job.settle(40)
+        job.bury()
+        if not any(map(is_worker, job.pods.values())):
+            break
+        assert job.condition("PodsCreated")["reason"] != "GivenBack"
+        in_part(job, 0)
+        job.tick(5)
+    assert job.condition("PodsCreated")["reason"] == "GivenBack"
+    assert "created again 30 s later" in job.condition("PodsCreated")["message"]
+    job.tick(31)
+    job.settle(40)
+    assert job.condition("PodsCreated")["status"] == "True"
+
+
+def test_the_end_of_a_job_completes_the_condition_of_a_pod_that_was_refused(make_cluster):
+    job = make_cluster({"parameterServers": {"replicas": 1}, "workers": {"replicas": 1, "podsPerRank": 2}})
+    job.refuse["mnist-worker"] = REASON
+    job.settle(40)
+    assert job.condition("PodsCreated")["reason"] == "PodRefused"
+    job.refuse.clear()
+    job.tick(6)
+    job.settle(40)
+    job.run_all()
+    for name in job.living():
+        job.end(name, 0, message=json.dumps({"result": "Trained", "step": 9}))
+    job.settle(40)
+    assert job.status["phase"] == "Succeeded"
+    assert job.condition("PodsCreated")["status"] == "True"
 
 
 @pytest.mark.parametrize("lacking", [[2], [1, 2]])

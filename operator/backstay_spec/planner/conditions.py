@@ -47,7 +47,7 @@ SLOW_START: Final = timedelta(seconds=30)
 INTERRUPTED: Final = timedelta(seconds=10)
 # The same while all are ready; also at least a multiple of the duration of an update.
 NO_UPDATE: Final = timedelta(seconds=30)
-_NOT_CREATED: Final = (Blocked.REFUSED, Blocked.HELD, Blocked.POD_INVALID)
+_NOT_CREATED: Final = (Blocked.REFUSED, Blocked.HELD, Blocked.POD_INVALID, Blocked.GIVEN_BACK)
 _UPDATES: Final = 5
 # Together shorter than a condition's message may be, so that neither cuts the other one.
 _MAX_SUMMARY: Final = 600
@@ -199,10 +199,12 @@ def pods_created(facts: Facts, found: Effects) -> list[Statement]:
 def pods_created_at_the_end(facts: Facts, record: Record, slots: Sequence[Slot]) -> list[Statement]:
     """Record PodsCreated. A job may end between the creation of its pods and the next plan, which would do so."""
     known = facts.conditions.get(status.PODS_CREATED)
-    if known is None or known.status != "Unknown":
+    if known is None or known.status == "True":
         return []
     if all_created(facts, record, slots, Effects()):
         return [Statement(status.PODS_CREATED, True, "AllCreated", ALL_CREATED)]
+    if known.status == "False":
+        return []  # it has the reason
     return [Statement(status.PODS_CREATED, False, "Finished", "the job ended before all pods were observed")]
 
 

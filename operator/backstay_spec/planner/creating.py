@@ -66,7 +66,9 @@ def death_event(
     """Returns the event that the pod died, and what happens next. `name` is the pod's, or empty if not observed."""
     pod = name or facts.pod_name(slot, incarnation)
     if wait is None:
-        then = f"replaced by {facts.pod_name(slot, record.newest(slot))}"
+        # Of a rank of several, the pod with the same index replaces it.
+        names = zip(facts.pod_names(slot, incarnation), facts.pod_names(slot, record.newest(slot)), strict=True)
+        then = f"replaced by {dict(names).get(pod) or facts.pod_name(slot, record.newest(slot))}"
     else:
         seconds = max(1, round((wait - facts.now).total_seconds()))
         then = f"no report of its training had arrived; its replacement starts in {seconds} s"
