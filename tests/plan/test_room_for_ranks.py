@@ -130,19 +130,34 @@ def test_while_a_rank_leaves_its_room_to_others_its_pods_are_not_created(make_cl
 
 
 def test_the_end_of_a_job_completes_the_condition_of_a_pod_that_was_refused(make_cluster):
-    job = make_cluster({"parameterServers": {"replicas": 1}, "workers": {"replicas": 1, "podsPerRank": 2}})
-    job.refuse["mnist-worker"] = REASON
+    workers = {"replicas": 2, "podsPerRank": 2}
+    job = make_cluster({"parameterServers": {"replicas": 1}, "workers": workers, "update": {"backups": 1}})
+    job.refuse["mnist-worker-1"] = REASON
+    job.settle(40)
+    job.run_all()
+    job.answer(world=2, step=5, contributed={0: 1})
     job.settle(40)
     assert job.condition("PodsCreated")["reason"] == "PodRefused"
     job.refuse.clear()
     job.tick(6)
-    job.settle(40)
-    job.run_all()
+    job.apply(job.plan())  # the pods are created
+    job.answer(world=2, step=9, contributed={0: 1}, done=True)
     for name in job.living():
         job.end(name, 0, message=json.dumps({"result": "Trained", "step": 9}))
     job.settle(40)
     assert job.status["phase"] == "Succeeded"
     assert job.condition("PodsCreated")["status"] == "True"
+
+
+def test_the_pod_with_the_same_index_replaces_a_pod_of_a_rank(running):
+    cluster = running({"workers": {"replicas": 2, "podsPerRank": 2}})
+    cluster.answer(world=2, step=5, contributed={0: 1, 1: 1})
+    cluster.settle()
+    names = [name for name in cluster.living() if "-worker-1-1-1-" in name]
+    cluster.end(*names, 139)
+    cluster.settle()
+    (said,) = (text for _, text in cluster.events if f"(pod {names[0]}) died" in text)
+    assert f"replaced by {names[0].replace('-worker-1-1-1-', '-worker-1-1-2-')}" in said
 
 
 @pytest.mark.parametrize("lacking", [[2], [1, 2]])
