@@ -22,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests" / "helpers"))
-from tiers import PURE  # noqa: E402  # this program runs without pytest, which knows the folder
+from tiers import PURE, QUICK_COMPILER  # noqa: E402  # this program runs without pytest, which knows the folder
 
 REPORT = Path(".cache", "tests.json")
 LOCK, PASSED = Path("requirements.lowest.lock"), Path("tests", "lowest.txt")
@@ -48,16 +48,6 @@ class Stage:
     seconds: float = 0.0
     status: int | None = None
     last: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
-
-
-# A third of the time of the tests was XLA's. These flags change no test's result, but they change the last bits of
-# what is computed. So tests of bits run without them.
-QUICK_COMPILER = (
-    "--xla_backend_optimization_level=0",
-    "--xla_llvm_disable_expensive_passes=true",
-    "--xla_cpu_use_fusion_emitters=false",
-    "--xla_cpu_parallel_codegen_split_count=1",
-)
 
 
 def stages() -> list[Stage]:

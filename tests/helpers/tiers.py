@@ -1,4 +1,4 @@
-"""The folders of tests by what they need, for their limits of time and for the order of the stages."""
+"""The folders of tests by what they need, and the compiler of most of them."""
 
 from __future__ import annotations
 
@@ -6,3 +6,12 @@ from typing import Final
 
 PURE: Final = ("tests/coordination", "tests/house", "tests/plan", "tests/rpc", "tests/spec")
 """They need no processes and no training."""
+
+# A third of the time of the tests was XLA's. These flags change no test's result, but they change the last bits of
+# what is computed. So tests of bits run without them.
+QUICK_COMPILER: Final = (
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_parallel_codegen_split_count=1",
+)

@@ -194,17 +194,16 @@ def test_settings_are_checked(fields) -> None:
 # ---- A job and one process ----
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_t4_a_job_of_three_servers_continues_one_process_and_the_other_way_round(case: str, tmp_path) -> None:
+def test_t4_a_job_of_three_servers_continues_one_process_and_the_other_way_round(tmp_path) -> None:
     """Parameters, model state, the optimizer's state and the average; the last part is trained in one process again."""
-    backstay.train(**arguments(case, steps=3, checkpoint=stored_in(tmp_path)))
-    job = run_job(tmp_path, case, 6, servers=3)
+    backstay.train(**arguments(steps=3, checkpoint=stored_in(tmp_path)))
+    job = run_job(tmp_path, "gradients", 6, servers=3)
     leader = next(log for name, log in job.logs.items() if name.startswith("parameter-server-0"))
     assert "continuing from the checkpoint of step 3: " in leader
     assert "the argument checkpoint of train is for a single process: this job stores checkpoints in " in leader
-    assert_same(job.result, backstay.train(**arguments(case, steps=6)), 1e-9)
-    continued = backstay.train(**arguments(case, checkpoint=stored_in(tmp_path)))
-    assert_same(continued, backstay.train(**arguments(case)), 1e-9)
+    assert_same(job.result, backstay.train(**arguments(steps=6)), 1e-9)
+    continued = backstay.train(**arguments(checkpoint=stored_in(tmp_path)))
+    assert_same(continued, backstay.train(**arguments()), 1e-9)
     assert backstay.load(str(tmp_path / "checkpoints")).step == 9
     assert len({name.history for name in CheckpointStore(str(tmp_path / "checkpoints")).contents().manifests}) == 1
 
@@ -353,8 +352,7 @@ def test_t7_ctrl_c_stores_and_says_where_and_the_same_command_continues(run, tmp
     assert output.partition("RESULT")[2] == plain.partition("RESULT")[2]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_t8_a_second_ctrl_c_ends_immediately_and_other_signals_have_their_exit_code(run, tmp_path, number: int) -> None:
+def test_t8_a_second_ctrl_c_ends_immediately(run) -> None:
     first = run(hold=7)
     first.until("7")
     first.process.send_signal(signal.SIGINT)
@@ -363,6 +361,10 @@ def test_t8_a_second_ctrl_c_ends_immediately_and_other_signals_have_their_exit_c
     code, output = first.end()
     assert code == -signal.SIGINT, output
     assert "is stored in" not in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_t8_other_signals_have_their_exit_code(run, number: int) -> None:
     second = run(hold=5)
     second.until("5")
     second.process.send_signal(number)

@@ -56,8 +56,9 @@ def script() -> None:
     without_evaluate(evaluate=lambda params: MISTAKES[os.environ[KIND]]())
 
 
-@pytest.mark.parametrize("evaluator", [False, True])
-@pytest.mark.parametrize("kind", MISTAKES)
+@pytest.mark.parametrize(
+    ("kind", "evaluator"), [("exit", False), ("end", False), ("end", True), ("name", False), ("nan", True)]
+)
 def test_o10_a_mistake_in_evaluate_costs_only_the_metrics(kind: str, evaluator: bool) -> None:
     job = testing.run(script, evaluator=evaluator, checkpoint_every=STEPS, env={KIND: kind})
     assert job.result.step == STEPS
