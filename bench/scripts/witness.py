@@ -2,9 +2,9 @@
 
 The parameters `a_count` and `z_count` have an element for each (row, rank), where the row is the step of the batch's
 key. A gradient adds exactly 1 to its own element of both. In the last checkpoint, a 2 is a gradient that was applied
-twice. A row with fewer elements than the quorum is a lost update. Of two servers, the first one has all of `a_count`,
-and the second one all of `z_count`: they are the first and the last leaf, and as large as each other. Adam trains the
-other parameters, a small regression. Its state must survive too, or the bits differ from those of a run without faults.
+twice. A row with fewer elements than the quorum is a lost update. They are the first and the last leaf. So the first
+of two servers has all of `a_count`, and the second one all of `z_count`. Adam trains the other parameters, a small
+regression. Its state must survive too, or the bits differ from those of a run without faults.
 
 Environment variables: STEPS, WORLD, BACKUPS, MODE, PAUSE (seconds for each batch), COMPUTE, SIZE, HOLD, LOG_EVERY,
 LOCAL, and TIMELINE (a folder for marks). COMPUTE is the time in seconds that each gradient takes without a processor.
