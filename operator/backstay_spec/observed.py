@@ -120,6 +120,7 @@ class Updates:
         seconds: seconds between the last two updates; None: not known yet.
         coordinator: the incarnation that reported the step.
         began: when this coordinator reported another step than its first one; None: not yet.
+        changed: whether this operator observed another step before.
     """
 
     step: int
@@ -127,6 +128,7 @@ class Updates:
     seconds: float | None = None
     coordinator: int = 0
     began: datetime | None = None
+    changed: bool = False
 
     def after(self, step: int, at: datetime, coordinator: int = 0) -> Updates:
         """Returns the record after the coordinator of this incarnation reported `step`."""
@@ -136,7 +138,7 @@ class Updates:
             return replace(self, coordinator=coordinator, began=began)
         # After a rollback, the time between two updates is not known again.
         seconds = self.seconds if step < self.step else (at - self.at).total_seconds() / (step - self.step)
-        return Updates(step, at, seconds, coordinator, began)
+        return Updates(step, at, seconds, coordinator, began, changed=True)
 
 
 @dataclass(frozen=True, slots=True)

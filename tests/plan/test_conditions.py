@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from backstay_spec import contract
 from backstay_spec.job_report import CheckpointStatus
 
@@ -141,6 +143,45 @@ def test_a_new_operator_does_not_report_an_interruption(running):
     cluster.restart_operator()
     cluster.settle()
     assert cluster.condition("Training")["status"] == "True"
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_new_operator_does_not_take_its_first_report_for_an_update(running, stopped):
+    cluster = running(TRAINING_SPEC)
+    train(cluster, 5)
+    cluster.tick(40)
+    if stopped:
+        cluster.run(cluster.named(SERVER, 1), ready=False)
+    train(cluster, 5)
+    before, events = cluster.condition("Training"), len(cluster.events)
+    assert before["reason"] == ("ServersNotReady" if stopped else "NoUpdate")
+    cluster.restart_operator()
+    cluster.run(cluster.named(SERVER, 1))
+    for _ in range(5):
+        cluster.tick(5)
+        train(cluster, 5)
+        assert cluster.condition("Training") == before
+    cluster.tick(10)
+    train(cluster, 5)
+    assert cluster.condition("Training")["reason"] == "NoUpdate"
+    assert cluster.condition("Training")["lastTransitionTime"] == before["lastTransitionTime"]
+    assert "TrainingInterrupted" not in {reason for reason, _ in cluster.events[events:]}
+    train(cluster, 6)
+    assert cluster.condition("Training")["status"] == "True"
+
+
+@pytest.mark.parametrize("waits", ["worker 0 has sent no heartbeat for {} s", "worker 0 computes, for {} s (1 of 2)"])
+def test_o8_a_job_that_stands_still_does_not_write_its_status_again_and_again(running, waits):
+    cluster = running(TRAINING_SPEC)
+    train(cluster, 5)
+    cluster.tick(60)
+    train(cluster, 5, waits_for=waits.format(60))
+    assert cluster.condition("Training")["message"].endswith(waits.replace(",", "").replace(" for {} s", ""))
+    before = cluster.writes
+    for seconds in range(62, 90, 2):
+        cluster.tick(2)
+        train(cluster, 5, waits_for=waits.format(seconds))
+    assert cluster.writes == before
 
 
 def test_a_rate_is_not_shown_after_the_end(running):

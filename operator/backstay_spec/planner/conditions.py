@@ -52,7 +52,7 @@ _UPDATES: Final = 5
 # Together shorter than a condition's message may be, so that neither cuts the other one.
 _MAX_SUMMARY: Final = 600
 _MAX_DETAIL: Final = 1300
-_LASTS: Final = re.compile(r", for \d+ s\b")
+_LASTS: Final = re.compile(r",? for \d+ s\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +297,13 @@ def training(facts: Facts, record: Record, slots: Sequence[Slot]) -> Training:
     if (over := _ending(facts, record)) is not None:
         return Training((over, *_running(facts, record, slots, "", began)))
     patience = INTERRUPTED if stopped else max(NO_UPDATE, _UPDATES * timedelta(seconds=_seconds(updates)))
+    known = facts.conditions.get(status.TRAINING)
+    stood = known is not None and known.status == "False" and known.reason != "NotStarted"
+    if stood and known is not None and updates is not None and not updates.changed and not stopped:
+        # The first report that an operator gets is no update. Its predecessor knew for how long there was none.
+        due = updates.at + patience
+        if known.reason == "NoUpdate" or facts.now < due:
+            return Training(tuple(_running(facts, record, slots, "", began)), interrupted=True, check_at=due)
     if updates is not None and facts.now < updates.at + patience:
         trains = Statement(status.TRAINING, True, "Updating", "updates are applied")
         return Training((trains, *_running(facts, record, slots, "", began)), check_at=updates.at + patience)
@@ -306,9 +313,8 @@ def training(facts: Facts, record: Record, slots: Sequence[Slot]) -> Training:
         f"no update since {format_time(updates.at)} (step {updates.step})" if updates else "no server reports a step"
     )
     reason = stopped or "NoUpdate"
-    waits = facts.progress.report.waits_for if facts.progress is not None and not stopped else ""
+    waits = "" if stopped else _waits_for(facts)
     text = f"{since}: {waits or _reason(servers, no_worker)}"
-    known = facts.conditions.get(status.TRAINING)
     is_new = known is None or known.status != "False" or known.reason == "NotStarted"
     # Servers, then workers, then only updates may be missing: one interruption is one event.
     halted = Statement(status.TRAINING, False, reason, text, warning("TrainingInterrupted", text) if is_new else None)
@@ -334,8 +340,13 @@ def _reports_this_run(facts: Facts) -> bool:
 
 def _not_started(facts: Facts) -> str:
     text = "no update has been applied yet"
-    waits = facts.progress.report.waits_for if facts.progress is not None else ""
-    return f"{text}: {_LASTS.sub('', waits)}" if waits else text
+    waits = _waits_for(facts)
+    return f"{text}: {waits}" if waits else text
+
+
+def _waits_for(facts: Facts) -> str:
+    """Returns what the next update waits for, without seconds: they would change the status with each second (O8)."""
+    return _LASTS.sub("", facts.progress.report.waits_for) if facts.progress is not None else ""
 
 
 def _ending(facts: Facts, record: Record) -> Statement | None:

@@ -233,7 +233,9 @@ def _given_back(facts: Facts, decided: Decision, pod: PodView, absent: Sequence[
     since = min((o.since for o in found), default=known.no_room_since or facts.now)
     waits = known.model_copy(update={"no_room_since": since, "not_before": facts.now + _given_back_for(facts)})
     record = decided.record.with_backoff(slot.key, waits)
-    effects = replace(decided.effects, creations=(), obstructed=decided.effects.obstructed or _no_room(facts, record, slot))
+    effects = replace(
+        decided.effects, creations=(), obstructed=decided.effects.obstructed or _no_room(facts, record, slot)
+    )
     return Decision(record, effects + _delete(pod, "GivenBack"))
 
 
