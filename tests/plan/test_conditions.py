@@ -171,7 +171,7 @@ def test_a_new_operator_does_not_take_its_first_report_for_an_update(running, st
 
 
 @pytest.mark.parametrize("waits", ["worker 0 has sent no heartbeat for {} s", "worker 0 computes, for {} s (1 of 2)"])
-def test_o8_a_job_that_stands_still_does_not_write_its_status_again_and_again(running, waits):
+def test_o8_a_job_without_updates_does_not_write_its_status_again_and_again(running, waits):
     cluster = running(TRAINING_SPEC)
     train(cluster, 5)
     cluster.tick(60)

@@ -300,7 +300,7 @@ def training(facts: Facts, record: Record, slots: Sequence[Slot]) -> Training:
     known = facts.conditions.get(status.TRAINING)
     stood = known is not None and known.status == "False" and known.reason != "NotStarted"
     if stood and known is not None and updates is not None and not updates.changed and not stopped:
-        # The first report that an operator gets is no update. Its predecessor knew for how long there was none.
+        # The first report that an operator gets is not an update. Its predecessor knew for how long there was none.
         due = updates.at + patience
         if known.reason == "NoUpdate" or facts.now < due:
             return Training(tuple(_running(facts, record, slots, "", began)), interrupted=True, check_at=due)
