@@ -53,7 +53,7 @@ def jobs() -> Json:
         "C": f"({goal} - {step}) / {speed}",
         "D": goodput(NS, "$__range"),
         "E": f"sum {BY_JOB} (increase(backstay_job_pod_seconds_total{{{NS}}}[$__range])) / 3600",
-        "F": f'sum {BY_JOB} (backstay_job_pods{{{NS}, state="ready"}} * on (role) group_left () backstay:pod_price:per_hour)',
+        "F": f"max {BY_JOB} (training_job:backstay_cost:per_hour{{{NS}}})",
         "G": f"round(sum {BY_JOB} (increase(backstay_job_restarts_total{{{NS}}}[24h])))",
         "H": f"round(sum {BY_JOB} (increase(backstay_job_disruptions_total{{{NS}}}[24h])))",
         "I": f"time() - max {BY_JOB} ((backstay_checkpoint_timestamp_seconds{{{NS}}} or backstay_job_checkpoint_timestamp_seconds{{{NS}}})"
@@ -93,8 +93,8 @@ def jobs() -> Json:
         "table",
         "Jobs",
         "Every job of the time range, including deleted jobs. The job's name leads to its dashboard. Goodput and pod hours"
-        " are of the time range; time left is computed from the updates of the last 30 seconds; the cost is known where"
-        " the chart has prices of pods.",
+        " are of the time range; time left is computed from the updates of the last 30 seconds; the cost, the"
+        " mean of 5 minutes, is known where the chart has prices of pods.",
         [table(expr) for expr in columns.values()],
         width=24,
         height=8,
@@ -145,6 +145,7 @@ def fleet() -> Json:
     """Returns the dashboard."""
     board = Board()
     ready = f'sum by (role) (backstay_job_pods{{{NS}, state="ready"}})'
+    alerts, of_no_job = 'ALERTS{alertname=~"Backstay.*", alertstate="firing", %s}', 'training_job=""'
     board.add(
         stat(
             "Jobs by phase",
@@ -167,8 +168,8 @@ def fleet() -> Json:
         ),
         stat(
             "Alerts that fire",
-            "Alerts of Backstay's rules, where the chart has installed them.",
-            query(f'count(ALERTS{{alertname=~"Backstay.*", alertstate="firing", {NS}}}) or vector(0)', "alerts"),
+            "Alerts about these jobs and about operators, where the chart has installed its rules.",
+            query(f"count({alerts % NS} or {alerts % of_no_job}) or vector(0)", "alerts"),
             thresholds=steps((None, GREEN), (1, RED)),
         ),
         stat(

@@ -1,7 +1,7 @@
 """The chart's recording rules and alerts, as a file that Prometheus and promtool read.
 
-Each alert has a page of the same name in `docs/runbooks`. The values of the chart (prices, the least goodput) are
-in rules that the chart's template adds: `backstay:pod_price:per_hour` and `backstay:goodput_threshold:ratio`.
+Each alert has a page of the same name in `docs/runbooks`. The chart's template replaces the least goodput by that of
+its values, and adds a rule with the prices among them: `training_job:backstay_cost:per_hour`.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ JOBS: Final = [
     ),
     _alert(
         "BackstayGoodputLow",
-        f"(training_job:backstay_goodput:ratio30m < on () group_left () backstay:goodput_threshold:ratio) {_TO_TRAIN}"
+        f"(training_job:backstay_goodput:ratio30m < 0.5) {_TO_TRAIN}"
         f" and {_ON} (time() - backstay_job_start_timestamp_seconds > 1800)",
         "15m",
         "warning",
@@ -145,7 +145,7 @@ OPERATOR: Final = [
     ),
     _alert(
         "BackstayWatchStale",
-        "max by (pod) (backstay_operator_watch_overdue_seconds) > 60",
+        "max by (namespace, pod) (backstay_operator_watch_overdue_seconds) > 60",
         "2m",
         "critical",
         "The operator {{ $labels.pod }} has an outdated watch",

@@ -27,9 +27,9 @@ from backstay_spec.causes import Cause
 # The labels that Prometheus adds to every series of a target, through the PodMonitors' relabelings.
 TARGET = frozenset({"namespace", "job", "pod", "container", "endpoint", "instance", "component"})
 TRAINER_TARGET = TARGET | {"training_job", "role", "index", "node"}
-# Not Backstay's: of Prometheus itself, of cAdvisor, of the DCGM exporter, and a price from the chart's values.
+# Not Backstay's: of Prometheus itself, of cAdvisor, of the DCGM exporter, and a cost from the chart's values.
 OTHERS = {
-    *("up", "ALERTS", "backstay:pod_price:per_hour", "backstay:goodput_threshold:ratio"),
+    *("up", "ALERTS", "training_job:backstay_cost:per_hour"),
     *(
         "container_cpu_usage_seconds_total",
         "container_cpu_cfs_throttled_periods_total",

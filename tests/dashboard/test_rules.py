@@ -15,7 +15,6 @@ MINUTES = 120
 JOB = {"namespace": "ns", "training_job": "job"}
 SERVER = {**JOB, "role": "ParameterServer", "index": "0", "pod": "a"}
 WORKER = {**JOB, "role": "Worker", "index": "0", "pod": "w"}
-LIMIT = "backstay:goodput_threshold:ratio"
 
 
 def series(name: str, values: str, **labels: str) -> dict[str, str]:
@@ -73,7 +72,6 @@ def goodput(applied: float) -> list[dict[str, str]]:
     return [
         of_job("worker_seconds", f"0+{applied}x{MINUTES}", part="applied"),
         of_job("worker_seconds", f"0+{60 - applied}x{MINUTES}", part="wait"),
-        series(LIMIT, f"0.5x{MINUTES}"),
     ]
 
 
@@ -296,9 +294,9 @@ CASES: dict[str, dict[str, tuple[list[dict[str, str]], int, dict[str, str] | Non
     },
     "BackstayWatchStale": {
         "two minutes overdue": (
-            [series("backstay_operator_watch_overdue_seconds", f"{NOW}{MINUTES}", pod="a")],
+            [series("backstay_operator_watch_overdue_seconds", f"{NOW}{MINUTES}", namespace="system", pod="a")],
             5,
-            {"pod": "a"},
+            {"namespace": "system", "pod": "a"},
         ),
         "a slow API server": ([series("backstay_operator_watch_overdue_seconds", f"5x{MINUTES}", pod="a")], 5, None),
     },

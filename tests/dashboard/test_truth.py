@@ -60,7 +60,7 @@ def shows(dashboards: Any, tool: Callable[[str], str], tmp_path: Path) -> Callab
         panel: str, ref: str, series: dict[str, str], low: float, high: float, *, at: int, dashboard: str = "job"
     ) -> None:
         expr = dashboards.query(dashboard, panel, ref).filled("ns", "job", "4m", "15m")
-        inside = f"min(({expr}) >= bool {low}) * max(({expr}) <= bool {high})"
+        inside = f"min(({expr}) >= bool {low}) * min(({expr}) <= bool {high})"
         tests = [
             {
                 "interval": f"{SCRAPE}s",
@@ -226,6 +226,42 @@ def test_without_an_operator_there_is_no_leader(shows: Any) -> None:
     """The operator's series end with the operator, and a stat would show the last value."""
     for panel in ("Leader", "Operators up"):
         shows(panel, "A", {}, 0, 0, at=10, dashboard="operator")
+
+
+def test_each_release_has_a_leader(shows: Any) -> None:
+    """Two releases have two leaders, and one without any is shown."""
+
+    def leads(namespace: str, *values: int) -> dict[str, str]:
+        job = f'job="{namespace}/backstay-operator", namespace="{namespace}"'
+        return {
+            f'backstay_operator_leader{{{job}, pod="operator", instance="{n}"}}': f"{value}x10"
+            for n, value in enumerate(values)
+        }
+
+    shows("Leader", "A", leads("a", 1, 0) | leads("b", 0, 1), 1, 1, at=5, dashboard="operator")
+    for values in ((0, 0), (1, 1)):
+        with pytest.raises(AssertionError, match="not in"):
+            shows("Leader", "A", leads("a", 1, 0) | leads("b", *values), 1, 1, at=5, dashboard="operator")
+
+
+def test_alerts_about_operators_count_beside_those_about_jobs(shows: Any) -> None:
+    def fires(name: str, **more: str) -> str:
+        given = {"alertname": f"Backstay{name}", "alertstate": "firing", **more}
+        return "ALERTS{" + ", ".join(f'{label}="{value}"' for label, value in given.items()) + "}"
+
+    job = {"namespace": "ns", "training_job": "job"}
+    series = [
+        fires("JobFailed", **job),
+        fires("TargetDown", **job, pod="a"),
+        fires("NoLeader", namespace="system"),
+        fires("NoLeader"),
+        fires("WatchStale", namespace="system", pod="b"),
+        fires("JobFailed", namespace="other", training_job="job"),
+        fires("JobNotUpdating", **job).replace("firing", "pending"),
+        'ALERTS{alertname="Other", alertstate="firing", namespace="ns"}',
+    ]
+    shows("Alerts that fire", "A", dict.fromkeys(series, "1x10"), 5, 5, at=5, dashboard="fleet")
+    shows("Alerts that fire", "A", {}, 0, 0, at=5, dashboard="fleet")
 
 
 def test_updates_wait_for_a_rank_and_its_node(shows: Any) -> None:
