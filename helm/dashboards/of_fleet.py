@@ -58,7 +58,7 @@ def jobs() -> Json:
         "H": f"round(sum {BY_JOB} (increase(backstay_job_disruptions_total{{{NS}}}[24h])))",
         "I": f"time() - max {BY_JOB} ((backstay_checkpoint_timestamp_seconds{{{NS}}} or backstay_job_checkpoint_timestamp_seconds{{{NS}}})"
         f" and on (namespace, training_job) backstay_job_training{{{NS}}})",
-        "J": f"count {BY_JOB} (backstay_straggler_delay_seconds{{{NS}}})",
+        "J": f"max {BY_JOB} (backstay_stragglers{{{NS}}}) > 0",
         "K": f"max {BY_JOB} (backstay_job_examples_per_second{{{NS}}})",
     }
     names = {
@@ -173,9 +173,9 @@ def fleet() -> Json:
             thresholds=steps((None, GREEN), (1, RED)),
         ),
         stat(
-            "Pods ready",
-            "Pods of all jobs that are ready.",
-            query(f'sum(backstay_job_pods{{{NS}, state="ready"}}) or vector(0)', "pods"),
+            "Servers and ranks ready",
+            "Servers, ranks and evaluators of all jobs that are ready. A rank of several pods counts as one.",
+            query(f'sum(backstay_job_pods{{{NS}, state="ready"}}) or vector(0)', "ready"),
             spark=True,
         ),
         jobs(),
@@ -189,8 +189,8 @@ def fleet() -> Json:
             calcs=("max", "lastNotNull"),
         ),
         graph(
-            "Pods ready by role",
-            "Ready pods by role.",
+            "Servers and ranks ready by role",
+            "Ready servers, ranks and evaluators. A rank of several pods counts as one.",
             query(ready, "{{role}}"),
             stacked=True,
             names=("ParameterServer", "Worker", "Evaluator"),
@@ -206,7 +206,7 @@ def fleet() -> Json:
         ),
         graph(
             "Pods lost",
-            "Pods of all jobs that were replaced: crashes are charged to a job's budget, disruptions are not.",
+            "Pods, or ranks of several, of all jobs that were replaced: crashes are charged to a job's budget, disruptions are not.",
             query(f"round(sum(increase(backstay_job_restarts_total{{{NS}}}[$__rate_interval])))", "crashes"),
             query(f"round(sum(increase(backstay_job_disruptions_total{{{NS}}}[$__rate_interval])))", "disruptions"),
             names=("crashes", "disruptions"),

@@ -107,7 +107,7 @@ JOBS: Final = [
     ),
     _alert(
         "BackstayStragglers",
-        f"(count {BY_JOB} (backstay_straggler_delay_seconds) > {_ON} max {BY_JOB} (backstay_job_backups)) {_TO_TRAIN}",
+        f"(max {BY_JOB} (backstay_stragglers) > {_ON} max {BY_JOB} (backstay_job_backups)) {_TO_TRAIN}",
         "10m",
         "warning",
         f"{_JOB} waits for slow workers",

@@ -68,10 +68,10 @@ FAMILIES: Final = (
     _Family(
         _G, "standbys_in_sync", "Shards whose standby holds all that their server does; only of jobs with standbys."
     ),
-    _Family(_G, "pods", "Pods of a job by role; state is desired or ready.", ("role", "state")),
-    _Family(_C, "restarts", "Pods replaced after a crash, charged to their role's budget.", ("role",)),
+    _Family(_G, "pods", "Pods of a job by role, of workers ranks; state is desired or ready.", ("role", "state")),
+    _Family(_C, "restarts", "Pods, or ranks, replaced after a crash, charged to their role's budget.", ("role",)),
     _Family(_G, "restarts_limit", "The budget: crashes of a role before the job fails.", ("role",)),
-    _Family(_C, "disruptions", "Pods replaced after a disruption, without charge.", ("role",)),
+    _Family(_C, "disruptions", "Pods, or ranks, replaced after a disruption, without charge.", ("role",)),
     _Family(_C, "deaths", "Pods found dead before their job was done, by role and cause.", ("role", "cause")),
     _Family(
         _G, "last_death_timestamp_seconds", "Unix time of the newest death of a role by a cause.", ("role", "cause")

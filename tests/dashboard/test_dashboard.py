@@ -147,7 +147,7 @@ def test_a_number_of_now_is_not_an_older_one(dashboards: Any) -> None:
         ("job", "Checkpoint age"): "of a job that is gone, too",
         ("fleet", "Jobs that stopped"): "always a value",
         ("fleet", "Alerts that fire"): "always a value",
-        ("fleet", "Pods ready"): "always a value, and a line",
+        ("fleet", "Servers and ranks ready"): "always a value, and a line",
     }
     ranges = {
         (dashboard.name, panel["title"])

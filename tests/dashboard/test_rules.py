@@ -231,11 +231,10 @@ CASES: dict[str, dict[str, tuple[list[dict[str, str]], int, dict[str, str] | Non
         ),
     },
     "BackstayStragglers": {
-        "two slow ranks, one backup": (
+        "more slow ranks than have a series": (
             [
-                series("backstay_straggler_delay_seconds", f"1x{MINUTES}", **SERVER, rank="1"),
-                series("backstay_straggler_delay_seconds", f"1x{MINUTES}", **SERVER, rank="2"),
-                of_job("backups", f"1x{MINUTES}"),
+                series("backstay_stragglers", f"21x{MINUTES}", **SERVER),
+                of_job("backups", f"20x{MINUTES}"),
                 training(),
             ],
             15,
@@ -243,7 +242,7 @@ CASES: dict[str, dict[str, tuple[list[dict[str, str]], int, dict[str, str] | Non
         ),
         "one slow rank, one backup": (
             [
-                series("backstay_straggler_delay_seconds", f"1x{MINUTES}", **SERVER, rank="1"),
+                series("backstay_stragglers", f"1x{MINUTES}", **SERVER),
                 of_job("backups", f"1x{MINUTES}"),
                 training(),
             ],
