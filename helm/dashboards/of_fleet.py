@@ -53,12 +53,12 @@ def jobs() -> Json:
         "C": f"({goal} - {step}) / {speed}",
         "D": goodput(NS, "$__range"),
         "E": f"sum {BY_JOB} (increase(backstay_job_pod_seconds_total{{{NS}}}[$__range])) / 3600",
-        "F": f'sum {BY_JOB} (backstay_job_pods{{{NS}, state="ready"}} * on (role) group_left () backstay:pod_price:per_hour)',
+        "F": f"max {BY_JOB} (training_job:backstay_cost:per_hour{{{NS}}})",
         "G": f"round(sum {BY_JOB} (increase(backstay_job_restarts_total{{{NS}}}[24h])))",
         "H": f"round(sum {BY_JOB} (increase(backstay_job_disruptions_total{{{NS}}}[24h])))",
         "I": f"time() - max {BY_JOB} ((backstay_checkpoint_timestamp_seconds{{{NS}}} or backstay_job_checkpoint_timestamp_seconds{{{NS}}})"
         f" and on (namespace, training_job) backstay_job_training{{{NS}}})",
-        "J": f"count {BY_JOB} (backstay_straggler_delay_seconds{{{NS}}})",
+        "J": f"max {BY_JOB} (backstay_stragglers{{{NS}}}) > 0",
         "K": f"max {BY_JOB} (backstay_job_examples_per_second{{{NS}}})",
     }
     names = {
@@ -93,8 +93,8 @@ def jobs() -> Json:
         "table",
         "Jobs",
         "Every job of the time range, including deleted jobs. The job's name leads to its dashboard. Goodput and pod hours"
-        " are of the time range; time left is computed from the updates of the last 30 seconds; the cost is known where"
-        " the chart has prices of pods.",
+        " are of the time range; time left is computed from the updates of the last 30 seconds; the cost, the"
+        " mean of 5 minutes, is known where the chart has prices of pods.",
         [table(expr) for expr in columns.values()],
         width=24,
         height=8,
@@ -145,6 +145,7 @@ def fleet() -> Json:
     """Returns the dashboard."""
     board = Board()
     ready = f'sum by (role) (backstay_job_pods{{{NS}, state="ready"}})'
+    alerts, of_no_job = 'ALERTS{alertname=~"Backstay.*", alertstate="firing", %s}', 'training_job=""'
     board.add(
         stat(
             "Jobs by phase",
@@ -167,14 +168,14 @@ def fleet() -> Json:
         ),
         stat(
             "Alerts that fire",
-            "Alerts of Backstay's rules, where the chart has installed them.",
-            query(f'count(ALERTS{{alertname=~"Backstay.*", alertstate="firing", {NS}}}) or vector(0)', "alerts"),
+            "Alerts about these jobs and about operators, where the chart has installed its rules.",
+            query(f"count({alerts % NS} or {alerts % of_no_job}) or vector(0)", "alerts"),
             thresholds=steps((None, GREEN), (1, RED)),
         ),
         stat(
-            "Pods ready",
-            "Pods of all jobs that are ready.",
-            query(f'sum(backstay_job_pods{{{NS}, state="ready"}}) or vector(0)', "pods"),
+            "Servers and ranks ready",
+            "Servers, ranks and evaluators of all jobs that are ready. A rank of several pods counts as one.",
+            query(f'sum(backstay_job_pods{{{NS}, state="ready"}}) or vector(0)', "ready"),
             spark=True,
         ),
         jobs(),
@@ -188,8 +189,8 @@ def fleet() -> Json:
             calcs=("max", "lastNotNull"),
         ),
         graph(
-            "Pods ready by role",
-            "Ready pods by role.",
+            "Servers and ranks ready by role",
+            "Ready servers, ranks and evaluators. A rank of several pods counts as one.",
             query(ready, "{{role}}"),
             stacked=True,
             names=("ParameterServer", "Worker", "Evaluator"),
@@ -205,7 +206,7 @@ def fleet() -> Json:
         ),
         graph(
             "Pods lost",
-            "Pods of all jobs that were replaced: crashes are charged to a job's budget, disruptions are not.",
+            "Pods, or ranks of several, of all jobs that were replaced: crashes are charged to a job's budget, disruptions are not.",
             query(f"round(sum(increase(backstay_job_restarts_total{{{NS}}}[$__rate_interval])))", "crashes"),
             query(f"round(sum(increase(backstay_job_disruptions_total{{{NS}}}[$__rate_interval])))", "disruptions"),
             names=("crashes", "disruptions"),

@@ -70,6 +70,7 @@ STATE_VALUES = {
     5: ("Suspended", PINK),
     6: ("Succeeded", BLUE),
     7: ("Failed", RED),
+    8: ("Ending", GREEN),
 }
 
 
@@ -77,7 +78,7 @@ def state() -> Json:
     """Returns one row for the job, one for each role's pods."""
 
     def phase(name: str, value: int, more: str = "") -> str:
-        return f'(max(backstay_job_phase{{{JOB}, phase="{name}"}}) == 1){more} * {value}'
+        return f'((max(backstay_job_phase{{{JOB}, phase="{name}"}}) == 1){more}) * {value}'
 
     trains = f"max(backstay_job_training{{{JOB}}})"
     began = f"max(backstay_job_step{{{JOB}}})"
@@ -87,23 +88,23 @@ def state() -> Json:
             f"({trains} == 1) * 3",
             phase("Pending", 1),
             phase("Starting", 2),
-            phase("Running", 2),
+            phase("Running", 2, f" and on () {trains}"),
+            phase("Running", 8),
             phase("Suspended", 5),
             phase("Succeeded", 6),
             phase("Failed", 7),
         ]
     )
-    pods = (
-        f'10 + (sum by (role) (backstay_job_pods{{{JOB}, state="ready"}}) >= bool '
-        f'sum by (role) (backstay_job_pods{{{JOB}, state="desired"}})) + '
-        f'(sum by (role) (backstay_job_pods{{{JOB}, state="ready"}}) > bool 0)'
-    )
+    ready, desired = (f'sum by (role) (backstay_job_pods{{{JOB}, state="{state}"}})' for state in ("ready", "desired"))
+    # A job that is suspended, or has ended, lacks no pods.
+    pods = f"(10 + ({ready} >= bool {desired}) + ({ready} > bool 0)) and on () {trains}"
     values = {**STATE_VALUES, 10: ("no pod ready", RED), 11: ("some pods ready", ORANGE), 12: ("all pods ready", GREEN)}
     mapped = {str(value): {"text": text, "color": colour, "index": value} for value, (text, colour) in values.items()}
     return panel(
         "state-timeline",
         "State",
-        "The job's state, and how many pods of each role are ready. Stopped: it trained, and now applies no updates.",
+        "The job's state, and while it should train, whether the pods of each role are ready. Stopped: it trained, and now"
+        " applies no updates. Ending: after the last update.",
         [query(job, "job"), query(pods, "{{role}}")],
         width=12,
         height=8,
@@ -157,7 +158,7 @@ def first_row(board: Board) -> None:
             "Updates redone",
             "Updates that were lost with a server and applied again in the time range: what deaths of servers cost."
             " A job with standbys redoes none.",
-            now(f"round(max(increase(backstay_job_steps_redone_total{{{JOB}}}[$__range])))", "updates"),
+            now(f"round(sum(increase(backstay_job_steps_redone_total{{{JOB}}}[$__range])))", "updates"),
             thresholds=steps((None, GREEN), (0.5, ORANGE)),
             decimals=0,
         ),
@@ -266,8 +267,7 @@ def throughput(board: Board) -> None:
 
 def step_time(board: Board) -> None:
     by_index = f'label_join({rate(WAITED, COORDINATOR, "by (rank)")}, "index", "", "rank")'
-    # A rank that has moved may have pods on two nodes for a moment: one of them counts.
-    nodes = f"topk by (index) (1, max by (index, node) (backstay_step{{{WORKERS}}} * 0 + 1))"
+    nodes = f"max by (index, node) (backstay_step{{{WORKERS}}} * 0 + 1)"
     board.add(
         row("Where a step's time goes, and who is slow"),
         graph(
@@ -339,8 +339,9 @@ def step_time(board: Board) -> None:
         ),
         graph(
             "Waited for, by node",
-            "The same by the node of the rank's pod: the largest five. If a node is slow, all its ranks are slow.",
-            query(f"topk(5, sum by (node) ({by_index} * on (index) group_left (node) {nodes}) > 0)", "{{node}}"),
+            "The same by the nodes of the rank's pods: the largest five. If a node is slow, all its ranks are slow. The wait"
+            " for a rank of several pods counts for each of its nodes.",
+            query(f"topk(5, sum by (node) ({nodes} * on (index) group_left () {by_index}) > 0)", "{{node}}"),
             query(f"0 * max(backstay_world_size{{{COORDINATOR}}})", "no wait"),
             unit="percentunit",
             calcs=("mean", "max"),
@@ -383,7 +384,7 @@ def pods(board: Board) -> None:
         row("Pods and deaths"),
         graph(
             "Workers",
-            "desired: spec.workers.replicas; ready: pods; live: a heartbeat in the last 10 s; world: ranks in force.",
+            "desired: spec.workers.replicas; ready: ranks whose pods are ready; live: a heartbeat in the last 10 s; world: ranks in force.",
             query(desired % "Worker", "desired"),
             query(ready % "Worker", "ready"),
             query(f"max(backstay_live_workers{{{COORDINATOR}}})", "live"),
@@ -404,7 +405,7 @@ def pods(board: Board) -> None:
         ),
         graph(
             "Pods lost",
-            "Pods that were replaced since the job's start, by role: crashes are charged to maxRestarts, disruptions"
+            "Pods, or ranks of several, replaced since the job's start, by role: crashes are charged to maxRestarts, disruptions"
             " (eviction, preemption, node loss, deletion) are not.",
             query(f"sum by (role) (backstay_job_restarts_total{{{JOB}}}) > 0", "{{role}} crashes"),
             query(f"sum by (role) (backstay_job_disruptions_total{{{JOB}}}) > 0", "{{role}} disruptions"),

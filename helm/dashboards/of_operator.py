@@ -56,8 +56,8 @@ def operator() -> Json:
     board.add(
         stat(
             "Leader",
-            "Operators that hold the Lease and act: there must be one.",
-            now(f"sum(backstay_operator_leader{{{OP}}}) or vector(0)", "leaders"),
+            "Operators that hold the Lease and act: each release must have one.",
+            now(f"sum by (job) (backstay_operator_leader{{{OP}}}) or on () vector(0)", "{{job}}"),
             thresholds=steps((None, RED), (1, GREEN), (2, RED)),
         ),
         stat(

@@ -1,7 +1,7 @@
 """The chart's recording rules and alerts, as a file that Prometheus and promtool read.
 
-Each alert has a page of the same name in `docs/runbooks`. The values of the chart (prices, the least goodput) are
-in rules that the chart's template adds: `backstay:pod_price:per_hour` and `backstay:goodput_threshold:ratio`.
+Each alert has a page of the same name in `docs/runbooks`. The chart's template replaces the least goodput by that of
+its values, and adds a rule with the prices among them: `training_job:backstay_cost:per_hour`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ _JOB: Final = "{{ $labels.namespace }}/{{ $labels.training_job }}"
 #: Only jobs that are to train have this series.
 _TO_TRAIN: Final = f"and {_ON} backstay_job_training"
 _UPDATES: Final = "training_job:backstay_updates:rate5m"
-#: Seconds of the usual update: the median of the last six hours in which there were updates.
-_USUAL: Final = f"(1 / quantile_over_time(0.5, ({_UPDATES} > 0)[6h:1m]))"
-_SINCE_UPDATE: Final = f"(time() - max {BY_JOB} (backstay_job_last_update_timestamp_seconds))"
-_AGE: Final = (
-    f"(time() - max {BY_JOB} (backstay_checkpoint_timestamp_seconds or backstay_job_checkpoint_timestamp_seconds))"
-)
+_SECONDS: Final = "training_job:backstay_update_seconds:mean6h"
+#: Seconds of the usual update, as at the last update: the estimate of a job that stopped must not grow. The recorded
+#: series is only there for minutes after an update.
+_USUAL: Final = f"last_over_time({_SECONDS}[1d:2m])"
+#: The times of the last update and checkpoint survive a suspension, and the start is reset when the job resumes.
+_START: Final = f"max {BY_JOB} (backstay_job_start_timestamp_seconds)"
+#: Nothing until the first update since the start: pods may take their time to be scheduled, to pull and to compile.
+_SINCE_UPDATE: Final = f"(time() - (max {BY_JOB} (backstay_job_last_update_timestamp_seconds) >= {_START}))"
+_STORED: Final = f"max {BY_JOB} (backstay_checkpoint_timestamp_seconds or backstay_job_checkpoint_timestamp_seconds)"
+_SINCE_CHECKPOINT: Final = f"(time() - (({_STORED} > {_START}) or {_START}))"
 _INTERVAL: Final = f"max {BY_JOB} (backstay_job_checkpoint_interval_seconds)"
 
 
@@ -39,6 +43,8 @@ def _alert(name: str, expr: str, lasts: str, severity: str, summary: str, descri
 
 RECORDING: Final = [
     {"record": _UPDATES, "expr": f"sum {BY_JOB} (rate(backstay_updates_total[5m]))"},
+    # The mean over the time in which a coordinator lived. A window of minutes has one of an hour's updates, or none.
+    {"record": _SECONDS, "expr": f"1 / ((avg_over_time({_UPDATES}[6h]) > 0) and ({_UPDATES} > 0))"},
     {"record": "training_job:backstay_goodput:ratio30m", "expr": goodput("", "30m")},
 ]
 
@@ -72,11 +78,7 @@ JOBS: Final = [
     ),
     _alert(
         "BackstayCheckpointOld",
-        f"((({_AGE} > 3 * {_INTERVAL}) unless {_ON} ({_AGE} <= 3 * {_USUAL}))"
-        f" or ((time() - max {BY_JOB} (backstay_job_start_timestamp_seconds) > 3 * {_INTERVAL})"
-        f" unless {_ON} backstay_job_checkpoint_timestamp_seconds"
-        f" unless {_ON} ((time() - max {BY_JOB} (backstay_job_start_timestamp_seconds)) <= 3 * {_USUAL})))"
-        f" {_TO_TRAIN}",
+        f"(({_SINCE_CHECKPOINT} > 3 * {_INTERVAL}) unless {_ON} ({_SINCE_CHECKPOINT} <= 3 * {_USUAL})) {_TO_TRAIN}",
         "2m",
         "warning",
         f"{_JOB} has no recent checkpoint",
@@ -85,7 +87,9 @@ JOBS: Final = [
     ),
     _alert(
         "BackstayCheckpointsFail",
-        f"sum {BY_JOB} (increase(backstay_checkpoint_failures_total[10m])) > 0 {_TO_TRAIN}",
+        # Even after the last update: the job fails if it cannot store the last checkpoint.
+        f"sum {BY_JOB} (increase(backstay_checkpoint_failures_total[10m])) > 0"
+        f' and {_ON} (max {BY_JOB} (backstay_job_phase{{phase=~"Starting|Running"}}) == 1)',
         "",
         "warning",
         f"{_JOB} cannot store checkpoints",
@@ -103,7 +107,7 @@ JOBS: Final = [
     ),
     _alert(
         "BackstayStragglers",
-        f"(count {BY_JOB} (backstay_straggler_delay_seconds) > {_ON} max {BY_JOB} (backstay_job_backups)) {_TO_TRAIN}",
+        f"(max {BY_JOB} (backstay_stragglers) > {_ON} max {BY_JOB} (backstay_job_backups)) {_TO_TRAIN}",
         "10m",
         "warning",
         f"{_JOB} waits for slow workers",
@@ -119,7 +123,7 @@ JOBS: Final = [
     ),
     _alert(
         "BackstayGoodputLow",
-        f"(training_job:backstay_goodput:ratio30m < on () group_left () backstay:goodput_threshold:ratio) {_TO_TRAIN}"
+        f"(training_job:backstay_goodput:ratio30m < 0.5) {_TO_TRAIN}"
         f" and {_ON} (time() - backstay_job_start_timestamp_seconds > 1800)",
         "15m",
         "warning",
@@ -141,7 +145,7 @@ OPERATOR: Final = [
     ),
     _alert(
         "BackstayWatchStale",
-        "max by (pod) (backstay_operator_watch_overdue_seconds) > 60",
+        "max by (namespace, pod) (backstay_operator_watch_overdue_seconds) > 60",
         "2m",
         "critical",
         "The operator {{ $labels.pod }} has an outdated watch",

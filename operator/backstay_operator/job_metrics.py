@@ -32,7 +32,9 @@ Json = Mapping[str, Any]
 PHASES: Final[tuple[str, ...]] = get_args(Phase)
 _TO_TRAIN: Final = ("Starting", "Running")
 _OVER: Final = ("Succeeded", "Failed")
-STATES: Final = ("pending", "starting", "training", "stopped", "suspended")
+#: Reasons of the condition Training after the last update.
+_ENDS: Final = ("Ending", "Trained")
+STATES: Final = ("pending", "starting", "training", "stopped", "ending", "suspended")
 _JOB: Final = ("namespace", "training_job")
 
 
@@ -53,18 +55,23 @@ FAMILIES: Final = (
     _Family(
         _G,
         "training",
-        "1 while updates are applied, 0 while a job that should train applies none (the condition Training).",
+        "1 while updates are applied, 0 while a job that should train applies none (the condition Training). No series "
+        "after the last update.",
     ),
     *(_Family(_C if row.counts else _G, name, row.metric) for name, row in _REPORTED.items()),
-    _Family(_G, "last_update_timestamp_seconds", "Unix time at which the operator last saw the step change."),
+    _Family(
+        _G,
+        "last_update_timestamp_seconds",
+        "Unix time at which the operator last saw the step grow. No series before the first update.",
+    ),
     _Family(_G, "standbys", "Desired standbys; only of jobs with standbys."),
     _Family(
         _G, "standbys_in_sync", "Shards whose standby holds all that their server does; only of jobs with standbys."
     ),
-    _Family(_G, "pods", "Pods of a job by role; state is desired or ready.", ("role", "state")),
-    _Family(_C, "restarts", "Pods replaced after a crash, charged to their role's budget.", ("role",)),
+    _Family(_G, "pods", "Pods of a job by role, of workers ranks; state is desired or ready.", ("role", "state")),
+    _Family(_C, "restarts", "Pods, or ranks, replaced after a crash, charged to their role's budget.", ("role",)),
     _Family(_G, "restarts_limit", "The budget: crashes of a role before the job fails.", ("role",)),
-    _Family(_C, "disruptions", "Pods replaced after a disruption, without charge.", ("role",)),
+    _Family(_C, "disruptions", "Pods, or ranks, replaced after a disruption, without charge.", ("role",)),
     _Family(_C, "deaths", "Pods found dead before their job was done, by role and cause.", ("role", "cause")),
     _Family(
         _G, "last_death_timestamp_seconds", "Unix time of the newest death of a role by a cause.", ("role", "cause")
@@ -86,7 +93,8 @@ FAMILIES: Final = (
     _Family(
         _C,
         "state_seconds",
-        "Seconds by state. stopped: it trained, and applies no updates now. A job that has ended does not count.",
+        "Seconds by state. stopped: it trained, and applies no updates now. ending: after the last update. A job that "
+        "has ended does not count.",
         ("state",),
     ),
     _Family(_C, "pod_seconds", "Seconds of pods that had a node and had not ended, by role.", ("role",)),
@@ -230,16 +238,20 @@ class JobMetrics(Collector):
     ) -> None:
         reported = job.get("status") or {}
         series.phase = reported.get("phase") or "Pending"
-        trains = training(job)
+        trains, lives = training(job), series.phase in _TO_TRAIN
+        ends = lives and condition_of(job, status.TRAINING).get("reason") in _ENDS
+        if "last_update_timestamp_seconds" not in series.values and reported.get("step"):
+            # An earlier operator observed the updates of this job.
+            series.set("last_update_timestamp_seconds", _stopped(job) or self._wall())
         for name, row in _REPORTED.items():  # of a job whose servers have not answered this operator
             if not row.is_rate and name not in series.values:
                 series.set(name, reported.get(to_camel(name)))
         series.set("goodput_ratio", reported.get("goodput"))
         series.worker_seconds = reported.get("workerSeconds") or {}
-        series.set("training", bool(trains) if series.phase in _TO_TRAIN else None)
-        if series.phase not in _TO_TRAIN or not trains:
+        series.set("training", bool(trains) if lives and not ends else None)
+        if not lives or not trains:
             for name in NO_RATES:
-                series.set(name, 0 if series.phase in _TO_TRAIN else None)
+                series.set(name, 0 if lives else None)
         series.set("standbys_in_sync", in_sync)
         stored = reported.get("checkpoint") or {}
         series.set("checkpoint_step", stored.get("step"))
@@ -259,7 +271,8 @@ class JobMetrics(Collector):
             )
             for role, counts in (reported.get("roles") or {}).items()
         }
-        series.state = _state(series.phase, trains, started=bool(reported.get("step")))
+        began = bool(reported.get("step"))
+        series.state = "ending" if ends else _state(series.phase, trains, started=began)
         uid = job["metadata"].get("uid")
         own = [pod for pod in pods if any(o.get("uid") == uid for o in pod["metadata"].get("ownerReferences") or ())]
         series.holding = _holding(own)
@@ -273,9 +286,7 @@ class JobMetrics(Collector):
         """Update the series after an answer of the servers; `trains`: the condition Training is not False."""
         series, report = self._job(key), progress.report
         with self._lock:
-            if report.step is not None and (
-                series.values.get("step") != report.step or "last_update_timestamp_seconds" not in series.values
-            ):
+            if (report.step or 0) > series.values.get("step", 0):
                 series.set("last_update_timestamp_seconds", self._wall())
             for name, row in _REPORTED.items():
                 value = getattr(report, name)
@@ -356,10 +367,13 @@ class JobMetrics(Collector):
 
 def training(job: Json) -> bool | None:
     """Returns the status of the condition Training, or None if there is no such condition yet."""
-    for condition in (job.get("status") or {}).get("conditions") or ():
-        if condition.get("type") == status.TRAINING:
-            return bool(condition.get("status") == "True")
-    return None
+    found = condition_of(job, status.TRAINING)
+    return found.get("status") == "True" if found else None
+
+
+def _stopped(job: Json) -> float | None:
+    """Returns the Unix time from which the condition Training has been False; None if it is not."""
+    return None if training(job) is not False else _unix(condition_of(job, status.TRAINING).get("lastTransitionTime"))
 
 
 def _samples(series: JobSeries) -> Iterator[tuple[str, tuple[str, ...], float]]:

@@ -193,9 +193,9 @@ def terminated_state(pod: Manifest) -> Mapping[str, Any] | None:
     return None
 
 
-def condition_of(pod: Manifest, kind: str) -> Mapping[str, Any]:
-    """Returns the condition of this type of a pod; empty if it has none."""
-    conditions: Iterable[Mapping[str, Any]] = (pod.get("status") or {}).get("conditions") or ()
+def condition_of(manifest: Manifest, kind: str) -> Mapping[str, Any]:
+    """Returns the condition of this type of a pod or a TrainingJob; empty if it has none."""
+    conditions: Iterable[Mapping[str, Any]] = (manifest.get("status") or {}).get("conditions") or ()
     return next((condition for condition in conditions if condition.get("type") == kind), {})
 
 

@@ -65,19 +65,19 @@ class Condition(StatusModel):
 
 
 class RoleStatus(StatusModel):
-    """The pods of one role."""
+    """The pods of one role. A rank of several pods counts as one."""
 
     desired: int = 0
-    """Pods that must exist, standbys included."""
+    """Pods that must exist, standbys included; of workers, ranks."""
 
     ready: int = 0
-    """Pods that are ready."""
+    """Pods that are ready; of workers, ranks with all their pods."""
 
     restarts: int = 0
-    """Pods replaced after a crash, which are charged to `maxRestarts`."""
+    """Pods, or ranks, replaced after a crash, which are charged to `maxRestarts`."""
 
     disruptions: int = 0
-    """Pods replaced after an eviction, a preemption, a lost node or a deletion, without charge."""
+    """Pods, or ranks, replaced after an eviction, a preemption, a lost node or a deletion, without charge."""
 
 
 class Backoff(StatusModel):

@@ -99,7 +99,7 @@ def fill(expr: str, namespace: str, job: str, window: str = "4m", span: str = "1
         "__range": span,
         "namespace": namespace,
         "training_job": job,
-        "job": "backstay-system/backstay-operator",
+        "job": ".*/backstay-operator",  # as with several releases
         "pod": "operator",
     }
     for name, value in values.items():

@@ -27,9 +27,9 @@ from backstay_spec.causes import Cause
 # The labels that Prometheus adds to every series of a target, through the PodMonitors' relabelings.
 TARGET = frozenset({"namespace", "job", "pod", "container", "endpoint", "instance", "component"})
 TRAINER_TARGET = TARGET | {"training_job", "role", "index", "node"}
-# Not Backstay's: of Prometheus itself, of cAdvisor, of the DCGM exporter, and a price from the chart's values.
+# Not Backstay's: of Prometheus itself, of cAdvisor, of the DCGM exporter, and a cost from the chart's values.
 OTHERS = {
-    *("up", "ALERTS", "backstay:pod_price:per_hour", "backstay:goodput_threshold:ratio"),
+    *("up", "ALERTS", "training_job:backstay_cost:per_hour"),
     *(
         "container_cpu_usage_seconds_total",
         "container_cpu_cfs_throttled_periods_total",
@@ -147,7 +147,7 @@ def test_a_number_of_now_is_not_an_older_one(dashboards: Any) -> None:
         ("job", "Checkpoint age"): "of a job that is gone, too",
         ("fleet", "Jobs that stopped"): "always a value",
         ("fleet", "Alerts that fire"): "always a value",
-        ("fleet", "Pods ready"): "always a value, and a line",
+        ("fleet", "Servers and ranks ready"): "always a value, and a line",
     }
     ranges = {
         (dashboard.name, panel["title"])

@@ -15,7 +15,6 @@ MINUTES = 120
 JOB = {"namespace": "ns", "training_job": "job"}
 SERVER = {**JOB, "role": "ParameterServer", "index": "0", "pod": "a"}
 WORKER = {**JOB, "role": "Worker", "index": "0", "pod": "w"}
-LIMIT = "backstay:goodput_threshold:ratio"
 
 
 def series(name: str, values: str, **labels: str) -> dict[str, str]:
@@ -40,43 +39,93 @@ def started(values: str = f"0x{MINUTES}") -> dict[str, str]:
     return of_job("start_timestamp_seconds", values)
 
 
+def rare(minutes: int, number: int, lasts: int = 60) -> list[dict[str, str]]:
+    """Returns the series of a job with this number of updates, one each `minutes`, and none in the hours after them."""
+    made = [min(at // minutes, number) for at in range(minutes * (number + 1) + 60 * lasts)]
+    return [
+        updates(" ".join(map(str, made))),
+        of_job("last_update_timestamp_seconds", " ".join(str(60 * minutes * n) for n in made)),
+        started(f"0x{len(made)}"),
+        training(f"1x{len(made)}"),
+    ]
+
+
+def resumed(minute: int, more: str = "") -> list[dict[str, str]]:
+    """Returns the series of a job that trained for an hour, and resumed from a suspension at this minute. Its pods are
+    not ready yet, if there are no `more` times of updates."""
+    stands = minute - 61
+    return [
+        updates("0+60x60 stale"),
+        of_job("last_update_timestamp_seconds", f"{NOW}60 3600x{stands} {more or f'3600x{MINUTES}'}"),
+        started(f"0x60 stale _x{stands - 1} {60 * minute}x{MINUTES}"),
+        training(f"1x60 stale _x{stands - 1} 0x{MINUTES}"),
+    ]
+
+
+def began(minute: int) -> list[dict[str, str]]:
+    """Returns the series of a job that began to run at this minute, and has made no update."""
+    return [started(f"_x{minute} {60 * minute}x{MINUTES}"), training(f"_x{minute} 0x{MINUTES}")]
+
+
 def goodput(applied: float) -> list[dict[str, str]]:
     """Returns the series of one worker with this number of useful seconds in each minute."""
     return [
         of_job("worker_seconds", f"0+{applied}x{MINUTES}", part="applied"),
         of_job("worker_seconds", f"0+{60 - applied}x{MINUTES}", part="wait"),
-        series(LIMIT, f"0.5x{MINUTES}"),
     ]
 
 
 # name -> (series, minute, what fires then: labels beside severity, or None)
 INTERVAL = of_job("checkpoint_interval_seconds", f"60x{MINUTES}")
+RUNNING = of_job("phase", f"1x{MINUTES}", phase="Running")
+LONG_INTERVAL = of_job("checkpoint_interval_seconds", f"60x{10 * MINUTES}")
+STORED = of_job("checkpoint_timestamp_seconds", f"3600x{10 * MINUTES}")
 NOW = "0+60x"  # a Unix time that increases with the test's clock, which begins at 0
 STOPS = f"{NOW}60 3600x60"
 CASES: dict[str, dict[str, tuple[list[dict[str, str]], int, dict[str, str] | None]]] = {
     "BackstayJobNotUpdating": {
         "stopped after an hour of an update a second": (
-            [of_job("last_update_timestamp_seconds", STOPS), updates("0+60x60 3600x60"), training()],
+            [of_job("last_update_timestamp_seconds", STOPS), updates("0+60x60 3600x60"), started(), training()],
             63,
             JOB,
         ),
         "still, an hour later": (
-            [of_job("last_update_timestamp_seconds", STOPS), updates("0+60x60 3600x60"), training()],
+            [of_job("last_update_timestamp_seconds", STOPS), updates("0+60x60 3600x60"), started(), training()],
             115,
             JOB,
         ),
-        "updates": ([of_job("last_update_timestamp_seconds", f"{NOW}{MINUTES}"), updates(), training()], 63, None),
+        "updates": (
+            [of_job("last_update_timestamp_seconds", f"{NOW}{MINUTES}"), updates(), started(), training()],
+            63,
+            None,
+        ),
         "steps of ten minutes, the last nine minutes ago": (
             [
                 of_job("last_update_timestamp_seconds", f"0x60 3600x{MINUTES - 60}"),
                 updates("0x9 1x9 2x9 3x9 4x9 5x9 6x60"),
+                started(),
                 training(),
             ],
             69,
             None,
         ),
+        "an update each 55 minutes, the next is due": (rare(55, 10), 55 * 11 - 1, None),
+        "an update each 55 minutes, ten are due": (rare(55, 10), 55 * 21, JOB),
+        "stopped twelve hours ago": (rare(1, 60), 60 * 13, JOB),
+        "resumed": (resumed(180), 200, None),
+        "resumed, and stopped after an update": (resumed(180, f"11040x{MINUTES}"), 200, JOB),
+        "an earlier job of its name trained": (
+            [of_job("last_update_timestamp_seconds", "0+60x60 stale"), updates("0+60x60 stale"), *began(70)],
+            100,
+            None,
+        ),
         "stopped because it has ended": (
-            [of_job("last_update_timestamp_seconds", STOPS), updates("0+60x60 3600x60"), training("1x60 stale")],
+            [
+                of_job("last_update_timestamp_seconds", STOPS),
+                updates("0+60x60 3600x60"),
+                started(),
+                training("1x60 stale"),
+            ],
             66,
             None,
         ),
@@ -139,11 +188,30 @@ CASES: dict[str, dict[str, tuple[list[dict[str, str]], int, dict[str, str] | Non
             69,
             None,
         ),
+        "an update each 55 minutes, and so does a checkpoint": (
+            [
+                *rare(55, 10),
+                of_job("checkpoint_timestamp_seconds", " ".join(str(3300 * (at // 55)) for at in range(660))),
+                LONG_INTERVAL,
+            ],
+            55 * 11 - 1,
+            None,
+        ),
+        "resumed": ([*resumed(180), STORED, LONG_INTERVAL], 182, None),
+        "resumed, and none since": ([*resumed(180), STORED, LONG_INTERVAL], 186, JOB),
         "a job that stores nothing": ([updates(), started(), training()], 20, None),
     },
     "BackstayCheckpointsFail": {
-        "one failed": ([series("backstay_checkpoint_failures_total", "0x10 1x100", **SERVER), training()], 15, JOB),
-        "long ago": ([series("backstay_checkpoint_failures_total", "0x10 1x100", **SERVER), training()], 30, None),
+        "one failed": ([series("backstay_checkpoint_failures_total", "0x10 1x100", **SERVER), RUNNING], 15, JOB),
+        "long ago": ([series("backstay_checkpoint_failures_total", "0x10 1x100", **SERVER), RUNNING], 30, None),
+        "of a job that has ended": (
+            [
+                series("backstay_checkpoint_failures_total", "0x10 1x100", **SERVER),
+                of_job("phase", "1x11 0x100", phase="Running"),
+            ],
+            15,
+            None,
+        ),
     },
     "BackstayStandbyOutOfSync": {
         "one of two": (
@@ -163,11 +231,10 @@ CASES: dict[str, dict[str, tuple[list[dict[str, str]], int, dict[str, str] | Non
         ),
     },
     "BackstayStragglers": {
-        "two slow ranks, one backup": (
+        "more slow ranks than have a series": (
             [
-                series("backstay_straggler_delay_seconds", f"1x{MINUTES}", **SERVER, rank="1"),
-                series("backstay_straggler_delay_seconds", f"1x{MINUTES}", **SERVER, rank="2"),
-                of_job("backups", f"1x{MINUTES}"),
+                series("backstay_stragglers", f"21x{MINUTES}", **SERVER),
+                of_job("backups", f"20x{MINUTES}"),
                 training(),
             ],
             15,
@@ -175,7 +242,7 @@ CASES: dict[str, dict[str, tuple[list[dict[str, str]], int, dict[str, str] | Non
         ),
         "one slow rank, one backup": (
             [
-                series("backstay_straggler_delay_seconds", f"1x{MINUTES}", **SERVER, rank="1"),
+                series("backstay_stragglers", f"1x{MINUTES}", **SERVER),
                 of_job("backups", f"1x{MINUTES}"),
                 training(),
             ],
@@ -226,9 +293,9 @@ CASES: dict[str, dict[str, tuple[list[dict[str, str]], int, dict[str, str] | Non
     },
     "BackstayWatchStale": {
         "two minutes overdue": (
-            [series("backstay_operator_watch_overdue_seconds", f"{NOW}{MINUTES}", pod="a")],
+            [series("backstay_operator_watch_overdue_seconds", f"{NOW}{MINUTES}", namespace="system", pod="a")],
             5,
-            {"pod": "a"},
+            {"namespace": "system", "pod": "a"},
         ),
         "a slow API server": ([series("backstay_operator_watch_overdue_seconds", f"5x{MINUTES}", pod="a")], 5, None),
     },
@@ -278,7 +345,7 @@ def test_each_alert_fires_when_it_should_and_not_else(
 
     def run(made: list[dict[str, Any]]) -> subprocess.CompletedProcess[str]:
         file = tmp_path / "tests.yaml"
-        document = {"rule_files": ["rules.yaml"], "evaluation_interval": "15s", "tests": made}
+        document = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": made}
         file.write_text(yaml.safe_dump(document))
         return subprocess.run([tool("promtool"), "test", "rules", str(file)], capture_output=True, text=True)
 

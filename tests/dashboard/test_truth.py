@@ -54,13 +54,24 @@ def coordinators(name: str, values: list[list[float]]) -> dict[str, str]:
 
 @pytest.fixture
 def shows(dashboards: Any, tool: Callable[[str], str], tmp_path: Path) -> Callable[..., None]:
-    """Whether all samples of a panel's query lie between two values at a time."""
+    """Whether all samples of a panel's query lie between two values at a time; with `number`, whether they are so
+    many."""
 
     def check(
-        panel: str, ref: str, series: dict[str, str], low: float, high: float, *, at: int, dashboard: str = "job"
+        panel: str,
+        ref: str,
+        series: dict[str, str],
+        low: float,
+        high: float,
+        *,
+        at: int,
+        dashboard: str = "job",
+        number: int = 0,
     ) -> None:
         expr = dashboards.query(dashboard, panel, ref).filled("ns", "job", "4m", "15m")
-        inside = f"min(({expr}) >= bool {low}) * max(({expr}) <= bool {high})"
+        inside = f"min(({expr}) >= bool {low}) * min(({expr}) <= bool {high})"
+        if number:
+            inside += f" * (count({expr}) == bool {number})"
         tests = [
             {
                 "interval": f"{SCRAPE}s",
@@ -180,7 +191,10 @@ def test_goodput_of_a_job_that_stopped_is_zero(shows: Any) -> None:
 
 
 def test_the_state_is_what_the_job_does(shows: Any) -> None:
-    """1 Pending, 2 Starting, 3 Training, 4 Stopped, 5 Suspended, 6 Succeeded, 7 Failed."""
+    """1 Pending, 2 Starting, 3 Training, 4 Stopped, 5 Suspended, 6 Succeeded, 7 Failed, 8 Ending.
+
+    Only a job that is to train lacks pods.
+    """
 
     def phase(name: str, **more: str) -> dict[str, str]:
         names = ("Pending", "Starting", "Running", "Suspended", "Succeeded", "Failed")
@@ -197,6 +211,7 @@ def test_the_state_is_what_the_job_does(shows: Any) -> None:
         (phase("Suspended", step="5"), 5),
         (phase("Succeeded", step="5"), 6),
         (phase("Failed", step="5"), 7),
+        (phase("Running", step="5"), 8),
     ):
         shows("State", "A", made, state, state, at=5)
     for ready, state in ((0, 10), (1, 11), (2, 12)):
@@ -204,7 +219,18 @@ def test_the_state_is_what_the_job_does(shows: Any) -> None:
             of_job("pods", role="Worker", state="desired"): "2x10",
             of_job("pods", role="Worker", state="ready"): f"{ready}x10",
         }
-        shows("State", "B", pods, state, state, at=5)
+        shows("State", "B", pods | {of_job("training"): "0x10"}, state, state, at=5)
+        with pytest.raises(AssertionError, match="not in"):
+            shows("State", "B", pods, 10, 12, at=5)
+
+
+def test_updates_redone_add_up_over_two_operators(shows: Any) -> None:
+    """In the 15 minutes of the range, 40 under one and 30 under its successor."""
+    redone = {
+        of_job("steps_redone_total", pod="first"): "0x10 40x20 stale",
+        of_job("steps_redone_total", pod="second"): "_x31 40x5 70x20",
+    }
+    shows("Updates redone", "A", redone, 65, 75, at=56)
 
 
 def test_progress_time_left_and_the_fleets_row(shows: Any) -> None:
@@ -228,6 +254,42 @@ def test_without_an_operator_there_is_no_leader(shows: Any) -> None:
         shows(panel, "A", {}, 0, 0, at=10, dashboard="operator")
 
 
+def test_each_release_has_a_leader(shows: Any) -> None:
+    """Two releases have two leaders, and one without any is shown."""
+
+    def leads(namespace: str, *values: int) -> dict[str, str]:
+        job = f'job="{namespace}/backstay-operator", namespace="{namespace}"'
+        return {
+            f'backstay_operator_leader{{{job}, pod="operator", instance="{n}"}}': f"{value}x10"
+            for n, value in enumerate(values)
+        }
+
+    shows("Leader", "A", leads("a", 1, 0) | leads("b", 0, 1), 1, 1, at=5, dashboard="operator")
+    for values in ((0, 0), (1, 1)):
+        with pytest.raises(AssertionError, match="not in"):
+            shows("Leader", "A", leads("a", 1, 0) | leads("b", *values), 1, 1, at=5, dashboard="operator")
+
+
+def test_alerts_about_operators_count_beside_those_about_jobs(shows: Any) -> None:
+    def fires(name: str, **more: str) -> str:
+        given = {"alertname": f"Backstay{name}", "alertstate": "firing", **more}
+        return "ALERTS{" + ", ".join(f'{label}="{value}"' for label, value in given.items()) + "}"
+
+    job = {"namespace": "ns", "training_job": "job"}
+    series = [
+        fires("JobFailed", **job),
+        fires("TargetDown", **job, pod="a"),
+        fires("NoLeader", namespace="system"),
+        fires("NoLeader"),
+        fires("WatchStale", namespace="system", pod="b"),
+        fires("JobFailed", namespace="other", training_job="job"),
+        fires("JobNotUpdating", **job).replace("firing", "pending"),
+        'ALERTS{alertname="Other", alertstate="firing", namespace="ns"}',
+    ]
+    shows("Alerts that fire", "A", dict.fromkeys(series, "1x10"), 5, 5, at=5, dashboard="fleet")
+    shows("Alerts that fire", "A", {}, 0, 0, at=5, dashboard="fleet")
+
+
 def test_updates_wait_for_a_rank_and_its_node(shows: Any) -> None:
     """3 s of every 15 s for rank 1, which has moved to another node, and 1.5 s for rank 0."""
     waited = {
@@ -240,6 +302,8 @@ def test_updates_wait_for_a_rank_and_its_node(shows: Any) -> None:
     shows("Waited for, by node", "A", waited | nodes, 0.1 - 1e-6, 0.3 + 1e-6, at=60)
     total = {f"backstay_step{labels('Worker', n, f'pod-{n}', node='north')}": "0x80" for n in (0, 1)}
     shows("Waited for, by node", "A", waited | total, 0.3 - 1e-6, 0.3 + 1e-6, at=60)
+    several = {f"backstay_step{labels('Worker', 1, node, node=node)}": "0x80" for node in ("north", "south")}
+    shows("Waited for, by node", "A", waited | several, 0.2 - 1e-6, 0.2 + 1e-6, at=60, number=2)
     world = {f"backstay_world_size{labels('ParameterServer')}": "2x80"}
     shows("Waited for", "B", world, 0, 0, at=60)
 

@@ -35,10 +35,10 @@ def spec_of(**more: Any) -> TrainingJobSpec:
     return parse_job({**kind, "spec": given}).spec
 
 
-def job_of(phase: str, *, training: bool | None = None, **status: Any) -> dict[str, Any]:
+def job_of(phase: str, *, training: bool | None = None, reason: str = "", **status: Any) -> dict[str, Any]:
     said: dict[str, Any] = {"phase": phase, **status}
     if training is not None:
-        said["conditions"] = [{"type": "Training", "status": str(training)}]
+        said["conditions"] = [{"type": "Training", "status": str(training), "reason": reason}]
     return {"metadata": {"name": "a", "namespace": "ns", "uid": UID}, "status": said}
 
 
@@ -116,16 +116,49 @@ def test_a_job_is_in_one_phase_and_its_rate_is_zero_while_it_does_not_train() ->
     assert watched.value("backstay_job_examples_per_second") == 0
     phases = {phase: watched.value("backstay_job_phase", phase=phase) for phase in PHASES}
     assert phases == {**dict.fromkeys(PHASES, 0), "Starting": 1}
+    for reason in ("Ending", "Trained"):  # the script of worker 0 may run for hours after the last update
+        watched.report(job_of("Running", training=False))
+        assert watched.value("backstay_job_training") == 0
+        watched.report(job_of("Running", training=False, reason=reason))
+        assert watched.value("backstay_job_training") is None, reason
+        assert watched.value("backstay_job_examples_per_second") == 0
     watched.report(job_of("Succeeded"))
     assert watched.value("backstay_job_training") is None
     assert watched.value("backstay_job_examples_per_second") is None
+
+
+def test_the_last_update_is_the_last_growth_of_the_step() -> None:
+    watched, name = Watched(), "backstay_job_last_update_timestamp_seconds"
+
+    def after(seconds: float, step: int) -> float | None:
+        watched.clock.now += seconds
+        progress = Progress(datetime.now(UTC), report=JobReport(step=step))
+        watched.metrics.job.progress(KEY, progress, trains=True)
+        return watched.value(name)
+
+    watched.report(job_of("Starting", training=False))
+    assert after(1, 0) is None, "an answer is no update"
+    assert [after(1, step) for step in (5, 5, 6)] == [1002, 1002, 1004]
+    assert [after(1, step) for step in (3, 3, 4)] == [1004, 1004, 1007], "a rollback is no update"
+
+
+def test_a_later_operator_exports_the_time_at_which_a_job_stopped() -> None:
+    """Otherwise an alert would end, and fire again, whenever another operator takes over."""
+    for trains, last in ((False, 940), (True, 1000)):
+        watched, name = Watched(), "backstay_job_last_update_timestamp_seconds"
+        job = job_of("Running", training=trains, step=7)
+        job["status"]["conditions"][0]["lastTransitionTime"] = "1970-01-01T00:15:40Z"
+        watched.report(job)
+        watched.clock.now = 50
+        watched.metrics.job.progress(KEY, Progress(datetime.now(UTC), report=JobReport(step=7)), trains=trains)
+        assert watched.value(name) == last
 
 
 def test_the_seconds_of_a_jobs_states_add_up_to_its_time() -> None:
     watched = Watched()
 
     def seconds() -> dict[str, float | None]:
-        states = ("pending", "starting", "training", "stopped", "suspended")
+        states = ("pending", "starting", "training", "stopped", "ending", "suspended")
         return {state: watched.value("backstay_job_state_seconds_total", state=state) for state in states}
 
     steps = (
@@ -134,12 +167,13 @@ def test_the_seconds_of_a_jobs_states_add_up_to_its_time() -> None:
         (4, job_of("Running", training=True, step=1)),
         (8, job_of("Running", training=False, step=1)),
         (16, job_of("Suspended", step=1)),
-        (32, job_of("Failed", step=1)),
+        (32, job_of("Running", training=False, reason="Trained", step=1)),
+        (64, job_of("Failed", step=1)),
     )
     for lasts, job in steps:
         watched.report(job)
         watched.clock.now += lasts
-    assert seconds() == {"pending": 1, "starting": 2, "training": 4, "stopped": 8, "suspended": 16}
+    assert seconds() == {"pending": 1, "starting": 2, "training": 4, "stopped": 8, "suspended": 16, "ending": 32}
     assert seconds()["training"] == 4  # a scrape changes nothing
 
 

@@ -56,13 +56,16 @@ def test_a_script_cannot_make_series_without_end() -> None:
 
 def test_of_many_stragglers_the_slowest_are_exported() -> None:
     metrics = PodMetrics("job", "ParameterServer", 0)
+    labels = {"training_job": "job", "role": "ParameterServer", "index": "0"}
     metrics.stragglers({rank: float(rank) for rank in range(100)})
     page = metrics.page().decode()
     assert page.count("\nbackstay_straggler_delay_seconds{") == 16
+    assert metrics.registry.get_sample_value("backstay_stragglers", labels) == 100
     assert 'rank="99"' in page
     assert 'rank="83"' not in page
     metrics.stragglers({3: 1.0})
     assert metrics.page().decode().count("\nbackstay_straggler_delay_seconds{") == 1
+    assert metrics.registry.get_sample_value("backstay_stragglers", labels) == 1
 
 
 def test_a_probe_that_went_away_leaves_nothing_in_the_log(capfd: pytest.CaptureFixture[str]) -> None:

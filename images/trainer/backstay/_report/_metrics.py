@@ -209,6 +209,9 @@ class PodMetrics:
         ("encoding",),
         name="update_bytes",
     )
+    slow_ranks = _MetricRow(
+        Gauge, _COORDINATOR, "Ranks whose gradient takes more than 1.5 times the others' median.", name="stragglers"
+    )
     straggler = _LabelledRow(
         Gauge,
         _COORDINATOR,
@@ -354,6 +357,7 @@ class PodMetrics:
 
     def stragglers(self, delays: Mapping[int, float]) -> None:
         """Replace the series of slow ranks; `delays` is rank -> seconds."""
+        self.slow_ranks.set(len(delays))
         slowest = sorted(delays.items(), key=lambda item: item[1], reverse=True)[:_MOST_STRAGGLERS]
         gone, self._slow = self._slow - {rank for rank, _ in slowest}, {rank for rank, _ in slowest}
         family = self.family(PodMetrics.straggler)
