@@ -169,7 +169,9 @@ class EmbeddedCluster:
     def _claim(self) -> None:
         """Lock the folder, because two clusters would remove each other's files. The lock ends with the process."""
         if self.kubeconfig.exists() and not self.kubeconfig.read_text(errors="replace").startswith(_FIRST_LINE):
-            raise ValueError(f"kubeconfig {str(self.kubeconfig)!r}: another program wrote this file; choose another name")
+            raise ValueError(
+                f"kubeconfig {str(self.kubeconfig)!r}: another program wrote this file; choose another name"
+            )
         folder = os.open(self.data_dir, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
