@@ -138,7 +138,9 @@ def wake_up(file):
     read, write = os.pipe()
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write)
-    threading.Thread(target=lambda: put(file, str(os.read(read, 1)[0])), daemon=True).start()
+    thread = threading.Thread(target=lambda: put(file, str(os.read(read, 1)[0])), daemon=True)
+    thread.start()
+    atexit.register(thread.join)  # the file is whole when the pod has ended
 
 
 def put(file, text):
