@@ -216,7 +216,7 @@ class Foreign(Cluster):
     def log(self, pod: str) -> str:
         async def read() -> str:
             path = f"/api/v1/namespaces/{self.namespace}/pods/{pod}/log"
-            async with self.api.open("GET", path, timeout=aiohttp.ClientTimeout(30)) as response:
+            async with self.api.open("GET", path, timeout=aiohttp.ClientTimeout(LONG)) as response:
                 return await response.text(errors="replace") if response.status == 200 else ""
 
         # Keep the text: the pod may be deleted at the next read.

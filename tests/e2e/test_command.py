@@ -10,13 +10,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
-from between import LONG
+from between import LONG, read_until, until
 from small_examples import small_bytes
 from trace_format import check
 
@@ -51,10 +50,9 @@ def processes(folder: Path) -> list[str]:
 
 
 def wait_until_gone(folder: Path) -> None:
-    deadline = time.monotonic() + 60
-    while (left := processes(folder)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not left
+    with contextlib.suppress(AssertionError):
+        until(lambda: not processes(folder))
+    assert not processes(folder)
 
 
 @pytest.fixture
@@ -86,17 +84,6 @@ def start(
     )
     _STARTED.append(process)
     return process
-
-
-def until_said(stream: IO[str] | None, pattern: str) -> str:
-    """Returns the output up to the first line that has `pattern`."""
-    assert stream is not None
-    said = ""
-    for line in stream:
-        said += line
-        if re.search(pattern, line):
-            break
-    return said
 
 
 def script_of(text: str, script: Path) -> Path:
@@ -210,7 +197,7 @@ def test_no_process_outlives_the_command(folder: Path, number: signal.Signals) -
     """Ctrl-C prints a message and exits with 130; after SIGKILL the children end by themselves."""
     # Held, so that the job cannot end before the signal. On a busy machine, a state may be too short to be shown.
     process = start(folder, SCRIPT, env={"HOLD_AT": "20", "GATE": str(folder / "never")})
-    until_said(
+    read_until(
         process.stdout, "starting Python and JAX|preparing the parameters|compiling the first step|step [0-9]+ of"
     )
     assert len(processes(folder)) > 4
@@ -231,7 +218,7 @@ def test_a_job_that_is_suspended_elsewhere_ends_the_command(folder: Path, tmp_pa
     """The output has the step of the checkpoint, and the command that continues it; the pods have ended before."""
     options = ["--workers", "1", "--checkpoint", str(tmp_path / "ck"), "--output", "json"]
     process = start(folder, SCRIPT, *options, env={"HOLD_AT": "20", "GATE": str(folder / "never")})
-    said = until_said(process.stderr, r"step [0-9]+ of")
+    said = read_until(process.stderr, r"step [0-9]+ of")
     with backstay.Client(folder / "backstay.kubeconfig") as client:
         client.job("tiny").suspend(wait=False)
     out, err = process.communicate(timeout=LONG)
@@ -266,7 +253,7 @@ def test_a_script_has_its_environment_and_after_ctrl_c_the_same_command_continue
     env = {"MYENV": "hello", **proxies}
     slow = {**env, "STEPS": "100000", "PAUSE": "0.05"}
     process = start(folder, script, *options, env=slow, arguments=["--lr", "0.1"])
-    said = until_said(process.stdout, r"step [\d,]+ of [\d,]+  (time left [\d:]+  )?loss")
+    said = read_until(process.stdout, r"step [\d,]+ of [\d,]+  (time left [\d:]+  )?loss")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=LONG)
     said += out
@@ -280,13 +267,8 @@ def test_a_script_has_its_environment_and_after_ctrl_c_the_same_command_continue
     step, gate = int(stored[1]), tmp_path / "gate"
     held = {**env, "STEPS": str(step + 5), "HOLD_AT": str(step + 2), "GATE": str(gate)}
     again = start(folder, script, *options, "--output", "json", env=held)
-    assert again.stderr is not None
-    said = ""
-    for line in again.stderr:  # the operator reports it while the job trains
-        said += line
-        if "Continued" in line:
-            gate.touch()
-            break
+    said = read_until(again.stderr, "Continued")  # the operator reports it while the job trains
+    gate.touch()
     out, err = again.communicate(timeout=LONG)
     err = said + err
     assert again.returncode == 0, err

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from between import LONG, put, until
+from between import LONG, put, read_until, until
 
 import backstay
 from backstay import StoreTo, testing
@@ -302,16 +302,6 @@ class Run:
 
         until(reached, f"it is at {at}")
 
-    def output_until(self, words: str) -> str:
-        """Returns the output up to the line with `words`."""
-        assert self.process.stdout is not None
-        seen = ""
-        for line in self.process.stdout:
-            seen += line
-            if words in line:
-                return seen
-        raise AssertionError(seen)
-
     def end(self) -> tuple[int, str]:
         output = self.process.communicate(timeout=LONG)[0]
         return self.process.returncode, output
@@ -335,7 +325,7 @@ def test_t7_ctrl_c_stores_and_says_where_and_the_same_command_continues(run, tmp
     first = run(hold=7)
     first.until("7")
     first.process.send_signal(signal.SIGINT)
-    noticed = first.output_until("Press Ctrl-C again to end now")
+    noticed = read_until(first.process.stdout, "Press Ctrl-C again to end now")
     first.hold(8)
     code, output = first.end()
     assert code == -signal.SIGINT, noticed + output
@@ -358,7 +348,7 @@ def test_t8_a_second_ctrl_c_ends_immediately_and_other_signals_have_their_exit_c
     first = run(hold=7)
     first.until("7")
     first.process.send_signal(signal.SIGINT)
-    first.output_until("Press Ctrl-C again to end now")
+    read_until(first.process.stdout, "Press Ctrl-C again to end now")
     first.process.send_signal(signal.SIGINT)
     code, output = first.end()
     assert code == -signal.SIGINT, output
@@ -366,7 +356,7 @@ def test_t8_a_second_ctrl_c_ends_immediately_and_other_signals_have_their_exit_c
     second = run(hold=5)
     second.until("5")
     second.process.send_signal(number)
-    second.output_until("training stores a checkpoint after this update")
+    read_until(second.process.stdout, "training stores a checkpoint after this update")
     second.hold(6)
     code, output = second.end()
     assert code == 128 + number, output

@@ -246,7 +246,7 @@ def test_t8_slow_huge_and_torn_requests_cost_only_themselves(
     process.until_served(1)
 
     def opened(text: bytes) -> socket.socket:
-        sock = socket.create_connection(("127.0.0.1", process.port("HTTP")), 60)
+        sock = socket.create_connection(("127.0.0.1", process.port("HTTP")), LONG)
         with contextlib.suppress(OSError):
             sock.sendall(text)
         return sock

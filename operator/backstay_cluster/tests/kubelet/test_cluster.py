@@ -49,7 +49,7 @@ async def pids_of(cluster: ClusterProcess, name: str, script: str = FAMILY) -> l
     finally:
         await client.close()
     file = cluster.logs_dir / "default" / name / "main.log"
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LONG):
         while True:
             words = file.read_text().split() if file.exists() else []
             if len(words) == 3:
@@ -246,7 +246,7 @@ async def test_an_api_server_that_is_away_costs_no_pod_and_no_status(tmp_path):
                 await direct.create(pods, manifest(name, script))
 
             async def phase(name: str, wanted: str) -> dict:
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(LONG):
                     while True:
                         pod = await direct.get(f"{pods}/{name}")
                         if pod["status"].get("phase") == wanted:
@@ -258,7 +258,7 @@ async def test_an_api_server_that_is_away_costs_no_pod_and_no_status(tmp_path):
             gate.close_gate()
             (tmp_path / "go").touch()
             log = kubelet.node.sinks["default", "ends", "main"]
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(LONG):
                 async for _ in log.read(LogOptions(follow=True)):
                     pass
             assert (await direct.get(f"{pods}/ends"))["status"]["phase"] == "Running"

@@ -404,7 +404,7 @@ async def first_lines(read: int, count: int) -> list[str]:
         with os.fdopen(os.dup(read), "r") as file:
             return [file.readline().strip() for _ in range(count)]
 
-    return await asyncio.wait_for(asyncio.to_thread(lines), 60)
+    return await asyncio.wait_for(asyncio.to_thread(lines), LONG)
 
 
 async def test_a_container_that_ends_while_the_spawner_is_busy_has_an_exit_code(bench: Bench) -> None:
