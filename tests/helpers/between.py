@@ -7,11 +7,10 @@ import contextlib
 import re
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Final, TypeVar
 
+from backstay_cluster.tests.files import put
 from backstay_cluster.tests.limits import LONG, slack
 
 __all__ = ["LIMIT", "LONG", "put", "read_until", "slack", "until", "until_async"]
@@ -87,17 +86,6 @@ def read_until(lines: Iterable[str] | None, pattern: str) -> str:
     except AssertionError as error:
         raise AssertionError(f"{error}:\n{''.join(said)}") from None
     return "".join(said)
-
-
-def put(path: Path, content: str | bytes) -> None:
-    """Write a file that another process may read at any time: it finds the old content or the new one."""
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        beside.write_bytes(content.encode() if isinstance(content, str) else content)
-        beside.replace(path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            beside.unlink()
 
 
 def _check(began: float, limit: float, what: str) -> None:

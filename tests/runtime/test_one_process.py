@@ -148,7 +148,7 @@ def test_t7_a_checkpoint_that_does_not_belong_to_the_script_is_refused(tmp_path)
         backstay.train(**arguments(checkpoint=StoreTo(str(tmp_path), job="team/other")))
     with pytest.raises(CheckpointError, match="optimizer"):
         backstay.train(**arguments(checkpoint=tmp_path, optimizer=optax.sgd(0.1)))
-    (tmp_path / "file").write_text("")
+    put(tmp_path / "file", "")
     with pytest.raises(CheckpointError, match="cannot write"):
         backstay.train(**arguments(checkpoint=tmp_path / "file" / "folder"))
     other = backstay.train(**arguments(checkpoint=StoreTo(str(tmp_path), job="team/other", continue_from="Any")))
@@ -164,7 +164,7 @@ def test_t8_training_ends_with_its_result_though_the_folder_fails(tmp_path, caps
             if folder.is_dir():
                 folder.rename(Path(tempfile.mkdtemp(dir=tmp_path), "folder"))
             with contextlib.suppress(IsADirectoryError):
-                folder.write_text("no folder")
+                put(folder, "no folder")
 
     result = backstay.train(**arguments(checkpoint=StoreTo(str(folder), every_seconds=0), on_update=full))
     assert "the checkpoint of step 9 could not be stored: " in capsys.readouterr().err
@@ -282,9 +282,9 @@ class Run:
 
     def __init__(self, place: Path, hold: int = 100) -> None:
         self.place = place
-        (place / "program.py").write_text(PROGRAM)
+        put(place / "program.py", PROGRAM)
         self.hold(hold)
-        (place / "at").write_text("")
+        put(place / "at", "")
         self.process = subprocess.Popen(
             [sys.executable, str(place / "program.py"), str(place)],
             stdout=subprocess.PIPE,
@@ -365,7 +365,7 @@ def test_t8_a_second_ctrl_c_ends_immediately_and_other_signals_have_their_exit_c
 
 
 def test_t7_ctrl_c_in_the_last_evaluation_finds_the_last_update_stored(run, tmp_path) -> None:
-    (tmp_path / "evaluate").write_text("")
+    put(tmp_path / "evaluate", "")
     first = run()
     first.until("evaluate")
     assert backstay.load(str(tmp_path / "folder")).step == 20

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from between import LONG
+from between import LONG, put
 
 ALL = {f"{pod}-{what}" for pod in ("parameter-server-0", "worker-0") for what in ("handler", "atexit")}
 
@@ -81,7 +81,7 @@ if __name__ == "__main__":
 def test_what_keeps_a_process_after_its_script_is_named(tmp_path: Path, what: str, name: str) -> None:
     """Nothing else shows that the job waits for it."""
     script, let = tmp_path / "script.py", tmp_path / "let"
-    script.write_text(REMAINS)
+    put(script, REMAINS)
     process = subprocess.Popen([sys.executable, script, what, let], stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None

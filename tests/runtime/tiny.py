@@ -198,14 +198,16 @@ def main() -> None:
             result = train_local(**arguments, world=int(world))
     trained = jax.tree.leaves((result.params, result.state))
     leaves = {str(index): np.asarray(leaf) for index, leaf in enumerate(trained)}
+    part = Path(os.environ["OUT"]).with_suffix(".part.npz")
     np.savez(
-        os.environ["OUT"],
+        part,
         step=result.step,
         squares=result.metrics.get("squares", 0.0),
         rank=result.rank,
         leads=result.is_leader,
         **leaves,
     )
+    part.replace(os.environ["OUT"])
     if AFTER == "raise":
         export(result.step)
     if AFTER == "exit":

@@ -19,6 +19,7 @@ from backstay_cluster.cluster import ClusterProcess, EmbeddedCluster
 from backstay_cluster.kubelet.kubelet import Kubelet
 from backstay_cluster.kubelet.logs import LogOptions
 from backstay_cluster.net import claim_block
+from backstay_cluster.tests.files import put
 from backstay_cluster.tests.limits import LONG
 
 pytestmark = pytest.mark.e2e
@@ -65,7 +66,7 @@ async def test_a_cluster_deletes_nothing_that_it_has_not_made(tmp_path, monkeypa
         file.parent.mkdir()
         file.touch()
     config = tmp_path / "own.kubeconfig"
-    config.write_text("mine")
+    put(config, "mine")
     taken = problem is not None and "file" in problem
     made = EmbeddedCluster(tmp_path, kubeconfig_path=config if taken else None, kubelet=False)
     if problem is None or taken:
