@@ -35,6 +35,7 @@ from backstay_cluster.kubelet.preload import Preload
 from backstay_cluster.kubelet.runtime import ProcessRuntime
 from backstay_cluster.net import LoopbackBlock, claim_block
 from backstay_cluster.realserver import RealServer, assets, new_token
+from backstay_cluster.whole import write_whole
 
 if TYPE_CHECKING:
     from backstay_cluster.apiserver import ApiServer
@@ -214,7 +215,8 @@ class EmbeddedCluster:
             self._collector = asyncio.create_task(GarbageCollector(self._client).run())
         self.ca = None if ca is None else ca.decode()
         self._written = kubeconfig(self.url, self.token, ca)
-        write_private(self.kubeconfig, self._written)
+        self.kubeconfig.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(self.kubeconfig, self._written.encode(), 0o600)  # it has a token
         if self._runtime is not None:
             self.node = Kubelet(
                 self._client,
@@ -263,16 +265,6 @@ class EmbeddedCluster:
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write a file with a secret: readable by its owner only, and written completely or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.unlink(missing_ok=True)
-    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
-    part.replace(path)
 
 
 class ClusterProcess:

@@ -23,7 +23,7 @@ from typing import Any
 import between
 import pytest
 import yaml
-from between import LONG, slack
+from between import LONG, put, slack
 
 from backstay_cluster.net import claim_block
 from backstay_cluster.realserver import API_PORT, ETCD_PORT, PEER_PORT, make_certificate
@@ -53,7 +53,7 @@ class Cluster:
     def start(self) -> None:
         host = self._block.node_ip
         certificate, key = make_certificate(self.folder, host)
-        (self.folder / "tokens.csv").write_text(f'{self.token},admin,admin,"system:masters"\n')
+        put(self.folder / "tokens.csv", f'{self.token},admin,admin,"system:masters"\n')
         client, peer, port = f"http://{host}:{ETCD_PORT}", f"http://{host}:{PEER_PORT}", API_PORT
         self.url = f"https://{host}:{port}"
         self.admin = self.kubeconfig("admin", self.token)
@@ -117,7 +117,8 @@ class Cluster:
     def kubeconfig(self, user: str, token: str) -> Path:
         file = self.folder / f"{user}.kubeconfig"
         cluster = {"server": self.url, "certificate-authority": str(self.folder / "node.crt")}
-        file.write_text(
+        put(
+            file,
             yaml.safe_dump(
                 {
                     "apiVersion": "v1",
@@ -127,7 +128,7 @@ class Cluster:
                     "contexts": [{"name": "c", "context": {"cluster": "c", "user": user}}],
                     "current-context": "c",
                 }
-            )
+            ),
         )
         return file
 
@@ -181,7 +182,7 @@ def operator(cluster: Cluster, namespace: str, environment: list[dict[str, Any]]
     """The operator with the environment of the chart's pod and the token of its ServiceAccount; yields its URL."""
     token = cluster.kubectl("create", "token", "backstay", f"--namespace={namespace}").stdout.strip()
     file = cluster.folder / f"{namespace}.key"
-    file.write_bytes(key)
+    put(file, key)
     env = {e["name"]: e["value"] for e in environment if "value" in e}
     env |= {
         "PATH": os.environ["PATH"],

@@ -18,7 +18,7 @@ from typing import Any
 import kubernetes.client as k8s
 import pytest
 import yaml
-from between import LONG
+from between import LONG, put
 
 from backstay_operator.__main__ import parse
 from backstay_operator.rights import LEASE_NAME, LEASE_RIGHTS, RIGHTS
@@ -50,7 +50,7 @@ def test_rendered_as_the_snapshot_states(helm: Any, name: str, request: pytest.F
     rendered = RULES.sub("    <rules/backstay.yaml>\n", rendered)
     snapshot = HERE / "snapshots" / f"{name}.yaml"
     if request.config.getoption("--update-snapshots"):
-        snapshot.write_text(rendered)
+        put(snapshot, rendered)
     assert rendered == snapshot.read_text(), "changed on purpose? pytest tests/chart --update-snapshots"
 
 
@@ -209,7 +209,7 @@ def schemas(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "PrometheusRule": prometheus_rule(),
     }
     for kind, schema in made.items():
-        (folder / f"{kind.lower()}.json").write_text(json.dumps({"$schema": DRAFT, **schema}))
+        put(folder / f"{kind.lower()}.json", json.dumps({"$schema": DRAFT, **schema}))
     return folder
 
 
@@ -313,7 +313,7 @@ WRONG: Mapping[str, tuple[Mapping[str, Any], str]] = {
 def test_the_values_schema_refuses(helm: Any, tmp_path: Path, case: str) -> None:
     values, named = WRONG[case]
     file = tmp_path / "values.yaml"
-    file.write_text(yaml.safe_dump(dict(values)))
+    put(file, yaml.safe_dump(dict(values)))
     done = helm.run("template", "x", str(helm.chart), f"--values={file}")
     assert done.returncode != 0
     assert "values don't meet the specifications of the schema" in done.stderr

@@ -328,7 +328,7 @@ if limit:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 else:
-    with contextlib.suppress(OSError), open(f"{folder}/foreign", "wb", buffering=0) as foreign:
+    with contextlib.suppress(OSError), open(f"{folder}/foreign.log", "wb", buffering=0) as foreign:
         while foreign.write(bytes(4096)):
             pass
 before = store.folder.names()
@@ -342,7 +342,7 @@ if not limit:
 lease.check()
 print("renewed", lease._renew())
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.getrlimit(resource.RLIMIT_FSIZE)[1],) * 2)
-store.folder.delete("foreign")
+store.folder.delete("foreign.log")
 if not limit:
     store_shard(2, 10_000)
 lease.release()

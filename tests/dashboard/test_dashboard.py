@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import yaml
+from between import put
 from prometheus_client.metrics import MetricWrapperBase
 
 from backstay._report import _metrics as trainer
@@ -114,7 +115,7 @@ def test_prometheus_accepts_every_query(dashboards: Any, tool: Callable[[str], s
     def check(given: list[str]) -> subprocess.CompletedProcess[str]:
         rules = [{"record": f"r{n}", "expr": expr} for n, expr in enumerate(given)]
         file = tmp_path / "rules.yaml"
-        file.write_text(yaml.safe_dump({"groups": [{"name": "g", "rules": rules}]}))
+        put(file, yaml.safe_dump({"groups": [{"name": "g", "rules": rules}]}))
         return subprocess.run([tool("promtool"), "check", "rules", str(file)], capture_output=True, text=True)
 
     done = check(expressions)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from between import LONG
+from between import LONG, put
 
 
 @pytest.fixture
@@ -44,5 +44,5 @@ def test_the_linter_accepts_the_dashboard(name: str, exclusions: Path, root: Pat
     done = lint(file)
     assert done.returncode == 0, done.stdout + done.stderr
     broken = tmp_path / "broken.json"
-    broken.write_text(file.read_text().replace("${prometheus_datasource}", "mine"))
+    put(broken, file.read_text().replace("${prometheus_datasource}", "mine"))
     assert lint(broken).returncode != 0, "a check that cannot fail"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from between import put
 from watched import (
     BATCH,
     FAULTS,
@@ -52,7 +53,7 @@ NO_DATA = ("Model FLOPs utilization", "Device memory")
 
 @pytest.fixture
 def watched(tmp_path: Path) -> Iterator[Cluster]:
-    (tmp_path / "train.py").write_text(SCRIPT)
+    put(tmp_path / "train.py", SCRIPT)
     with Cluster(tmp_path / "cluster") as cluster:
         yield cluster
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from between import put
 
 MINUTES = 120
 JOB = {"namespace": "ns", "training_job": "job"}
@@ -341,12 +342,12 @@ def test_each_alert_fires_when_it_should_and_not_else(
     for group in groups["groups"]:
         for rule in group["rules"]:
             rule.pop("annotations", None)
-    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(groups))
+    put(tmp_path / "rules.yaml", yaml.safe_dump(groups))
 
     def run(made: list[dict[str, Any]]) -> subprocess.CompletedProcess[str]:
         file = tmp_path / "tests.yaml"
         document = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": made}
-        file.write_text(yaml.safe_dump(document))
+        put(file, yaml.safe_dump(document))
         return subprocess.run([tool("promtool"), "test", "rules", str(file)], capture_output=True, text=True)
 
     done = run(tests)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from between import put
 
 pytestmark = pytest.mark.tool("promtool")
 
@@ -82,7 +83,7 @@ def shows(dashboards: Any, tool: Callable[[str], str], tmp_path: Path) -> Callab
             }
         ]
         file = tmp_path / "test.yaml"
-        file.write_text(yaml.safe_dump({"tests": tests}))
+        put(file, yaml.safe_dump({"tests": tests}))
         done = subprocess.run([tool("promtool"), "test", "rules", str(file)], capture_output=True, text=True)
         assert done.returncode == 0, f"{panel} {ref} at scrape {at}: not in [{low}, {high}]\n{done.stdout}{done.stderr}"
 

@@ -271,7 +271,7 @@ class Prometheus:
     def __enter__(self) -> Prometheus:
         self._folder.mkdir()
         file = self._folder / "prometheus.yml"
-        file.write_text(yaml.safe_dump(self._config))
+        put(file, yaml.safe_dump(self._config))
         self._block = claim_block()  # its own address, where no other process takes the port
         self.url = f"http://{self._block.node_ip}:9090"
         with (self._folder / "log").open("wb") as log:
@@ -349,7 +349,7 @@ class Watch:
         self.discover()
         monitors = {o["metadata"]["name"]: o for o in objects if o["kind"] == "PodMonitor"}
         (rule,) = (o for o in objects if o["kind"] == "PrometheusRule")
-        (folder / "rules.yaml").write_text(yaml.safe_dump({"groups": rule["spec"]["groups"]}))
+        put(folder / "rules.yaml", yaml.safe_dump({"groups": rule["spec"]["groups"]}))
         address = until("the operator listens", cluster.operator_address)
         operator = {"targets": [address], "labels": {"pod": "operator"}}
         discovery = {"files": [str(self._pods)], "refresh_interval": "5s"}

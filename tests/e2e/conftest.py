@@ -28,6 +28,7 @@ from backstay_client.embedded.preload import preload
 from backstay_client.embedded.session import start_session
 from backstay_client.kube import JOBS, ApiCalls, ApiRequestError
 from backstay_spec import contract
+from backstay_spec.causes import Cause
 
 T = TypeVar("T")
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -148,6 +149,19 @@ class Cluster:
         path = self.folder / "pods" / self.namespace / pod / f"{contract.CONTAINER}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
+    def deaths(self, name: str) -> list[tuple[str, int, str]]:
+        """Returns the deaths of a job's pods, in order: slot, incarnation and cause.
+
+        A test compares the causes, and no number of restarts. Servers have no setting like `stallSeconds`: one that a
+        busy machine keeps from its processor is replaced as `Stalled`.
+        """
+        entries = self.job(name)["status"].get("history", [])
+        return [(one["slot"], one["incarnation"], one["reason"]) for one in entries if one.get("incarnation")]
+
+    def deaths_with_cause(self, name: str) -> list[tuple[str, int, str]]:
+        """Returns the deaths that a busy machine does not explain."""
+        return [death for death in self.deaths(name) if death[2] != Cause.STALLED]
+
     def condition(self, name: str, kind: str) -> dict[str, Any]:
         conditions = self.job(name).get("status", {}).get("conditions", [])
         return next((condition for condition in conditions if condition["type"] == kind), {})
@@ -216,7 +230,7 @@ class Foreign(Cluster):
     def log(self, pod: str) -> str:
         async def read() -> str:
             path = f"/api/v1/namespaces/{self.namespace}/pods/{pod}/log"
-            async with self.api.open("GET", path, timeout=aiohttp.ClientTimeout(30)) as response:
+            async with self.api.open("GET", path, timeout=aiohttp.ClientTimeout(LONG)) as response:
                 return await response.text(errors="replace") if response.status == 200 else ""
 
         # Keep the text: the pod may be deleted at the next read.

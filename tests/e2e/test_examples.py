@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from between import LONG
+from between import LONG, read_until
 
 pytestmark = pytest.mark.e2e
 
@@ -43,9 +43,8 @@ def kubeconfig(tmp_path: Path) -> Iterator[str]:
         text=True,
         start_new_session=True,
     )
-    assert up.stdout is not None
     try:
-        yield next(line for line in up.stdout if "export KUBECONFIG=" in line).partition("=")[2].strip()
+        yield read_until(up.stdout, "export KUBECONFIG=").rpartition("export KUBECONFIG=")[2].strip()
     finally:
         up.send_signal(signal.SIGINT)
         out, _ = up.communicate(timeout=LONG)
@@ -57,8 +56,8 @@ def test_the_example_runs_with_backstay_up_and_the_kubectl_commands_of_the_readm
     """It waited for a ConfigMap and a claim that do not exist."""
     environment = {**os.environ, "KUBECONFIG": kubeconfig}
 
-    def run(*command: str, seconds: float = 60) -> str:
-        done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=seconds)
+    def run(*command: str) -> str:
+        done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=LONG)
         assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}{done.stderr}"
         return done.stdout
 
@@ -67,5 +66,5 @@ def test_the_example_runs_with_backstay_up_and_the_kubectl_commands_of_the_readm
     for command in commands:
         run(*command)
     # A step, and not the end: 400 updates take long on a busy machine.
-    run("kubectl", "wait", "--for=jsonpath={.status.trainMetrics.accuracy}", "tj/digits", "--timeout=120s", seconds=130)
+    run("kubectl", "wait", "--for=jsonpath={.status.trainMetrics.accuracy}", "tj/digits", "--timeout=600s")
     assert "Bound" in run("kubectl", "get", "pvc", "digits-checkpoints")

@@ -38,6 +38,11 @@ def stopped(pids: list[int]) -> Iterator[None]:
                 os.kill(pid, signal.SIGCONT)
 
 
+def write_to(file_of_kernel: Path, text: str) -> None:
+    with file_of_kernel.open("w") as kernel:
+        kernel.write(text)
+
+
 @contextlib.contextmanager
 def quota(pids: list[int], share: float) -> Iterator[bool]:
     """Limit the processes to a share of one processor, by a cgroup; False where this user may not make one."""
@@ -48,11 +53,11 @@ def quota(pids: list[int], share: float) -> Iterator[bool]:
     try:
         group.mkdir()
         if root is v1:
-            (group / "cpu.cfs_quota_us").write_text(str(int(100_000 * share)))
+            write_to(group / "cpu.cfs_quota_us", str(int(100_000 * share)))
         else:
-            (group / "cpu.max").write_text(f"{int(100_000 * share)} 100000")
+            write_to(group / "cpu.max", f"{int(100_000 * share)} 100000")
         for pid in pids:
-            (group / "cgroup.procs").write_text(str(pid))
+            write_to(group / "cgroup.procs", str(pid))
     except OSError:
         with contextlib.suppress(OSError):
             group.rmdir()
@@ -63,7 +68,7 @@ def quota(pids: list[int], share: float) -> Iterator[bool]:
     finally:
         for pid in (group / "cgroup.procs").read_text().split():
             with contextlib.suppress(OSError):
-                (root / "cgroup.procs").write_text(pid)
+                write_to(root / "cgroup.procs", pid)
         with contextlib.suppress(OSError):
             group.rmdir()
 

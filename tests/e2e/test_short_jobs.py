@@ -34,5 +34,6 @@ def test_o10_short_jobs_succeed(cluster: Any, submit: Callable[..., str], tmp_pa
     for case, name in jobs.items():
         status = cluster.wait_for_end(name)
         assert (status["phase"], status["step"]) == ("Succeeded", CASES[case][0]), f"{case}\n{cluster.describe(name)}"
-        assert {role["restarts"] for role in status["roles"].values()} == {0}, case
-        assert "TrainingInterrupted" not in {event["reason"] for event in cluster.events(name)}, case
+        assert not cluster.deaths_with_cause(name), case
+        interrupted = "TrainingInterrupted" in {event["reason"] for event in cluster.events(name)}
+        assert not interrupted or cluster.deaths(name), case

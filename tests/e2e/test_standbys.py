@@ -55,7 +55,8 @@ def test_killed_servers_cost_no_update(cluster: Any, submit: Callable[..., str],
     assert ended["phase"] == "Succeeded", cluster.describe(name)
     assert ended["step"] == 60
     assert ended["term"] == 1, "no rollback"
-    assert ended["roles"]["ParameterServer"]["restarts"] == 2
+    killed = [(slot, cause) for slot, _, cause in cluster.deaths_with_cause(name)]
+    assert killed == [(f"parameter-server-{shard}", "Crashed") for shard in (0, 1)]
     assert cluster.wait_for_end(quiet)["phase"] == "Succeeded"
     for mine, theirs in zip(_arrays(tmp_path / "killed"), _arrays(tmp_path / "quiet"), strict=True):
         np.testing.assert_array_equal(mine, theirs)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+import threading
 import time
-import uuid
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Final, TypeVar
 
+from backstay_cluster.tests.files import put
 from backstay_cluster.tests.limits import LONG, slack
 
-__all__ = ["LIMIT", "LONG", "put", "slack", "until", "until_async"]
+__all__ = ["LIMIT", "LONG", "put", "read_until", "slack", "until", "until_async"]
 
 T = TypeVar("T")
 
@@ -60,15 +61,31 @@ async def until_async(holds: Callable[[], T], what: str = "") -> T:
     return found
 
 
-def put(path: Path, content: str | bytes) -> None:
-    """Write a file that another process may read at any time: it finds the old content or the new one."""
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+def read_until(lines: Iterable[str] | None, pattern: str) -> str:
+    """Returns the output of a process up to the first line that has `pattern`.
+
+    Raises:
+        AssertionError: the output ended without it, or did not arrive within `LIMIT`. The message has the output.
+    """
+    said: list[str] = []
+    found = threading.Event()
+
+    def read() -> None:
+        with contextlib.suppress(ValueError):  # the test has failed, and closed it
+            for line in lines or ():
+                said.append(line)
+                if re.search(pattern, line):
+                    found.set()
+                    return
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
     try:
-        beside.write_bytes(content.encode() if isinstance(content, str) else content)
-        beside.replace(path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            beside.unlink()
+        until(lambda: not reader.is_alive(), f"a line has {pattern!r}")
+        assert found.is_set(), f"no line has {pattern!r}"
+    except AssertionError as error:
+        raise AssertionError(f"{error}:\n{''.join(said)}") from None
+    return "".join(said)
 
 
 def _check(began: float, limit: float, what: str) -> None:

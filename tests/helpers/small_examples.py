@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from between import put
+
 _BYTES = Path(__file__).parents[2] / "examples/bytes"
 _SIZES, _SOURCES = "CONTEXT, WIDTH, HEADS, LAYERS, BATCH = ", 'root = Path(sysconfig.get_path("stdlib"))'
 _SMALLER = {f"{_SIZES}128, 128, 4, 2, 16": f"{_SIZES}32, 32, 4, 2, 8", _SOURCES: f'{_SOURCES} / "asyncio"'}
@@ -24,5 +26,5 @@ def small_bytes(folder: Path) -> Path:
     for large, small in _SMALLER.items():
         assert text.count(large) == 1, large
         text = text.replace(large, small)
-    (folder / "train.py").write_text(text)
+    put(folder / "train.py", text)
     return folder

@@ -3,37 +3,185 @@
 from __future__ import annotations
 
 import ast
+import io
+from collections.abc import Iterator
 from pathlib import Path
 
-from between import LONG
+import between
+import pytest
+from between import LONG, read_until
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = (ROOT / "tests", ROOT / "operator" / "backstay_cluster" / "tests")
-WAITS = {"wait", "join", "result", "communicate"}
+TESTS = (ROOT / "tests", ROOT / "operator" / "backstay_cluster" / "tests")
+FOLDERS = (*TESTS, ROOT / "images" / "trainer" / "backstay" / "testing")
+WAITS = {
+    "wait": 0,
+    "join": 0,
+    "result": 0,
+    "communicate": 0,
+    "settimeout": 0,
+    "asyncio.timeout": 0,
+    "ClientTimeout": 0,
+    "wait_for": 1,
+    "create_connection": 1,
+    "select": 3,
+}
+"""The place of the limit among the arguments of each call that waits."""
+
+CLOCKS = ("monotonic()", "perf_counter()")
 SHORT = 1.0
 """Up to so many seconds, the end of the wait is not a failure: the caller looks again."""
 
 
-def limits(source: str) -> list[int]:
-    """Returns the lines of calls with a limit that is written as a number."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.Call):
-            continue
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        given = [keyword.value for keyword in node.keywords if keyword.arg == "timeout"]
-        given += node.args[:1] if name in WAITS else []
-        numbers = [one.value for one in given if isinstance(one, ast.Constant) and type(one.value) in (int, float)]
-        found += [node.lineno for number in numbers if isinstance(number, int | float) and SHORT < number < LONG]
+def given(node: ast.AST) -> Iterator[ast.expr]:
+    """Yields the arguments that limit a wait, and what is added to the time or compared with it."""
+    match node:
+        case ast.Call():
+            name = ast.unparse(node.func)
+            place = WAITS.get(name, WAITS.get(name.rpartition(".")[2], len(node.args)))
+            counts = isinstance(node.args[0], ast.Constant) if place and node.args else False  # of events of a kind
+            yield from [] if counts else node.args[place : place + 1]
+            yield from (keyword.value for keyword in node.keywords if keyword.arg == "timeout")
+        case ast.BinOp(op=ast.Add()) if ast.unparse(node.left).endswith(CLOCKS):
+            yield node.right
+        case ast.Compare() if any(clock in ast.unparse(node) for clock in CLOCKS):
+            yield from node.comparators
+            yield from (one.right for one in node.comparators if isinstance(one, ast.BinOp))
+
+
+def constants(tree: ast.Module) -> dict[str, ast.expr]:
+    """Returns the values of the module's names, each of one assignment."""
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            targets, values = (
+                (target.elts, node.value.elts)
+                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+                else ([target], [node.value])
+            )
+            found |= {one.id: value for one, value in zip(targets, values, strict=False) if isinstance(one, ast.Name)}
     return found
 
 
+def limits(source: str) -> list[int]:
+    """Returns the lines of waits with a limit that is a number, or the name of one in this module."""
+    tree = ast.parse(source)
+    names = constants(tree)
+    found = []
+    for node in ast.walk(tree):
+        for one in given(node):
+            value = names.get(one.id, one) if isinstance(one, ast.Name) else one
+            number = value.value if isinstance(value, ast.Constant) else None
+            if type(number) in (int, float) and SHORT < float(number) < LONG:  # type: ignore[arg-type]
+                found.append(one.lineno)
+    return found
+
+
+def loops(source: str) -> list[int]:
+    """Returns the lines of loops that sleep until something holds, in functions that look at no clock."""
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    return [
+        loop.lineno
+        for function in functions
+        if not any(clock in ast.unparse(function) for clock in CLOCKS)
+        for loop in ast.walk(function)
+        if isinstance(loop, ast.While) and "time.sleep(" in ast.unparse(loop) and ".recv(" not in ast.unparse(loop)
+    ]
+
+
+def jobless(source: str) -> list[int]:
+    """Returns the lines of waits in functions with a job that do not look at its pods."""
+    return [
+        call.lineno
+        for function in ast.walk(ast.parse(source))
+        if isinstance(function, ast.FunctionDef) and {"job", "group"} & {arg.arg for arg in function.args.args}
+        for call in ast.walk(function)
+        if isinstance(call, ast.Call) and ast.unparse(call.func) in ("until", "between.until")
+    ]
+
+
+def all_of(folders: tuple[Path, ...], pattern: str) -> list[Path]:
+    return [path for folder in folders for path in folder.rglob(pattern)]
+
+
 def test_no_wait_has_a_short_limit() -> None:
-    paths = [path for folder in FOLDERS for path in folder.rglob("*.py")]
+    paths = all_of(FOLDERS, "*.py")
     found = [f"{path.relative_to(ROOT)}:{line}" for path in paths for line in limits(path.read_text())]
     assert not found, "write between.LONG, or a number times between.slack()"
 
 
-def test_a_short_limit_is_found() -> None:
-    assert limits("event.wait(30)\nrun(words, timeout=5)\nfuture.result(2.5)\n") == [1, 2, 3]
-    assert not limits("event.wait(0.1)\nrun(words, timeout=LONG)\nprocess.wait(3 * slack())\n', '.join(words)\n")
+def test_no_loop_waits_without_end() -> None:
+    paths = all_of(TESTS, "test_*.py")
+    found = [f"{path.relative_to(ROOT)}:{line}" for path in paths for line in loops(path.read_text())]
+    assert not found, "use between.until"
+
+
+def test_waits_for_a_job_end_when_a_pod_dies() -> None:
+    paths = (ROOT / "tests" / "runtime").glob("test_*.py")
+    found = [f"{path.name}:{line}" for path in paths for line in jobless(path.read_text())]
+    assert not found, "use job.until"
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        "event.wait(30)",
+        "run(words, timeout=5)",
+        "future.result(2.5)",
+        "asyncio.timeout(30)",
+        "asyncio.wait_for(task, 10)",
+        "sock.settimeout(20)",
+        "socket.create_connection(place, 30)",
+        "select.select(all, [], [], 60)",
+        "aiohttp.ClientTimeout(30)",
+        "end = time.monotonic() + 60",
+        "while time.monotonic() < began + 60: pass",
+        "while time.monotonic() - began < 60: pass",
+        "LIMIT: Final = 30\nevent.wait(LIMIT)",
+        "_SHORT, _LONG = 1.0, 2.0\nrun(words, timeout=_LONG)",
+    ],
+)
+def test_a_short_limit_is_found(wait: str) -> None:
+    assert limits(wait) == [wait.count("\n") + 1]
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        "event.wait(0.1)",
+        "run(words, timeout=LONG)",
+        "process.wait(3 * slack())",
+        "', '.join(words)",
+        "events.wait_for('applied', 3)",
+        "pytest.mark.timeout(60)",
+        "end = time.monotonic() + 60 * slack()",
+        "while time.monotonic() < began + 30 * slack(): pass",
+        "LIMIT = 30\nevent.wait(LIMIT * slack())",
+    ],
+)
+def test_a_limit_that_grows_is_not_found(wait: str) -> None:
+    assert not limits(wait)
+
+
+def test_a_loop_without_end_and_a_wait_without_a_job_are_found() -> None:
+    assert loops("def test():\n    while not begun:\n        time.sleep(1)\n") == [2]
+    assert not loops("def test():\n    until(lambda: begun)\n")
+    assert jobless("def test(job):\n    until(lambda: begun)\n") == [2]
+    assert not jobless("def test(job):\n    job.until(lambda: begun, 'it begins')\n")
+
+
+def test_output_is_read_up_to_a_line_and_shown_when_it_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = io.StringIO("one\ntwo\nthree\n")
+    assert read_until(lines, "tw.") == "one\ntwo\n"
+    with pytest.raises(AssertionError, match="no line has 'four':\nthree"):
+        read_until(lines, "four")
+    monkeypatch.setattr(between, "LIMIT", 0.0)
+    monkeypatch.setattr(between, "slack", lambda: 0.0)
+
+    def endless() -> Iterator[str]:
+        yield "five"
+        between.threading.Event().wait(1)
+
+    with pytest.raises(AssertionError, match="did not end within 0 s:\nfive"):
+        read_until(endless(), "six")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from aiohttp import web
-from between import LONG
+from between import LONG, put
 
 from backstay_operator import access, errors
 from backstay_operator.kube import CONNECTIONS, Kube
@@ -23,7 +23,8 @@ PEM = "-----BEGIN CERTIFICATE-----\nx\n-----END CERTIFICATE-----\n"
 
 def kubeconfig(folder: Path, cluster: dict[str, Any], user: dict[str, Any]) -> str:
     path = folder / "kubeconfig"
-    path.write_text(
+    put(
+        path,
         yaml.safe_dump(
             {
                 "clusters": [{"name": "other", "cluster": {"server": "x"}}, {"name": "c", "cluster": cluster}],
@@ -31,7 +32,7 @@ def kubeconfig(folder: Path, cluster: dict[str, Any], user: dict[str, Any]) -> s
                 "contexts": [{"name": "here", "context": {"cluster": "c", "user": "u"}}],
                 "current-context": "here",
             }
-        )
+        ),
     )
     return str(path)
 
@@ -82,7 +83,7 @@ def test_the_package_reads_the_rest(tmp_path: Path) -> None:
 
     found, token = asyncio.run(read())
     assert (found.host, found.verify, token) == ("https://h", False, "t")
-    (tmp_path / "kubeconfig").write_text("nothing: of use")
+    put(tmp_path / "kubeconfig", "nothing: of use")
     with pytest.raises(access.AccessError, match="kubeconfig cannot be used"):
         asyncio.run(read())
 
@@ -93,17 +94,17 @@ def test_the_token_of_a_service_account_is_read_again(tmp_path: Path) -> None:
     for missing in ("ca.crt", "token"):
         with pytest.raises(access.AccessError, match=rf"{missing}.*--kubeconfig"):
             access._service_account(environ, tmp_path)
-        (tmp_path / missing).write_text("one\n")
+        put(tmp_path / missing, "one\n")
     found = access._service_account(environ, tmp_path)
     assert (found.host, found.ca_path, token_of(found)) == ("https://[fd00::1]:443", str(tmp_path / "ca.crt"), "one")
     now = 0.0
     token = access._ApiTokenFile(tmp_path / "token", lambda: now)
     token.read()
-    (tmp_path / "token").write_text("two")
+    put(tmp_path / "token", "two")
     assert asyncio.run(token()) == "one"
     now = 61.0
     assert asyncio.run(token()) == "two"
-    (tmp_path / "token").write_text("")
+    put(tmp_path / "token", "")
     now = 200.0
     with pytest.raises(access.AccessError, match="is empty"):
         asyncio.run(token())

@@ -16,6 +16,7 @@ from typing import Any
 import grpc.aio
 import pytest
 import yaml
+from between import put
 
 from backstay_operator import access, errors
 from backstay_operator.metrics import metric_names
@@ -465,7 +466,7 @@ def test_a_wrong_start_states_what_would_be_valid(api: Api, tmp_path: Path) -> N
     no_key = run("--kubeconfig", api.kubeconfig)
     assert no_key.returncode == 2
     assert "--key-file" in no_key.stderr
-    (tmp_path / "key").write_text("short")
+    put(tmp_path / "key", "short")
     short = run("--kubeconfig", api.kubeconfig, "--key-file", str(tmp_path / "key"))
     assert short.returncode == 2
     assert "at least 32 random bytes" in short.stderr

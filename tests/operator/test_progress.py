@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from between import until_async
+from between import LONG, until_async
 
 from backstay_operator.bus import Bus, Called, Progressed
 from backstay_operator.clocks import Clocks
@@ -103,7 +103,7 @@ class Received:
     async def more(self, count: int) -> None:
         while len(self.rounds) < count:
             self.news.clear()
-            await asyncio.wait_for(self.news.wait(), 60)
+            await asyncio.wait_for(self.news.wait(), LONG)
 
 
 def poller(what: Callable[[Any], Round | None], received: Received, metrics: OperatorMetrics, **options: Any) -> Poller:
@@ -238,7 +238,7 @@ def test_a_replaced_pod_gets_its_own_channel_and_a_job_without_servers_is_left()
             assert set(lines) == {"new"}
             task = it._polls[KEY].task
             todo.append(None)
-            await asyncio.wait_for(task, 10)
+            await asyncio.wait_for(task, LONG)
             assert not it._polls
             await it.close()
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import kopf
 import pytest
+from between import put
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -127,7 +128,7 @@ def test_a_key_is_made_once_for_its_owner_only(tmp_path: Path) -> None:
 
 def test_a_bad_key_file_is_named(tmp_path: Path) -> None:
     short = tmp_path / "short"
-    short.write_text("abc\n")
+    put(short, "abc\n")
     with pytest.raises(KeyFileError, match=r"short holds 3 bytes: at least 32"):
         read_key(str(short))
     with pytest.raises(KeyFileError, match="nowhere/key cannot be used"):

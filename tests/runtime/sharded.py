@@ -190,7 +190,9 @@ def store(result, place):
         print("held after training", flush=True)
         wait()
     params, state = backstay.gather((result.params, result.state))
-    np.savez(place, **params, **state, **result.metrics)
+    part = Path(place).with_suffix(".part.npz")
+    np.savez(part, **params, **state, **result.metrics)
+    part.replace(place)
     print(f"rows {sorted({index % 8 for index in SAMPLES.read if index >= FIRST})} stored", flush=True)
     if after == "hold end":
         print("held after training", flush=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from between import until
 
 import backstay
 from backstay._faults import ENV_FAULTS
@@ -301,9 +301,7 @@ def test_t8_a_sigterm_that_comes_while_train_returns_is_not_lost(monkeypatch: py
         signal.raise_signal(signal.SIGTERM)
         assert not came
         stop.release()
-        deadline = time.monotonic() + 30
-        while not came and time.monotonic() < deadline:
-            time.sleep(0.01)  # the kernel may choose another thread, then Python passes it on
+        until(lambda: came)  # the kernel may choose another thread, then Python passes it on
         assert came == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)

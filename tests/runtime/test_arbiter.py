@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from between import LONG
+from between import LONG, until
 
 from backstay._roles._ending import Ending
 from backstay._roles._server._arbiter import Arbiter
@@ -36,8 +36,7 @@ def asked(arbiter: Arbiter, when: float = 0.0) -> tuple[threading.Thread, list[s
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
-    while not arbiter.asking and thread.is_alive():
-        time.sleep(0.001)
+    until(lambda: arbiter.asking or not thread.is_alive())
     return thread, results
 
 
@@ -89,8 +88,7 @@ def test_only_the_newest_term_that_waits_is_loaded() -> None:
     loader = Loader(begin, failed=lambda error: None)
     loader.put(Rollback(term=1))
     loader.start()
-    while not begun:
-        time.sleep(0.001)
+    until(lambda: begun)
     for term in (2, 3, 4):
         loader.put(Rollback(term=term))
     go.set()

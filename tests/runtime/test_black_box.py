@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from between import LONG, until
+from between import LONG, put, until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -179,7 +179,7 @@ def test_invalid_messages_and_a_truncated_file_lose_nothing(tmp_path: Path) -> N
     assert box.reply().recorded == "3"
     box.record("a", DEATH)
     (file,) = box.files("history")
-    file.write_text(file.read_text()[:40])
+    put(file, file.read_text()[:40])
     box.record("b", DEATH, BEGAN)
     (file,) = box.files("history")
     assert len(json.loads(file.read_text())["status"]["history"]) == 2

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from between import LONG
+from between import LONG, put
 
 from backstay import _train
 from backstay.errors import ConfigurationError
@@ -33,7 +33,7 @@ else:
 @pytest.mark.parametrize("role", [None, "parameter-server"], ids=["alone", "in a pod"])
 def test_t8_a_spawned_process_that_imports_the_script_does_not_train(tmp_path: Path, role: str | None) -> None:
     script, words = tmp_path / "unguarded.py", tmp_path / "termination"
-    script.write_text(SCRIPT)
+    put(script, SCRIPT)
     environment = {**os.environ, "BACKSTAY_TERMINATION_LOG": str(words)} | ({"BACKSTAY_ROLE": role} if role else {})
     done = subprocess.run(
         [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=LONG, check=True

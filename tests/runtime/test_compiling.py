@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from between import LONG
 
 from backstay._process._compiling import one_compiles
 
@@ -104,5 +105,5 @@ def test_the_lock_is_released_when_the_program_fails(tmp_path):
         with pytest.raises(KeyError), one_compiles("gradient", b"a" * 32, seconds=600, environ=environ):
             raise KeyError
     with holder(tmp_path) as process:
-        assert select.select([process.stdout], [], [], 60)[0]
+        assert select.select([process.stdout], [], [], LONG)[0]
         process.kill()

@@ -371,7 +371,7 @@ def test_another_incarnation_of_the_server_means_joining_again(server: ControlSe
 def test_t8_a_server_that_is_slow_to_answer_is_reached(server: ControlServer) -> None:
     """The server's machine is busy: the first byte of its answer comes later than any back-off between two attempts."""
     listener = socket.create_server(("127.0.0.1", 0))
-    listener.settimeout(30)
+    listener.settimeout(LONG)
     ends: list[socket.socket] = []
 
     def copy(source: socket.socket, sink: socket.socket, late: float) -> None:
@@ -388,7 +388,7 @@ def test_t8_a_server_that_is_slow_to_answer_is_reached(server: ControlServer) ->
         with contextlib.suppress(OSError):
             while True:
                 near, _ = listener.accept()
-                far = socket.create_connection(("127.0.0.1", server.port), 30)
+                far = socket.create_connection(("127.0.0.1", server.port), LONG)
                 near.settimeout(None)
                 ends.extend((near, far))
                 threading.Thread(target=copy, args=(near, far, 0.0), daemon=True).start()

@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
-from between import LONG, until
+from between import LONG
 from small_examples import small_bytes
 
 from backstay._faults import ENV_FAULTS
@@ -79,10 +79,10 @@ def test_t2_backups_and_grace_count_a_rank_of_which_one_pod_is_late(group: Any, 
         job.start(contract.ROLE_WORKER, 1, 1, environment={contract.ENV_MEMBER: str(member), **more})
         for member, more in ((0, {}), (1, {"HOLD": "2"}))
     ]
-    until(lambda: progress(job).step == 2, "the late rank has made two updates", ignoring=(grpc.RpcError,))
+    job.until(lambda: progress(job).step == 2, "the late rank has made two updates", ignoring=(grpc.RpcError,))
     others = job.rank(0)
     if grace:
-        until(lambda: 0 in progress(job).contributed, "the other rank has made a contribution")
+        job.until(lambda: 0 in progress(job).contributed, "the other rank has made a contribution")
         assert progress(job).step == 2
     else:
         job.wait_for(others[0], "stored")
@@ -209,7 +209,7 @@ def test_t8_the_pod_that_others_wait_for_is_named_with_its_stack(group: Any) -> 
     said = waits.output().partition("nothing has changed in the pods of this rank for ")[2]
     assert "pod 0: computes (step 2)" in said
     assert "in batches" in said.partition("Pod 1:\nThread backstay-batches-0:\n")[2]
-    until(lambda: "pod 1 of worker 0 waits for its input batch" in page(server), "the server's page names it too")
+    job.until(lambda: "pod 1 of worker 0 waits for its input batch" in page(server), "the server's page names it too")
     (job.folder / "let").touch()
     assert [pod.wait() for pod in (waits, held, server)] == [0] * 3
     assert waits.output().count("nothing has changed") == 1

@@ -8,7 +8,6 @@ from typing import Any
 
 import grpc
 import pytest
-from between import until
 
 from backstay.testing import KILLED, Pod
 from backstay_spec import contract
@@ -63,7 +62,7 @@ def test_t8_a_pod_is_lost_while_its_rank_meets(group: Any, plain: Any, sent: sig
     job = group("fsdp", devices=1, pods_per_rank=2)
     server, pods = job.server(0, 1), rank_of(job, 1, "meet")
     pods[1].process.send_signal(sent)
-    until(lambda: address_of_rank(job, 0), "the first pod has reported its address", ignoring=(grpc.RpcError,))
+    job.until(lambda: address_of_rank(job, 0), "the first pod has reported its address", ignoring=(grpc.RpcError,))
     job.may_end_with(KILLED, 1)
     trains(job, job.rank(0, 2), server, plain)
     assert pods[0].wait() == 1
@@ -73,7 +72,7 @@ def test_t8_a_pod_is_lost_while_its_rank_meets(group: Any, plain: Any, sent: sig
 def test_t8_a_first_pod_is_stopped_after_it_has_reported_its_address(group: Any, plain: Any) -> None:
     job = group("fsdp", devices=1, pods_per_rank=2)
     server, pods = job.server(0, 1), rank_of(job, 1, "meet")
-    until(lambda: address_of_rank(job, 0), "the first pod has reported its address", ignoring=(grpc.RpcError,))
+    job.until(lambda: address_of_rank(job, 0), "the first pod has reported its address", ignoring=(grpc.RpcError,))
     pods[0].process.send_signal(signal.SIGSTOP)
     job.may_end_with(KILLED, GROUP_LOST_EXIT)
     (job.folder / "let").touch()

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from between import put
 
 import backstay
 from backstay import testing
@@ -96,7 +97,7 @@ backstay.train(
 def test_t4_a_worker_keeps_its_fragments_though_a_server_dies(tmp_path: Path) -> None:
     """The standby has the update whose answer was lost. The worker keeps its own values of the other fragment."""
     script = tmp_path / "train.py"
-    script.write_text(COUNTING)
+    put(script, COUNTING)
     result = testing.run(script, servers=2, standbys=1, faults="kill server/1 @3", silent=60)
     assert [death.slot for death in result.deaths] == ["server/1"]
     # The last updates exchanged the first fragment after 5 steps, and the second one after 6.

@@ -7,7 +7,6 @@ import errno
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import get_args
 
@@ -98,7 +97,7 @@ def test_a_probe_by_ipv6_is_answered_by_a_pod_that_binds_all_addresses() -> None
     try:
         for host in ("127.0.0.1", "::1"):
             try:
-                probe = socket.create_connection((host, port.port), 30)
+                probe = socket.create_connection((host, port.port), LONG)
             except OSError as error:
                 if host == "::1" and error.errno == errno.EADDRNOTAVAIL:
                     pytest.skip("this machine has no IPv6 on its loopback interface")
@@ -143,7 +142,7 @@ def strangers() -> Iterator[Callable[[HttpPort, int, int], list[socket.socket]]]
     def connect(port: HttpPort, count: int, hosts: int) -> list[socket.socket]:
         for number in range(count):
             source = f"127.8.{number % hosts // 250}.{1 + number % hosts % 250}", 0
-            made.append(socket.create_connection(("127.0.0.1", port.port), 30, source_address=source))
+            made.append(socket.create_connection(("127.0.0.1", port.port), LONG, source_address=source))
             with contextlib.suppress(OSError):
                 made[-1].sendall(REQUEST[: 1 + number % (len(REQUEST) - 1)])
         return made[-count:]
@@ -155,7 +154,7 @@ def strangers() -> Iterator[Callable[[HttpPort, int, int], list[socket.socket]]]
 
 def probed(port: HttpPort) -> bytes:
     """Returns the answer to a whole request."""
-    with socket.create_connection(("127.0.0.1", port.port), 60) as probe:
+    with socket.create_connection(("127.0.0.1", port.port), LONG) as probe:
         probe.sendall(REQUEST)
         answer = b""
         while data := probe.recv(1000):
@@ -193,15 +192,13 @@ def test_t8_a_request_that_never_ends_is_closed(
     port = ports(seconds=1.0)
     (slow,) = strangers(port, 1, 1)
     with contextlib.suppress(OSError):  # a reset or a broken pipe ends it
-        while True:
-            slow.sendall(b"x")
-            time.sleep(0.01)
+        until(lambda: slow.sendall(b"x"))
     until(lambda: b" 200 OK" in probed(port), ignoring=(OSError,))
 
 
 def test_o7_a_request_with_a_long_head_is_refused(ports: Callable[..., HttpPort]) -> None:
     port = ports()
-    with socket.create_connection(("127.0.0.1", port.port), 60) as stranger:
+    with socket.create_connection(("127.0.0.1", port.port), LONG) as stranger:
         stranger.sendall(b"GET /metrics HTTP/1.1\r\n" + b"a" * (MAX_HEAD_BYTES + 1000))
         assert b" 431 " in stranger.recv(100)
     assert b" 200 OK" in probed(port)
@@ -210,7 +207,7 @@ def test_o7_a_request_with_a_long_head_is_refused(ports: Callable[..., HttpPort]
 @pytest.mark.parametrize("request_line", [b"POST /metrics HTTP/1.1", b"GET", b"\xff\xfe / HTTP/1.1", b"GET / SMTP"])
 def test_o7_other_requests_are_refused(ports: Callable[..., HttpPort], request_line: bytes) -> None:
     port = ports()
-    with socket.create_connection(("127.0.0.1", port.port), 60) as stranger:
+    with socket.create_connection(("127.0.0.1", port.port), LONG) as stranger:
         stranger.sendall(request_line + b"\r\n\r\n")
         assert b" 400 " in stranger.recv(100)
     assert b" 200 OK" in probed(port)
@@ -229,7 +226,7 @@ def test_o7_a_caller_that_does_not_read_a_long_page_is_closed(
         stranger.connect(("127.0.0.1", port.port))
         stranger.sendall(b"GET /trace HTTP/1.1\r\n\r\n")
         stranger.recv(1)
-        with socket.create_connection(("127.0.0.1", port.port), 60) as reader:
+        with socket.create_connection(("127.0.0.1", port.port), LONG) as reader:
             reader.sendall(b"GET /trace HTTP/1.1\r\n\r\n")
             size = 0
             while data := reader.recv(1 << 20):
@@ -248,7 +245,7 @@ def test_t8_health_is_answered_while_a_page_is_made(ports: Callable[..., HttpPor
 
     port.status = slow
     try:
-        with socket.create_connection(("127.0.0.1", port.port), 60) as stranger:
+        with socket.create_connection(("127.0.0.1", port.port), LONG) as stranger:
             stranger.sendall(b"GET /status HTTP/1.1\r\n\r\n")
             assert entered.wait(LONG)
             assert b" 200 OK" in probed(port)
@@ -258,7 +255,7 @@ def test_t8_health_is_answered_while_a_page_is_made(ports: Callable[..., HttpPor
 
 def test_t8_a_client_that_sends_nothing_more_gets_its_answer(ports: Callable[..., HttpPort]) -> None:
     port = ports()
-    with socket.create_connection(("127.0.0.1", port.port), 60) as client:
+    with socket.create_connection(("127.0.0.1", port.port), LONG) as client:
         client.sendall(b"GET /metrics HTTP/1.0\n\n")
         client.shutdown(socket.SHUT_WR)
         assert b" 200 OK" in client.recv(1000)

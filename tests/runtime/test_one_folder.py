@@ -7,6 +7,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from between import put
+
 from backstay import load
 from backstay._checkpoint import CheckpointStore
 from backstay.testing import KILLED
@@ -154,7 +156,7 @@ def test_t7_another_seed_is_refused_and_any_history_may_be_requested(job, tmp_pa
 
 def test_t8_a_folder_that_cannot_be_written_is_found_before_the_first_update(job, tmp_path: Path) -> None:
     """Every server checks the folder before it opens a port. The message names the path and the uid."""
-    (tmp_path / "file").write_text("not a folder")
+    put(tmp_path / "file", "not a folder")
     tiny = job(2, 1, checkpoint={"uri": str(tmp_path / "file" / "folder")})
     servers = [tiny.server(shard).may_end_with(1) for shard in range(2)]
     assert [server.wait() for server in servers] == [1, 1]

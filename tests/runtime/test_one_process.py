@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from between import LONG, put, until
+from between import LONG, put, read_until, until
 
 import backstay
 from backstay import StoreTo, testing
@@ -148,7 +148,7 @@ def test_t7_a_checkpoint_that_does_not_belong_to_the_script_is_refused(tmp_path)
         backstay.train(**arguments(checkpoint=StoreTo(str(tmp_path), job="team/other")))
     with pytest.raises(CheckpointError, match="optimizer"):
         backstay.train(**arguments(checkpoint=tmp_path, optimizer=optax.sgd(0.1)))
-    (tmp_path / "file").write_text("")
+    put(tmp_path / "file", "")
     with pytest.raises(CheckpointError, match="cannot write"):
         backstay.train(**arguments(checkpoint=tmp_path / "file" / "folder"))
     other = backstay.train(**arguments(checkpoint=StoreTo(str(tmp_path), job="team/other", continue_from="Any")))
@@ -164,7 +164,7 @@ def test_t8_training_ends_with_its_result_though_the_folder_fails(tmp_path, caps
             if folder.is_dir():
                 folder.rename(Path(tempfile.mkdtemp(dir=tmp_path), "folder"))
             with contextlib.suppress(IsADirectoryError):
-                folder.write_text("no folder")
+                put(folder, "no folder")
 
     result = backstay.train(**arguments(checkpoint=StoreTo(str(folder), every_seconds=0), on_update=full))
     assert "the checkpoint of step 9 could not be stored: " in capsys.readouterr().err
@@ -281,9 +281,9 @@ class Run:
 
     def __init__(self, place: Path, hold: int = 100) -> None:
         self.place = place
-        (place / "program.py").write_text(PROGRAM)
+        put(place / "program.py", PROGRAM)
         self.hold(hold)
-        (place / "at").write_text("")
+        put(place / "at", "")
         self.process = subprocess.Popen(
             [sys.executable, str(place / "program.py"), str(place)],
             stdout=subprocess.PIPE,
@@ -300,16 +300,6 @@ class Run:
             return (self.place / "at").read_text() == at
 
         until(reached, f"it is at {at}")
-
-    def output_until(self, words: str) -> str:
-        """Returns the output up to the line with `words`."""
-        assert self.process.stdout is not None
-        seen = ""
-        for line in self.process.stdout:
-            seen += line
-            if words in line:
-                return seen
-        raise AssertionError(seen)
 
     def end(self) -> tuple[int, str]:
         output = self.process.communicate(timeout=LONG)[0]
@@ -334,7 +324,7 @@ def test_t7_ctrl_c_stores_and_says_where_and_the_same_command_continues(run, tmp
     first = run(hold=7)
     first.until("7")
     first.process.send_signal(signal.SIGINT)
-    noticed = first.output_until("Press Ctrl-C again to end now")
+    noticed = read_until(first.process.stdout, "Press Ctrl-C again to end now")
     first.hold(8)
     code, output = first.end()
     assert code == -signal.SIGINT, noticed + output
@@ -356,7 +346,7 @@ def test_t8_a_second_ctrl_c_ends_immediately(run) -> None:
     first = run(hold=7)
     first.until("7")
     first.process.send_signal(signal.SIGINT)
-    first.output_until("Press Ctrl-C again to end now")
+    read_until(first.process.stdout, "Press Ctrl-C again to end now")
     first.process.send_signal(signal.SIGINT)
     code, output = first.end()
     assert code == -signal.SIGINT, output
@@ -368,7 +358,7 @@ def test_t8_other_signals_have_their_exit_code(run, number: int) -> None:
     second = run(hold=5)
     second.until("5")
     second.process.send_signal(number)
-    second.output_until("training stores a checkpoint after this update")
+    read_until(second.process.stdout, "training stores a checkpoint after this update")
     second.hold(6)
     code, output = second.end()
     assert code == 128 + number, output
@@ -377,7 +367,7 @@ def test_t8_other_signals_have_their_exit_code(run, number: int) -> None:
 
 
 def test_t7_ctrl_c_in_the_last_evaluation_finds_the_last_update_stored(run, tmp_path) -> None:
-    (tmp_path / "evaluate").write_text("")
+    put(tmp_path / "evaluate", "")
     first = run()
     first.until("evaluate")
     assert backstay.load(str(tmp_path / "folder")).step == 20

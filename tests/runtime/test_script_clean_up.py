@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from between import LONG, until
+from between import LONG, put
 
 ALL = {f"{pod}-{what}" for pod in ("parameter-server-0", "worker-0") for what in ("handler", "atexit")}
 
@@ -45,8 +45,7 @@ def test_t8_the_descriptor_of_an_event_loop_gets_the_signal(job, tmp_path: Path)
     for pod in (worker, server):
         pod.process.send_signal(signal.SIGTERM)
         assert pod.wait() == 143
-    until(lambda: len(list(folder.glob("*-woken"))) == 2)
-    assert {file.read_text() for file in folder.glob("*-woken")} == {str(int(signal.SIGTERM))}
+    assert [file.read_text() for file in folder.glob("*-woken")] == [str(int(signal.SIGTERM))] * 2
 
 
 def test_t8_at_the_end_of_a_job_only_atexit_runs(job, tmp_path: Path) -> None:
@@ -82,7 +81,7 @@ if __name__ == "__main__":
 def test_what_keeps_a_process_after_its_script_is_named(tmp_path: Path, what: str, name: str) -> None:
     """Nothing else shows that the job waits for it."""
     script, let = tmp_path / "script.py", tmp_path / "let"
-    script.write_text(REMAINS)
+    put(script, REMAINS)
     process = subprocess.Popen([sys.executable, script, what, let], stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None

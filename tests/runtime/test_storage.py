@@ -20,7 +20,7 @@ def test_t7_training_continues_without_storage_and_the_last_version_is_stored_wh
     folder = tmp_path / "checkpoints"
     real, broken = tmp_path / "real", tmp_path / "broken"
     real.mkdir()
-    broken.write_text("no folder")
+    put(broken, "no folder")
     folder.symlink_to(real)
 
     def point_to(what: Path) -> None:

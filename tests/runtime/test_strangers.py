@@ -14,7 +14,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -113,7 +112,7 @@ class Connection:
     """One TCP connection. `silent` ones do not even begin to speak HTTP/2."""
 
     def __init__(self, port: int, *, silent: bool = False, source: str = "127.0.0.1") -> None:
-        self.socket = socket.create_connection(("127.0.0.1", port), 30, source_address=(source, 0))
+        self.socket = socket.create_connection(("127.0.0.1", port), LONG, source_address=(source, 0))
         self._buffer = b""
         if not silent:
             self.send(PREFACE + frame(SETTINGS, 0, 0) + frame(SETTINGS, ACK, 0))
@@ -130,9 +129,9 @@ class Connection:
         """The headers of a call, and nothing more."""
         self.send(frame(HEADERS, END_HEADERS, stream, grpc_headers(method, token)))
 
-    def frames(self, seconds: float = 30.0) -> list[tuple[int, int, int, bytes]]:
+    def frames(self) -> list[tuple[int, int, int, bytes]]:
         """Returns the received frames, at least one. The list is empty when the peer has closed the connection."""
-        self.socket.settimeout(seconds)
+        self.socket.settimeout(LONG)
         found: list[tuple[int, int, int, bytes]] = []
         while not found:
             try:
@@ -511,8 +510,7 @@ def test_t8_a_caller_that_sends_a_byte_now_and_then_is_closed(
     data = exchange(unproven=0.3)
     caller = Connection(data.port, silent=True)
     callers.append(caller)
-    while caller.send(b"b"):
-        time.sleep(0.02)
+    until(lambda: not caller.send(b"b"))
     data.continues()
 
 

@@ -286,11 +286,11 @@ def test_one_client_at_a_time_reads_the_page() -> None:
         reader = threading.Thread(target=lambda: found.append(page(url)))
         reader.start()
         assert entered.wait(LONG)
-        waiting = [socket.create_connection(("127.0.0.1", port.port), 30) for _ in range(MAX_TRACE_READERS + 1)]
+        waiting = [socket.create_connection(("127.0.0.1", port.port), LONG) for _ in range(MAX_TRACE_READERS + 1)]
         answers = []
         for each in waiting:
             each.sendall(b"GET /trace HTTP/1.1\r\n\r\n")
-        readable, _, _ = select.select(waiting, [], [], 30)  # one of them is refused, and the others wait
+        readable, _, _ = select.select(waiting, [], [], LONG)  # one of them is refused, and the others wait
         answers = [each.recv(100) for each in readable]
         assert [answer.partition(b"\r\n")[0] for answer in answers] == [b"HTTP/1.1 503 Service Unavailable"]
         for each in waiting:

@@ -138,7 +138,9 @@ def wake_up(file):
     read, write = os.pipe()
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write)
-    threading.Thread(target=lambda: put(file, str(os.read(read, 1)[0])), daemon=True).start()
+    thread = threading.Thread(target=lambda: put(file, str(os.read(read, 1)[0])), daemon=True)
+    thread.start()
+    atexit.register(thread.join)  # the file is whole when the pod has ended
 
 
 def put(file, text):
@@ -196,14 +198,16 @@ def main() -> None:
             result = train_local(**arguments, world=int(world))
     trained = jax.tree.leaves((result.params, result.state))
     leaves = {str(index): np.asarray(leaf) for index, leaf in enumerate(trained)}
+    part = Path(os.environ["OUT"]).with_suffix(".part.npz")
     np.savez(
-        os.environ["OUT"],
+        part,
         step=result.step,
         squares=result.metrics.get("squares", 0.0),
         rank=result.rank,
         leads=result.is_leader,
         **leaves,
     )
+    part.replace(os.environ["OUT"])
     if AFTER == "raise":
         export(result.step)
     if AFTER == "exit":

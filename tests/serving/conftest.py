@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from between import LONG, until
+from between import LONG, put, until
 
 from backstay._checkpoint import CheckpointStore, Claim, JobIdentity, Manifest, ManifestLeaf, Origin, describe_structure
 from backstay._update import Entry, leaf_names
@@ -196,7 +196,7 @@ class ServingProcess:
 def small(tmp_path: Path) -> Path:
     """A script that serves a model whose answers show the step of their checkpoint."""
     script = tmp_path / "serve.py"
-    script.write_text(SCRIPT)
+    put(script, SCRIPT)
     return script
 
 

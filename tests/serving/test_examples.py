@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from between import LONG
+from between import LONG, put
 from typer.testing import CliRunner
 
 from backstay._serving._settings import VARIABLES, ServingPorts, ServingSettings
@@ -74,7 +74,7 @@ def test_the_page_names_every_variable() -> None:
 
 
 def test_backstay_serve_refuses_invalid_arguments(tmp_path: Path) -> None:
-    (tmp_path / "serve.py").write_text("")
+    put(tmp_path / "serve.py", "")
     for arguments, message in (
         (["missing.py"], "missing.py is not a file with the ending .py"),
         ([str(tmp_path)], "is not a file with the ending .py"),
@@ -93,8 +93,8 @@ def test_the_digits_are_trained_served_and_answered_to_curl(
     """The commands of the page, with the example as it is in the repository."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(compiled)}
     train = (DIGITS / "train.py").read_text().replace("steps=400", "steps=60")
-    (tmp_path / "train.py").write_text(train)
-    (tmp_path / "serve.py").write_text((DIGITS / "serve.py").read_text())
+    put(tmp_path / "train.py", train)
+    put(tmp_path / "serve.py", (DIGITS / "serve.py").read_text())
     subprocess.run(
         [sys.executable, "train.py"], cwd=tmp_path, env={**environment, "BACKSTAY_CHECKPOINT": "ck"}, check=True
     )

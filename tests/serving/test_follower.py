@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 import safetensors.numpy
+from between import put
 
 import backstay
 from backstay._serving._batcher import Batcher
@@ -75,7 +76,7 @@ def damage(folder: Path, manifest: Any) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.chmod(0o644)
-    file.write_bytes(content)
+    put(file, content)
 
 
 def forbid(following: Following, reads: list[int], times: dict[int, int]) -> dict[int, int]:
@@ -129,7 +130,7 @@ def test_t7_a_damaged_checkpoint_is_passed_over_by_name_and_read_again_later(
     following.now = 31.0
     assert following.look() == 1
     assert caplog.text == "", "the same reason is logged once"
-    (tmp_path / whole.files[0].name).write_bytes(content)
+    put(tmp_path / whole.files[0].name, content)
     following.now = 60.0
     assert following.look() == 1, "the pause doubles"
     following.now = 92.0
@@ -144,7 +145,7 @@ def test_t7_a_torn_checkpoint_is_never_served(tmp_path: Path, store: Store, valu
         (tmp_path / torn.files[0].name).unlink()
     else:
         text = (tmp_path / torn.name).read_text()
-        (tmp_path / torn.name).write_text(text[: len(text) // 2])
+        put(tmp_path / torn.name, text[: len(text) // 2])
     assert Following(tmp_path).look() == 1
 
 

@@ -189,7 +189,7 @@ def test_o11_sigterm_while_xla_computes_ends_the_process_with_code_0(
     """The interpreter cannot end such a thread: the process would abort."""
     store(tmp_path / "ck", 1, value_of(1))
     script = tmp_path / "serve.py"
-    script.write_text(BLOCKED)
+    put(script, BLOCKED)
     process = start(script, tmp_path / "ck")
     process.wait_for("XLA computes")
     assert process.end() == 0
@@ -246,7 +246,7 @@ def test_t8_slow_huge_and_torn_requests_cost_only_themselves(
     process.until_served(1)
 
     def opened(text: bytes) -> socket.socket:
-        sock = socket.create_connection(("127.0.0.1", process.port("HTTP")), 60)
+        sock = socket.create_connection(("127.0.0.1", process.port("HTTP")), LONG)
         with contextlib.suppress(OSError):
             sock.sendall(text)
         return sock
@@ -297,7 +297,7 @@ def test_o7_with_a_token_only_probes_and_metrics_are_open(
     import grpc
 
     store(tmp_path / "ck", 1, value_of(1))
-    (tmp_path / "token").write_text("secret\n")
+    put(tmp_path / "token", "secret\n")
     process = start(small, tmp_path / "ck", BACKSTAY_SERVE_TOKEN_FILE=str(tmp_path / "token"))
     process.until_served(1)
     for path in ("/v2/health/live", "/v2/health/ready", "/metrics", "/v2/models/small/ready"):
@@ -345,9 +345,10 @@ def test_a_script_with_an_invalid_predict_ends_with_its_reason(
 ) -> None:
     store(tmp_path / "ck", 1, value_of(1))
     script = tmp_path / "serve.py"
-    script.write_text(
+    put(
+        script,
         "import backstay, numpy as np\n"
-        "backstay.serve(lambda params, state, x: x.sum(), example=np.zeros(2, np.float32), batch=4)\n"
+        "backstay.serve(lambda params, state, x: x.sum(), example=np.zeros(2, np.float32), batch=4)\n",
     )
     process = start(script, tmp_path / "ck")
     assert process.process.wait() == 1

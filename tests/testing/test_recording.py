@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from between import put
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -90,6 +91,6 @@ def test_an_event_that_a_killed_pod_wrote_in_part_is_left_out(tmp_path_factory: 
     file: Path = tmp_path_factory.mktemp("events") / "events"
     lines = [json.dumps(update(step)) + "\n" for step in range(2)]
     text = "".join(lines)[:cut]
-    file.write_text(text)
+    put(file, text)
     assert read_events(file) == [json.loads(line) for line in text.split("\n")[:-1]]
     assert read_events(file.with_name("none")) == []

@@ -8,6 +8,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from between import put
 
 from backstay import testing
 from backstay.errors import ConfigurationError, JobFailed
@@ -70,8 +71,8 @@ def test_pods_have_the_environment_of_their_test(monkeypatch: pytest.MonkeyPatch
 
 def test_scripts_that_import_other_modules_share_one_process_that_imports_jax(tmp_path: Path) -> None:
     """A process starts for a package that the last one has not imported, and the next ones have it."""
-    (tmp_path / "names.py").write_text("from jax.sharding import PartitionSpec\nimport numpy.linalg\n")
-    (tmp_path / "package.py").write_text("import yaml\n")
+    put(tmp_path / "names.py", "from jax.sharding import PartitionSpec\nimport numpy.linalg\n")
+    put(tmp_path / "package.py", "import yaml\n")
     first = forker_for(SCRIPT)
     assert forker_for(tmp_path / "names.py") is first
     second = forker_for(tmp_path / "package.py")
@@ -125,7 +126,7 @@ def test_a_job_continues_in_the_folder_of_a_previous_one(tmp_path: Path) -> None
 
 def test_a_script_that_does_not_train_fails_the_job(tmp_path: Path) -> None:
     script = tmp_path / "nothing.py"
-    script.write_text("print('nothing')\n")
+    put(script, "print('nothing')\n")
     with pytest.raises(JobFailed, match="ended with exit code 0 before training had ended"):
         testing.run(script)
 

@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from backstay_cluster.tests.files import put
 from backstay_rpc.credentials import Credentials
 
 HOSTS = ("127.0.0.1", "::1")
@@ -35,10 +36,11 @@ def write_certificate(folder: Path) -> None:
         )
         .sign(key, hashes.SHA256())
     )
-    (folder / "key.pem").write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    put(
+        folder / "key.pem",
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
     )
-    (folder / "certificate.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    put(folder / "certificate.pem", certificate.public_bytes(serialization.Encoding.PEM))
 
 
 def credentials_of(token: str, folder: str) -> Credentials:

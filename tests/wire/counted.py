@@ -36,4 +36,6 @@ result = backstay.train(
     seed=0,
 )
 if os.environ["BACKSTAY_INDEX"] == "0":
-    Path(sys.argv[2]).write_text(str(sum(counted.values())))
+    part = Path(f"{sys.argv[2]}.part")
+    part.write_text(str(sum(counted.values())))
+    part.replace(sys.argv[2])

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import optax
 import pytest
+from between import LONG
 
 from backstay._transport import frames
 from backstay._transport._streams._tcp import PortTaken
@@ -73,7 +74,7 @@ def test_nothing_is_served_without_the_token(kit: SimpleNamespace, make_shard: M
 
 def connected(kit: SimpleNamespace, shard: Any) -> socket.socket:
     """Returns a connection on which bytes are sent that no client sends."""
-    sock = socket.create_connection(("127.0.0.1", shard.server.port), 20)
+    sock = socket.create_connection(("127.0.0.1", shard.server.port), LONG)
     tls = kit.credentials.connects
     return sock if tls is None else tls.wrap_socket(sock, server_hostname="127.0.0.1")
 
@@ -282,7 +283,7 @@ def test_random_bytes(make_shard: Make, dial: Make) -> None:
     shard = make_shard((SMALL,), serve=True)
     with socket.create_connection(("127.0.0.1", shard.server.port)) as sock:
         sock.sendall(os.urandom(10_000))
-        sock.settimeout(20)
+        sock.settimeout(LONG)
         with contextlib.suppress(ConnectionResetError):
             while sock.recv(4096):
                 pass

@@ -106,7 +106,7 @@ def test_t8_a_caller_that_never_finishes_the_handshake_is_closed(
     stack: ExitStack, both: Credentials, sent: bytes
 ) -> None:
     address = listening(stack, both, echo, unproven=0.2)
-    with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), 20) as caller:
+    with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), LONG) as caller:
         caller.sendall(sent)
         with pytest.raises(ConnectionResetError):
             caller.recv(1)

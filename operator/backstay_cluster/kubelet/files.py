@@ -17,6 +17,7 @@ from typing import Any
 from backstay_cluster import quantity
 from backstay_cluster.kubelet.expand import clean_path, expand
 from backstay_cluster.kubelet.objects import Object
+from backstay_cluster.whole import write_whole
 
 Lookup = Callable[
     [str, str], Awaitable[Object | None]
@@ -257,7 +258,7 @@ class Volumes:
 
 
 def write(root: Path, name: str, data: bytes, mode: int) -> None:
-    """Write a file of a projected volume.
+    """Write a file of a projected volume. A reader finds all of it.
 
     Raises:
         NotReadyError: its path is outside of the volume.
@@ -266,9 +267,7 @@ def write(root: Path, name: str, data: bytes, mode: int) -> None:
         raise NotReadyError("FailedMount", f"path {name!r} must be relative and must not contain '..'")
     file = root / name
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.unlink(missing_ok=True)
-    file.write_bytes(data)
-    file.chmod(mode)
+    write_whole(file, data, mode)
 
 
 def host_path(path: Path, kind: str) -> Path:

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Final
+
+from backstay_cluster.load import slack
+
+__all__ = ["LONG", "slack"]
 
 LONG: Final = 600.0
 """The seconds of a call or a wait that ends in any case, since the limit of its test ends it (`slack`)."""
-
-
-def slack() -> float:
-    """Returns how many times longer something may take now than on a machine without other work."""
-    try:
-        average, _, _, running, _ = Path("/proc/loadavg").read_text().split()
-        busy = max(float(average), float(running.partition("/")[0]))  # the average comes late
-    except (OSError, ValueError):
-        busy = os.getloadavg()[0]
-    return max(1.0, busy / len(os.sched_getaffinity(0)))

@@ -13,6 +13,7 @@ from typing import Final
 
 import grpc
 
+from backstay_cluster.load import slack
 from backstay_rpc import bearer
 from backstay_rpc.answers import combine
 from backstay_rpc.control_pb2 import ProgressReply, ProgressRequest
@@ -26,7 +27,8 @@ __all__ = ["Answers", "Callee", "PodCaller"]
 
 _INTERVAL: Final = 0.3
 """Seconds between two rounds of calls; the operator's interval is 2 s."""
-_DEADLINE: Final = 2.0
+_DEADLINE, _HEALTH = 2.0, 1.0
+"""Seconds of a call to a server, and of a request for readiness or health. A busy machine has more."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class PodCaller:
         """End the thread."""
         self._closed = True
         self._wake.set()
-        self._thread.join(2 * _DEADLINE)
+        self._thread.join(2 * _DEADLINE * slack())
 
     def _run(self) -> None:
         while not self._closed:
@@ -141,7 +143,7 @@ class PodCaller:
             reply: ProgressReply = ControlStub(channel).Progress(  # type: ignore[no-untyped-call]
                 ProgressRequest(shard=pod.index, world=self._world, incarnations=incarnations),
                 metadata=bearer(self._token),
-                timeout=_DEADLINE,
+                timeout=_DEADLINE * slack(),
             )
             return reply
         return None
@@ -161,7 +163,7 @@ class PodCaller:
 
 def _answers(pod: Pod, path: str) -> bool:
     try:
-        with urllib.request.urlopen(f"http://{pod.metrics}/{path}", timeout=1.0) as answer:
+        with urllib.request.urlopen(f"http://{pod.metrics}/{path}", timeout=_HEALTH * slack()) as answer:
             return bool(answer.status == 200)
     except (OSError, http.client.HTTPException):  # a pod may die while it answers
         return False

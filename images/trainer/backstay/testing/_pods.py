@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import secrets
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
+from backstay_cluster.load import slack
 from backstay_cluster.net import claim_block
 from backstay_spec import contract
 
@@ -22,9 +22,12 @@ from ._processes import KILLED, Forker, PodProcess
 
 __all__ = ["SECONDS", "Job", "Pod", "Ports"]
 
-SECONDS: Final = 180.0
-"""The limit of every wait, in seconds."""
+_T = TypeVar("_T")
 
+SECONDS: Final = 180.0
+"""The limit of every wait on a machine without other work, in seconds. A busy machine has more."""
+
+_POLL: Final = 0.01
 _LAST: Final = 30  # lines of output in an error
 
 
@@ -85,16 +88,13 @@ class Pod:
 
         Raises:
             AssertionError: the pod did not end, or another pod of the job died unexpectedly. The message begins with
-                the name of that pod, and has its output.
+                the name of the dead pod, and has its output. It may be why this pod ended with another code than 0.
         """
-        deadline = time.monotonic() + SECONDS
-        while True:
-            with contextlib.suppress(TimeoutError):
-                return self.process.wait(0.01)
-            self.job.check_others(self)
-            if time.monotonic() > deadline:
-                self.process.kill()
-                raise AssertionError(f"{self.name} did not end:\n{self.output()}")
+        self.job.until(lambda: self.process.poll() is not None, f"{self.name} ends", awaited=self)
+        code = self.process.wait()
+        if not self.job.expects(self, code):
+            self.job.check(f"{self.name} ends", awaited=self)
+        return code
 
     def may_end_with(self, *codes: int) -> Self:
         """Expect these exit codes of this pod. Returns the pod."""
@@ -189,7 +189,7 @@ class Job:
         }
         for pod in self.pods:
             if pod.ports == ports and pod.process.killed:  # its ports are free once its memory is
-                pod.process.wait(SECONDS)
+                pod.process.wait(SECONDS * slack())
         process = self.forker.start(self._argv, variables, log)
         metrics, control_service = f"{self.address}:{ports.metrics}", f"{self.address}:{ports.control}"
         pod = Pod(name, role, index, incarnation, process, log, termination, metrics, control_service, ports, self)
@@ -227,38 +227,84 @@ class Job:
             after: number of characters at the start of the output that do not count.
 
         Raises:
-            AssertionError: the pod ended, or did not print the text, or another pod died unexpectedly. The message
-                begins with the name of that pod, and has its output.
+            AssertionError: the pod ended, or did not print the text, or another pod died unexpectedly (`until`).
         """
-        deadline = time.monotonic() + SECONDS
-        while text not in pod.output()[after:]:
-            self.check_others(pod)
-            if pod.process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"{pod.name} did not print {text!r}:\n{pod.output()}")
-            time.sleep(0.02)
+        what = f"{pod.name} prints {text!r}"
+
+        def printed() -> bool:
+            ended = pod.process.poll() is not None  # before its output is read: all that it prints is there then
+            found = text in pod.output()[after:]
+            if ended and not found:
+                raise AssertionError(f"{pod.name} ended in the wait until {what}:\n{pod.output()}")
+            return found
+
+        self.until(printed, what, awaited=pod)
+
+    def until(
+        self,
+        holds: Callable[[], _T],
+        what: str,
+        *,
+        ignoring: tuple[type[BaseException], ...] = (),
+        awaited: Pod | None = None,
+    ) -> _T:
+        """Call `holds` until it returns something true, and return that. No pod may die meanwhile.
+
+        Args:
+            what: the event, for the error.
+            ignoring: exceptions of `holds` after which it is called again.
+            awaited: a pod that may end.
+
+        Raises:
+            AssertionError: a pod died unexpectedly: the message begins with the name of that pod, and has its output.
+                Or `holds` returned nothing true within the limit: the message has the end of each output.
+        """
+        began = time.monotonic()
+        while True:
+            try:
+                if found := holds():
+                    return found
+            except ignoring:
+                pass
+            except Exception:
+                self.check(what, awaited=awaited)  # the death of a pod may be the cause
+                raise
+            self.check(what, awaited=awaited)
+            if (passed := time.monotonic() - began) > SECONDS * slack():
+                raise AssertionError(f"the wait until {what} did not end within {passed:.0f} s:\n{self.last()}")
+            time.sleep(_POLL)
 
     def may_end_with(self, *codes: int) -> None:
         """The test expects these exit codes of any pod."""
         self.expected.setdefault("", set()).update(codes)
 
-    def check_others(self, awaited: Pod) -> None:
-        """Check that no other pod than `awaited` has died. A pod that got a signal by its `process` may.
+    def expects(self, pod: Pod, code: int) -> bool:
+        """Returns whether the pod may have ended so. A pod that got a signal by its `process` may have any code."""
+        return code == 0 or pod.process.signalled or any(code in self.expected.get(name, ()) for name in ("", pod.name))
+
+    def check(self, what: str, *, awaited: Pod | None = None) -> None:
+        """Check that no other pod than `awaited` has died.
+
+        Args:
+            what: the awaited event, for the error.
 
         Raises:
             AssertionError: a pod has died with an exit code that the test did not announce.
         """
         for pod in self.pods:
             code = pod.process.poll()
-            if pod is awaited or code in (None, 0) or pod.process.signalled:
-                continue
-            if code in self.expected.get("", ()) or code in self.expected.get(pod.name, ()):
-                continue
-            last = "\n".join(pod.output().splitlines()[-_LAST:])
-            raise AssertionError(f"{pod.name} ended with exit code {code} while {awaited.name} was awaited:\n{last}")
+            if pod is not awaited and code is not None and not self.expects(pod, code):
+                raise AssertionError(
+                    f"{pod.name} ended with exit code {code} in the wait until {what}:\n{_end(pod.output())}"
+                )
 
     def logs(self) -> str:
         """Returns the output of all pods."""
         return "\n".join(f"==== {pod.name}\n{pod.output()}" for pod in self.pods)
+
+    def last(self) -> str:
+        """Returns the end of the output of each pod."""
+        return "\n".join(f"==== {pod.name}\n{_end(pod.output())}" for pod in self.pods)
 
     def end(self) -> None:
         """Kill the pods that still run, and release the address."""
@@ -275,3 +321,7 @@ class Job:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.end()
+
+
+def _end(output: str) -> str:
+    return "\n".join(output.splitlines()[-_LAST:])

@@ -23,10 +23,13 @@ from backstay_client.embedded.preload import PREFIXES, TRAINER, imports_of, prel
 from backstay_cluster.kubelet.forkable import Program, Sensitive, unsafe_reason
 from backstay_cluster.kubelet.preload import Preload
 from backstay_cluster.kubelet.runtime import Process, ProcessRuntime
+from backstay_cluster.load import slack
 
 _T = TypeVar("_T")
 KILLED, TERMINATED = 137, 143
 """Exit codes of SIGKILL and SIGTERM."""
+_LIMIT = 60.0
+"""Seconds within which a process starts, or all end, on a machine without other work."""
 _ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGABRT, signal.SIGKILL, signal.SIGTERM)
 
 
@@ -143,7 +146,7 @@ class Forker:
         self._loop.close()
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(_LIMIT * slack())
 
 
 def _modules(environ: Mapping[str, str]) -> Preload:

@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 
 from pydantic import ValidationError
 
+from backstay_cluster.load import slack
 from backstay_spec import contract
 from backstay_spec.runtime import RuntimeConfig
 from backstay_spec.whole import whole
@@ -35,7 +36,7 @@ __all__ = ["forker_for", "run"]
 _PROGRAM: Final = Path(__file__).with_name("_pod.py")
 _POLL: Final = 0.01
 _LEFT: Final = 15.0
-"""Seconds that pods have to end after the worker of rank 0 has; others hang, and are killed."""
+"""Seconds that pods have to end after the worker of rank 0 has, on a machine without other work. Others are killed."""
 _SHORT: Final = {
     contract.ROLE_SERVER: "server",
     contract.ROLE_WORKER: "worker",
@@ -105,7 +106,7 @@ def run(
         env: more variables of each pod.
         folder: a folder for logs and checkpoints, which is made if it does not exist. None: a folder that is deleted at
             the end. A job in the folder of a previous one continues from the newest checkpoint.
-        seconds: the limit for the whole job.
+        seconds: the limit for the whole job on a machine without other work. A busy machine has more.
         check: raise an error if the job fails.
         settings: more fields of the pods' configuration, such as ``max_staleness=4`` or ``wire={"gradients": "Int8"}``.
 
@@ -115,7 +116,7 @@ def run(
     Raises:
         ConfigurationError: an argument is invalid.
         JobFailed: the job failed, and `check` is true.
-        TimeoutError: the job did not end within `seconds`; the message has the end of each log.
+        TimeoutError: the job did not end within this limit; the message has the end of each log.
     """
     target = _target(script)
     text = faults if isinstance(faults, str) else ";".join(faults)
@@ -161,8 +162,9 @@ def _supervise(job: Job, max_restarts: int, seconds: float) -> JobResult:
     try:
         began = time.monotonic()
         supervisor.until(lambda: supervisor.ended, seconds)
-        left = time.monotonic() + min(_LEFT, seconds - (time.monotonic() - began))
-        while supervisor.failure is None and supervisor.processes.running and time.monotonic() < left:
+        ended = time.monotonic()
+        left = min(_LEFT, seconds - (ended - began))
+        while supervisor.failure is None and supervisor.processes.running and time.monotonic() < ended + left * slack():
             supervisor.step()
             time.sleep(_POLL)
     finally:

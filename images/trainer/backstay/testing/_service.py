@@ -6,6 +6,8 @@ import contextlib
 import socket
 import threading
 
+from backstay_cluster.load import slack
+
 __all__ = ["Service"]
 
 
@@ -26,7 +28,7 @@ class Service:
             except OSError:
                 return
             try:
-                far = socket.create_connection(self.target, 5)
+                far = socket.create_connection(self.target, 5 * slack())
             except OSError:
                 near.close()
                 continue

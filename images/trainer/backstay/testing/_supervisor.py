@@ -13,6 +13,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
+from backstay_cluster.load import slack
 from backstay_rpc.answers import carried, urgent
 from backstay_spec import contract
 from backstay_spec import status as statuses
@@ -23,6 +24,7 @@ from backstay_spec.simulated import SimulatedJob
 from backstay_spec.supervision import Done, SeenJob, run_without_waiting, settle
 from backstay_spec.types_status import slot_key
 
+from ..errors import JobFailed
 from ._calls import Callee, PodCaller
 from ._pods import SECONDS, Job, Pod
 from ._service import Service
@@ -276,14 +278,22 @@ class Supervisor:
     def until(self, done: Callable[[], object], seconds: float = SECONDS) -> None:
         """Supervise until `done` returns a true value.
 
+        Args:
+            done: the awaited condition.
+            seconds: the limit on a machine without other work. A busy machine has more.
+
         Raises:
-            TimeoutError: the condition was false for `seconds`; the message has the end of each log.
+            JobFailed: the job has failed, and the condition is false.
+            TimeoutError: the condition was false for the limit. The messages of both have the end of each log.
         """
-        deadline = time.monotonic() + seconds
+        began = time.monotonic()
         while not done():
-            if time.monotonic() > deadline:
-                ends = "\n".join(f"==== {pod.name}\n{pod.output()[-2000:]}" for pod in self.processes.job.pods)
-                raise TimeoutError(f"the job did not end within {seconds:.0f} s:\n{ends}")
+            if self.failure is not None:
+                reason, message = self.failure
+                raise JobFailed(reason, f"{message}\n{self.processes.job.last()}")
+            if (passed := time.monotonic() - began) > seconds * slack():
+                last = self.processes.job.last()
+                raise TimeoutError(f"the job did not end within {passed:.0f} s:\n{last}")
             self.step()
             time.sleep(_POLL)
 

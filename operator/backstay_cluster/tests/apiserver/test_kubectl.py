@@ -9,6 +9,7 @@ import urllib.parse
 
 import pytest
 
+from backstay_cluster.tests.files import put
 from backstay_cluster.tests.limits import LONG
 
 pytestmark = pytest.mark.tool("kubectl")
@@ -70,7 +71,7 @@ def gadget(name, **spec):
 class Kubectl:
     def __init__(self, folder, config):
         self.folder = folder
-        (folder / "x.kubeconfig").write_text(config)
+        put(folder / "x.kubeconfig", config)
         self.environment = {"KUBECONFIG": str(folder / "x.kubeconfig"), "HOME": str(folder), "PATH": os.environ["PATH"]}
 
     def run(self, *arguments, stdin=None):

@@ -19,6 +19,7 @@ from backstay_cluster.cluster import ClusterProcess, EmbeddedCluster
 from backstay_cluster.kubelet.kubelet import Kubelet
 from backstay_cluster.kubelet.logs import LogOptions
 from backstay_cluster.net import claim_block
+from backstay_cluster.tests.files import put
 from backstay_cluster.tests.limits import LONG
 
 pytestmark = pytest.mark.e2e
@@ -49,7 +50,7 @@ async def pids_of(cluster: ClusterProcess, name: str, script: str = FAMILY) -> l
     finally:
         await client.close()
     file = cluster.logs_dir / "default" / name / "main.log"
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LONG):
         while True:
             words = file.read_text().split() if file.exists() else []
             if len(words) == 3:
@@ -65,7 +66,7 @@ async def test_a_cluster_deletes_nothing_that_it_has_not_made(tmp_path, monkeypa
         file.parent.mkdir()
         file.touch()
     config = tmp_path / "own.kubeconfig"
-    config.write_text("mine")
+    put(config, "mine")
     taken = problem is not None and "file" in problem
     made = EmbeddedCluster(tmp_path, kubeconfig_path=config if taken else None, kubelet=False)
     if problem is None or taken:
@@ -246,7 +247,7 @@ async def test_an_api_server_that_is_away_costs_no_pod_and_no_status(tmp_path):
                 await direct.create(pods, manifest(name, script))
 
             async def phase(name: str, wanted: str) -> dict:
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(LONG):
                     while True:
                         pod = await direct.get(f"{pods}/{name}")
                         if pod["status"].get("phase") == wanted:
@@ -258,7 +259,7 @@ async def test_an_api_server_that_is_away_costs_no_pod_and_no_status(tmp_path):
             gate.close_gate()
             (tmp_path / "go").touch()
             log = kubelet.node.sinks["default", "ends", "main"]
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(LONG):
                 async for _ in log.read(LogOptions(follow=True)):
                     pass
             assert (await direct.get(f"{pods}/ends"))["status"]["phase"] == "Running"

@@ -11,6 +11,7 @@ from backstay_cluster.client import ApiRequestError
 from backstay_cluster.cluster import EmbeddedCluster
 from backstay_cluster.gc import GarbageCollector
 from backstay_cluster.kubelet.fake import FakeKubelet
+from backstay_cluster.tests.limits import LONG
 
 PODS = "/api/v1/namespaces/default/pods"
 
@@ -31,7 +32,7 @@ async def test_fake_pods_run_fail_by_script_and_are_deleted(tmp_path):
         await fake.start()
 
         async def until(holds) -> None:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(LONG):
                 while not holds():
                     await changed.wait()
                     changed.clear()

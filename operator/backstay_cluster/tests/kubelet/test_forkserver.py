@@ -23,6 +23,7 @@ from backstay_cluster.kubelet.node import python_environment
 from backstay_cluster.kubelet.preload import Preload
 from backstay_cluster.kubelet.runtime import Process, ProcessRuntime, StartError
 from backstay_cluster.kubelet.spawner import children
+from backstay_cluster.tests.files import put
 from backstay_cluster.tests.limits import LONG
 
 from .test_runtime import read_pids, wait_gone
@@ -44,7 +45,7 @@ class Bench:
         site = folder / "site"
         site.mkdir()
         self.early = site / "early.py"
-        self.early.write_text(EARLY)
+        put(self.early, EARLY)
         self.site = site
         self.env = {**python_environment(), "PYTHONPATH": str(site)}
         self.preload = Preload(("early",), prefixes=("EARLIER_",), after_fork=("early:seed",))
@@ -52,7 +53,7 @@ class Bench:
     def write(self, name: str, text: str) -> None:
         file = self.folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(textwrap.dedent(text))
+        put(file, textwrap.dedent(text))
 
     @asynccontextmanager
     async def runtime(self, *, preload: bool = True) -> AsyncIterator[ProcessRuntime]:
@@ -342,7 +343,7 @@ PACKAGE = {"finds.py": FINDS, "package--__init__.py": "", "package--part.py": "F
 async def test_a_known_program_that_finds_modules_beside_it_is_forked(bench, capfd, more, known, forked):
     """These modules must not change the environment or hide a preloaded module, like those that a script imports."""
     for name, text in {**PACKAGE, **more}.items():
-        (bench.folder / name).write_text(text)
+        put(bench.folder / name, text)
     if known:
         bench.preload = replace(bench.preload, finders=(hashlib.sha256(FINDS.encode()).hexdigest(),))
     (slow,), (quick,) = await both(bench, ["python", "finds.py"])
@@ -355,7 +356,7 @@ async def test_an_installed_module_that_changes_is_imported_again(bench):
     bench.write("script.py", WAS_PRELOADED + IMPORTS_EARLY)
     async with bench.runtime() as runtime:
         assert await bench.run(runtime, ["python", "script.py"]) == (0, "True\nNone\n")
-        bench.early.write_text("FLAG = 'a newer release'\n")
+        put(bench.early, "FLAG = 'a newer release'\n")
         code, output = await bench.run(runtime, ["python", "script.py"])
         assert (code, output.split("\n", 1)[1]) == (0, "a newer release\n")
 
@@ -381,7 +382,7 @@ async def test_random_numbers_are_each_containers_own(bench):
 )
 async def test_a_module_that_cannot_be_shared_is_left_out(bench, text):
     """The others are preloaded still; where the import ends the process itself, containers are executed."""
-    (bench.site / "unfit.py").write_text(text)
+    put(bench.site / "unfit.py", text)
     bench.preload = Preload(("unfit", "not_installed", "early"))
     bench.write("script.py", WAS_PRELOADED)
     async with bench.runtime() as runtime:
@@ -404,7 +405,7 @@ async def first_lines(read: int, count: int) -> list[str]:
         with os.fdopen(os.dup(read), "r") as file:
             return [file.readline().strip() for _ in range(count)]
 
-    return await asyncio.wait_for(asyncio.to_thread(lines), 60)
+    return await asyncio.wait_for(asyncio.to_thread(lines), LONG)
 
 
 async def test_a_container_that_ends_while_the_spawner_is_busy_has_an_exit_code(bench: Bench) -> None:
@@ -449,7 +450,7 @@ async def test_the_death_of_the_forkserver_touches_no_container(bench, number):
 
 
 async def test_a_forkserver_that_always_dies_is_given_up(bench, capfd):
-    bench.early.write_text("import os; os._exit(1)\n")
+    put(bench.early, "import os; os._exit(1)\n")
     bench.write("script.py", WAS_PRELOADED)
     async with bench.runtime() as runtime:
         for _ in range(4):
@@ -467,7 +468,7 @@ async def test_many_containers_at_the_same_time(bench):
 
 async def test_more_containers_than_descriptors_do_not_end_the_spawner(bench):
     """While the forkserver imports, each waiting container takes descriptors. Others are running."""
-    bench.early.write_text("import time; time.sleep(1)\n" + EARLY)
+    put(bench.early, "import time; time.sleep(1)\n" + EARLY)
     bench.write("script.py", "raise SystemExit(int(__import__('sys').argv[1]))\n")
     async with bench.runtime() as runtime:
         first, read = await bench.start(runtime, ["sh", "-c", "echo up; sleep 3600"])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from backstay_cluster.kubelet.logs import LogOptions, LogSink, previous_of, rotated_of
 from backstay_cluster.kubelet.server import log_options
+from backstay_cluster.tests.limits import LONG
 
 
 class Writer:
@@ -27,7 +28,7 @@ class Writer:
         """Write one piece and let it arrive."""
         before = self.sink._end
         os.write(self.sink.write_fd, data)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(LONG):
             while self.sink._end < before + len(data):  # noqa: ASYNC110
                 await asyncio.sleep(0)
 

@@ -11,6 +11,7 @@ import pytest
 
 from backstay_cluster.kubelet.proxy import ServiceProxy, endpoints, target_port
 from backstay_cluster.net import blocks, claim_block
+from backstay_cluster.tests.limits import LONG
 
 # --- addresses
 
@@ -108,7 +109,7 @@ class World:
 
     async def call(self) -> tuple[str, asyncio.StreamReader, asyncio.StreamWriter]:
         """Connect to the Service once something listens; returns the pod that answered."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(LONG):
             while True:
                 try:
                     reader, writer = await asyncio.open_connection(self.service_ip, 7077)
@@ -134,7 +135,7 @@ async def world():
 
 async def ended(reader: asyncio.StreamReader) -> None:
     """Wait until the connection was cut."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(LONG):
         with contextlib.suppress(ConnectionError):
             assert await reader.read() == b""
 
@@ -167,7 +168,7 @@ async def test_without_a_pod_a_caller_is_refused(world):
     _, reader, writer = await world.call()
     # No longer ready: no new connections, but what is connected stays.
     world.proxy.pod_changed(key, pod("p", world.ips[0], ready=False, a="1"))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(LONG):
         while True:
             try:
                 _, refused = await asyncio.open_connection(world.service_ip, 7077)
@@ -192,7 +193,7 @@ async def test_bulk_goes_through_whole_in_both_directions_with_half_close(world)
     writer.write(data)
     await writer.drain()
     writer.write_eof()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LONG):
         assert await back == data
     writer.close()
 
@@ -236,7 +237,7 @@ async def test_a_service_of_the_cluster_follows_a_patch_of_its_selector(driver):
     ip = made["spec"]["clusterIP"]
 
     async def ask(expected: str) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LONG):
             who = ""
             while who != expected:
                 with contextlib.suppress(ConnectionError):
