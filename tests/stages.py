@@ -82,7 +82,7 @@ def run(stage: Stage) -> None:
     """Runs the command, shows its output, and sets how it ended."""
     began = time.monotonic()
     print(f"==== {stage.name}", flush=True)
-    # A group of its own, so that an interrupt ends all of it: make waits for its children and sends them nothing. A
+    # Its own group, so that an interrupt ends all of it: make waits for its children and sends them nothing. A
     # process outside the group of the terminal may not read from it.
     process = subprocess.Popen(
         stage.command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0
@@ -107,7 +107,7 @@ def run(stage: Stage) -> None:
 
 
 def show(output: int, stage: Stage) -> None:
-    """Prints what the command writes, until nobody can write any more, and keeps the last lines."""
+    """Prints what the command writes, until no process can write any more, and keeps the last lines."""
     part = b""
     while chunk := os.read(output, 1 << 16):
         sys.stdout.buffer.write(chunk)
