@@ -12,8 +12,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -85,40 +83,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     require_tools(item)
-
-
-# A process has one of each of these, which ends with it.
-LASTING = ("backstay-rpc", "backstay-signals")
-ENDING = 10.0
-_begun_in: dict[threading.Thread, str] = {}
-
-
-def _note_threads(nodeid: str) -> list[threading.Thread]:
-    """Returns the threads of Backstay; `_begun_in` has the first test that each was seen after."""
-    found = [one for one in threading.enumerate() if one.name.startswith("backstay-") and one.name not in LASTING]
-    for thread in found:
-        _begun_in.setdefault(thread, nodeid)
-    return found
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item) -> None:
-    _note_threads(item.nodeid)
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Report to tests/twice.py which threads of Backstay the tests have left, after all fixtures have ended."""
-    began = time.monotonic()
-    while (left := _note_threads("")) and time.monotonic() < began + ENDING * slack():
-        time.sleep(0.05)
-    names = sorted(f"{thread.name} of {_begun_in[thread]}" for thread in left)
-    known = getattr(session.config, "workeroutput", None)
-    if known is not None:
-        known["threads"] = names
-    for plugin in session.config.pluginmanager.get_plugins():
-        if type(plugin).__name__ == "Recorder":
-            plugin.outcome.threads += names
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,6 +8,7 @@ flaky tests with the reason. If a stage without tests has failed, it has the las
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -27,6 +28,7 @@ from tiers import PURE, QUICK_COMPILER  # noqa: E402  # this program runs withou
 REPORT = Path(".cache", "tests.json")
 LOCK, PASSED = Path("requirements.lowest.lock"), Path("tests", "lowest.txt")
 MOST_LINES, SLOWEST, MOST_NAMED, LAST_LINES, LONGEST = 50, 20, 8, 16, 240
+ENDING = 30.0  # seconds in which tests/twice.py ends what it has started
 MOST_FLAKY = 3  # as in tests/twice.py
 
 
@@ -70,26 +72,40 @@ def run(stage: Stage) -> None:
     """Runs the command, shows its output, and sets how it ended."""
     began = time.monotonic()
     print(f"==== {stage.name}", flush=True)
-    process = subprocess.Popen(stage.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    # Its own group, so that an interrupt ends all of it: make waits for its children and sends them nothing. A
+    # process outside the group of the terminal may not read from it.
+    process = subprocess.Popen(
+        stage.command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0
+    )
     assert process.stdout is not None
-    part = b""
     try:
-        while chunk := os.read(process.stdout.fileno(), 1 << 16):
-            sys.stdout.buffer.write(chunk)
-            sys.stdout.buffer.flush()
-            *lines, part = (part + chunk).split(b"\n")
-            stage.last.extend(text for line in lines if (text := line.decode(errors="replace").rstrip()))
+        show(process.stdout.fileno(), stage)
+        stage.status = process.wait()
     except KeyboardInterrupt:
-        process.send_signal(signal.SIGINT)  # it may have received one from the terminal
+        process.stdout.close()  # a process that could not write on would not end
+        os.killpg(process.pid, signal.SIGTERM)  # a shell starts a background process with SIGINT ignored
         stage.last.append("interrupted")
-        stage.status, stage.seconds = 128 + signal.SIGINT, time.monotonic() - began
+        stage.status = 128 + signal.SIGINT
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(ENDING)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        return
+        process.stdout.close()
+        stage.seconds = time.monotonic() - began
+
+
+def show(output: int, stage: Stage) -> None:
+    """Prints what the command writes, until no process can write any more, and keeps the last lines."""
+    part = b""
+    while chunk := os.read(output, 1 << 16):
+        sys.stdout.buffer.write(chunk)
+        sys.stdout.buffer.flush()
+        *lines, part = (part + chunk).split(b"\n")
+        stage.last.extend(text for line in lines if (text := line.decode(errors="replace").rstrip()))
     if text := part.decode(errors="replace").rstrip():
         stage.last.append(text)
-    process.stdout.close()
-    stage.status = process.wait()
-    stage.seconds = time.monotonic() - began
 
 
 def report_of() -> dict[str, Any]:
@@ -136,7 +152,8 @@ def shortened(text: str) -> str:
 
 
 def interrupted(*_: object) -> None:
-    """SIGTERM ends a run as Ctrl-C does: with a summary, and without its processes."""
+    """SIGTERM ends a run as Ctrl-C does: with a summary, and without its processes. A second one changes nothing."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 

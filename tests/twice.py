@@ -5,8 +5,9 @@ usage: python tests/twice.py [--report FILE] [--ending SECONDS] [ARGUMENT OF PYT
 A test that then passes is flaky: the last lines of the output name it, with the reason of its first failure. Up to
 three flaky tests do not fail the run, all runs with the same FILE taken together. The run fails if a test fails twice.
 It also fails if pytest stops for another reason, such as a collection error, a crash or an interrupt. It fails too if
-something is left behind (`Surroundings`), except by a flaky test. Processes have SECONDS to end, 20 by default, and
-more on a busy machine. FILE sums up all runs (`Report`), for the summary of `tests/stages.py`.
+something is left behind (`surroundings.py`, `left_in_process.py`), except by a flaky test, and if a process of pytest
+dies. Processes have SECONDS to end, 20 by default, and more on a busy machine. FILE sums up all runs (`Report`), for
+the summary of `tests/stages.py`.
 """
 
 from __future__ import annotations
@@ -15,14 +16,13 @@ import argparse
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,16 @@ import pytest
 
 from backstay_cluster.tests.limits import slack
 
+HELPERS = Path(__file__).resolve().parent / "helpers"
+sys.path.append(str(HELPERS))
+from surroundings import Surroundings, begun, living  # noqa: E402  # this program knows the folder without pytest
+
+PLUGIN = "left_in_process"
 MOST_FLAKY = 3
 LEFT = "left behind by a test: "
-NOT_RUN = "did not run: "
 MOST_AGAIN = 20  # more failures have one cause, which a second run of each would only hide in a long output
+ITSELF = "pytest itself"
+RAN = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
 _OUTCOME = "BACKSTAY_PYTEST_OUTCOME"
 # Variables of a process of pytest-xdist. This program may run in such a process, as a test.
 _OF_WORKERS = ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_TESTRUNUID", "PYTEST_CURRENT_TEST")
@@ -51,7 +57,16 @@ class Outcome:
     failed: dict[str, str] = field(default_factory=dict)  # the test's id -> the reason of its first failure, one line
     uncollected: dict[str, str] = field(default_factory=dict)  # what could not be collected -> the reason
     collected: list[str] = field(default_factory=list)
-    threads: list[str] = field(default_factory=list)  # the names of those that tests/conftest.py has found at the end
+    left: list[tuple[str, str]] = field(default_factory=list)  # in the processes of pytest, each with its test
+    begun: dict[str, list[str]] = field(default_factory=dict)  # a failed test -> keys of what began during it
+    faults: dict[str, str] = field(default_factory=dict)  # what no second run of a test can repair -> the reason
+    excuses: dict[str, list[str]] = field(default_factory=dict)  # a fault -> the failed tests that may be its cause
+
+    def add_left(self, what: str, tests: list[str]) -> None:
+        """Something was left behind, during these failed tests."""
+        fault = f"{LEFT}{what}"
+        self.faults[fault] = "each test ends what it has begun"
+        self.excuses.setdefault(fault, []).extend(tests)
 
 
 @dataclass
@@ -85,21 +100,64 @@ def write(path: Path, content: object) -> None:
 class Recorder:
     """A plug-in of pytest that collects the `Outcome`; with pytest-xdist, in the process that prints."""
 
-    def __init__(self) -> None:
+    def __init__(self, ending: float) -> None:
+        """Let the processes of pytest-xdist end after the tests within `ending` seconds."""
         self.outcome = Outcome()
+        self._ending = ending
+        self._temporary = Path(tempfile.gettempdir())
+        self._began: dict[str, float] = {}
+        self._workers: list[Any] = []
+        self._crashed: set[str] = set()  # the workers whose end is the failure of a test
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._began[nodeid] = time.time()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        seconds = self.outcome.seconds
+        seconds, failed = self.outcome.seconds, self.outcome.failed
         seconds[report.nodeid] = round(seconds.get(report.nodeid, 0.0) + report.duration, 3)
         if report.failed:
-            self.outcome.failed.setdefault(report.nodeid, reason(report))
+            failed.setdefault(report.nodeid, reason(report))
         elif report.passed and report.when == "call":
             self.outcome.passed.append(report.nodeid)
         elif report.skipped:
             self.outcome.skipped += 1
+        if report.when == "setup":  # the message that it began came later
+            self._began[report.nodeid] = min(report.start, self._began.get(report.nodeid, report.start))
+        elif report.when != "call" and report.nodeid in failed:  # its end, or that of its process
+            known = begun(os.getppid(), self._temporary, self._began.get(report.nodeid, time.time()))
+            self.outcome.begun[report.nodeid] = known
 
-    def pytest_testnodedown(self, node: Any) -> None:
-        self.outcome.threads += getattr(node, "workeroutput", {}).get("threads", [])
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        self._workers.append(node)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_handlecrashitem(self, report: Any) -> None:
+        self._crashed.add(report.node.gateway.id)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        """Let each worker end what it does, and only then request its end: it would get an interrupt after 5 s."""
+        for node in self._workers if exitstatus in RAN else ():
+            with contextlib.suppress(node.channel.RemoteError, node.channel.TimeoutError, EOFError):
+                node.channel.waitclose(self._ending * slack())
+            node.nodemanager.EXIT_TIMEOUT = self._ending * slack()
+
+    def judge_workers(self) -> None:
+        """Set the faults of the processes of pytest-xdist, which does not look at how they end."""
+        for node in self._workers if self.outcome.status in RAN else ():
+            left = getattr(node, "workeroutput", {}).get("left")
+            self.outcome.left += left or []
+            # A thread may be why a process had to be killed.
+            if node.gateway.id in self._crashed or left:
+                continue
+            try:
+                status = node.gateway._io.popen.wait(self._ending * slack())
+            except subprocess.TimeoutExpired:
+                status = "none"
+            if left is None or status != 0:
+                when = "before its results" if left is None else "after its results"
+                self.outcome.faults[f"the process {node.gateway.id} of pytest"] = f"exit status {status}, {when}"
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -126,43 +184,48 @@ def reason(report: pytest.TestReport) -> str:
     return f"{report.when}: {first[:300]}" if report.when in ("setup", "teardown") else first[:300]
 
 
-def record(arguments: list[str]) -> int:
+def record(ending: float, arguments: list[str]) -> int:
     """Runs pytest in this process; the file that `_OUTCOME` names exists only if pytest has returned."""
     sys.path[0] = str(Path.cwd())  # as in `python -m pytest`; this file's folder is not a place to import from
-    recorder = Recorder()
+    recorder = Recorder(ending)
     place = Path(os.environ.pop(_OUTCOME))
-    recorder.outcome.status = int(pytest.main(arguments, plugins=[recorder]))
-    write(place, asdict(recorder.outcome))
-    return recorder.outcome.status
+    outcome = recorder.outcome
+    outcome.status = int(pytest.main(["-p", PLUGIN, *arguments], plugins=[recorder]))
+    recorder.judge_workers()
+    if (plugin := sys.modules.get(PLUGIN)) is not None:
+        outcome.left += plugin.left
+    write(place, asdict(outcome))
+    return outcome.status
 
 
 def run(arguments: list[str], folder: Path, ending: float = 20.0) -> Outcome:
-    """Runs pytest in another process. Returns the default `Outcome`, an internal error, if that process dies."""
+    """Runs pytest in another process, and returns what happened; an internal error, if that process dies."""
     place = folder / "outcome.json"
     place.unlink(missing_ok=True)
     env = {name: value for name, value in os.environ.items() if name not in _OF_WORKERS}
     with Surroundings(ending) as surroundings:
         env |= {_OUTCOME: str(place), **surroundings.variables}
-        status = ended(subprocess.Popen([sys.executable, __file__, "--record", *arguments], env=env), place, ending)
+        command = [sys.executable, __file__, "--record", str(ending), *arguments]
+        status = ended(subprocess.Popen(command, env=env), place, ending)
         left = surroundings.left()
     if not place.exists():
-        return Outcome(failed={"pytest itself": f"it ended with exit status {status}, without its results"})
+        return Outcome(faults={ITSELF: f"it ended with exit status {status}, without its results"})
     outcome = Outcome(**json.loads(place.read_text()))
-    if status is None:
-        left.append("pytest itself, which a thread that is not a daemon kept from its end")
-        status = outcome.status
-    if outcome.status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        unknown = [test for test in outcome.collected if test not in outcome.seconds]
-        if unknown:
-            outcome.failed |= {f"{NOT_RUN}{len(unknown)} tests": f"the first is {unknown[0]}"}
-            outcome.status = int(pytest.ExitCode.TESTS_FAILED)
-            return outcome
-    left += [f"the thread {name}, {count} times" for name, count in Counter(outcome.threads).items()]
-    outcome.failed |= {f"{LEFT}{one}": "each test ends what it has begun" for one in left}
-    if left and outcome.status == status == pytest.ExitCode.OK:
+    if status is None and not outcome.left:
+        outcome.add_left(f"{ITSELF}, which a thread that is not a daemon kept from its end", [])
+    if status not in (None, outcome.status):
+        outcome.faults[ITSELF] = f"it ended with exit status {status}, after its results"
+        outcome.status = int(pytest.ExitCode.INTERNAL_ERROR)
+    unknown = [test for test in outcome.collected if test not in outcome.seconds]
+    if unknown and outcome.status in RAN:
+        outcome.faults[f"did not run: {len(unknown)} tests"] = f"the first is {unknown[0]}"
+    for key, text in left.items():
+        outcome.add_left(text, [test for test, keys in outcome.begun.items() if key in keys])
+    for (text, test), count in Counter(tuple(one) for one in outcome.left).items():
+        outcome.add_left(f"{text} of {test}" + (f", {count} times" if count > 1 else ""), [test])
+    if outcome.faults and outcome.status == pytest.ExitCode.OK:
         outcome.status = int(pytest.ExitCode.TESTS_FAILED)
-        return outcome
-    return outcome if status == outcome.status else Outcome()
+    return outcome
 
 
 def ended(process: subprocess.Popen[bytes], place: Path, ending: float) -> int | None:
@@ -171,6 +234,7 @@ def ended(process: subprocess.Popen[bytes], place: Path, ending: float) -> int |
     try:
         results = None
         while process.poll() is None and (results is None or time.monotonic() < results + ending * slack()):
+            living(process.pid)
             if results is None and place.exists():
                 results = time.monotonic()
             time.sleep(0.05)
@@ -179,93 +243,6 @@ def ended(process: subprocess.Popen[bytes], place: Path, ending: float) -> int |
         if process.poll() is None:
             process.kill()
             process.wait()
-
-
-class Surroundings:
-    """The processes, mounts, network namespaces and temporary files of the tests.
-
-    Attributes:
-        variables: the environment of pytest, by which its processes and its temporary files are known.
-    """
-
-    def __init__(self, ending: float) -> None:
-        """Let processes end after the tests within `ending` seconds."""
-        self._ending = ending
-
-    def __enter__(self) -> Surroundings:
-        self._folder = Path(tempfile.mkdtemp(prefix="bs-"))  # short, because names of sockets have 107 bytes
-        self._mark = f"BACKSTAY_TEST_SESSION={self._folder.name}"
-        # Folders of pytest itself stay where they are: it keeps those of the last three runs.
-        root = os.environ.get("PYTEST_DEBUG_TEMPROOT", str(self._folder.parent))
-        self.variables = {
-            "BACKSTAY_TEST_SESSION": self._folder.name,
-            "TMPDIR": str(self._folder),
-            "PYTEST_DEBUG_TEMPROOT": root,
-        }
-        self._state = self._folder / "state"  # of the runs that tests start; a process that dies leaves its folder
-        self._state.mkdir()
-        self.variables["BACKSTAY_TEST_STATE"] = str(self._state)
-        self._mounts, self._namespaces = mounts(), namespaces()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:  # an interrupt
-            self._end(self._processes())
-        for place in sorted(mounts(), reverse=True):
-            if Path(place).is_relative_to(self._folder):
-                subprocess.run(["umount", "-l", place], check=False)
-        if not any(Path(place).is_relative_to(self._folder) for place in mounts()):  # else it has the files of others
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-    def left(self) -> list[str]:
-        """Returns the things that the tests have left, as text. Processes that do not end in time are killed."""
-        began = time.monotonic()
-        while (living := self._processes()) or (more := self._of_machine()):
-            # A mount or a namespace may be of another run, whose tests remove it in this time.
-            if time.monotonic() >= began + self._ending * slack():
-                break
-            time.sleep(0.1)
-        more = self._of_machine()
-        self._end(living)
-        found = [f"the process {words}" for words in living.values()]
-        if not self._folder.is_dir():
-            return [*found, "no temporary folder: a test has deleted it", *more]
-        names = sorted(path.name for path in self._folder.iterdir() if path != self._state)
-        return [*found, *(f"the file {name} in the temporary folder" for name in names), *more]
-
-    def _of_machine(self) -> list[str]:
-        """Returns the mounts and network namespaces that were not there at the start, as text."""
-        found = [f"the mount {place}" for place in sorted(mounts() - self._mounts)]
-        return found + [f"the network namespace {name}" for name in sorted(namespaces() - self._namespaces)]
-
-    @staticmethod
-    def _end(processes: Iterable[int]) -> None:
-        for pid in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-    def _processes(self) -> dict[int, str]:
-        """Returns the command lines of the processes that pytest or one of its processes has started."""
-        found = {}
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if self._mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
-                    words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                    found[int(entry.name)] = words[:120]
-        return found
-
-
-def mounts() -> set[str]:
-    """Returns the places where file systems are mounted."""
-    with contextlib.suppress(OSError):
-        return {line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()}
-    return set()
-
-
-def namespaces() -> set[str]:
-    """Returns the network namespaces with a name."""
-    folder = Path("/run/netns")
-    return {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
 
 
 def passes_alone(test: str, folder: Path, options: list[str], ending: float) -> bool:
@@ -315,34 +292,48 @@ def judge(first: Outcome, report: Report, folder: Path, options: Sequence[str] =
     report.passed += len(set(first.passed) - set(first.failed))
     report.skipped += first.skipped
     report.seconds |= first.seconds
-    again = first.status == pytest.ExitCode.TESTS_FAILED and first.failed and not first.uncollected
+    again = first.status == pytest.ExitCode.TESTS_FAILED and (first.failed or first.faults) and not first.uncollected
     if not again or len(first.failed) > MOST_AGAIN:
         if again:
             print(f"\n{len(first.failed)} tests failed: none of more than {MOST_AGAIN} runs once more.")
-        report.failed |= {**first.uncollected, **first.failed}
+        report.failed |= {**first.uncollected, **first.failed, **first.faults}
+        report_failed("beside the tests", first.faults)
         return first.status
-    left = [test for test in first.failed if test.startswith(LEFT)]
-    tests = [test for test in first.failed if test not in left]
-    twice = [
-        test for test in tests if test.startswith(NOT_RUN) or not passes_alone(test, folder, list(options), ending)
-    ]
-    flaky = {test: first.failed[test] for test in tests if test not in twice}
-    if flaky and not twice:
+    twice = {test: why for test, why in first.failed.items() if not passes_alone(test, folder, list(options), ending)}
+    flaky = {test: why for test, why in first.failed.items() if test not in twice}
+    faults = {}
+    for fault, why in first.faults.items():
         # A test that fails where it waits may leave things. Alone it has left nothing, or it had not passed.
-        last = list(flaky)[-1]
-        flaky[last] = "; ".join([flaky[last], *left])
-    else:
-        twice += left
-    report.failed |= {test: first.failed[test] for test in twice}
+        cause = next((test for test in first.excuses.get(fault, ()) if test in flaky), None)
+        if cause is None:
+            faults[fault] = why
+        else:
+            flaky[cause] += f"; {fault}"
+    report.failed |= {**twice, **faults}
     report.flaky |= flaky
     if report.flaky:
         report_flaky(report.flaky)
-    if twice:
-        print(f"failed twice: {len(twice)}")
-        for test in twice:
-            print(f"  {test}\n    first failure: {first.failed[test]}")
-    return pytest.ExitCode.TESTS_FAILED if twice or len(report.flaky) > MOST_FLAKY else pytest.ExitCode.OK
+    report_failed("failed twice", twice)
+    report_failed("beside the tests", faults)
+    return pytest.ExitCode.TESTS_FAILED if twice or faults or len(report.flaky) > MOST_FLAKY else pytest.ExitCode.OK
+
+
+def report_failed(what: str, failed: dict[str, str]) -> None:
+    """Prints what fails the run, if there is any."""
+    if failed:
+        print(f"{what}: {len(failed)}")
+        for one, why in failed.items():
+            print(f"  {one}\n    first failure: {why}")
+
+
+def interrupted(*_: object) -> None:
+    """SIGTERM ends a run as Ctrl-C does: with all its processes. A second one, such as make sends, changes nothing."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":
-    sys.exit(record(sys.argv[2:]) if sys.argv[1:2] == ["--record"] else main(sys.argv[1:]))
+    if sys.argv[1:2] == ["--record"]:
+        sys.exit(record(float(sys.argv[2]), sys.argv[3:]))
+    signal.signal(signal.SIGTERM, interrupted)
+    sys.exit(main(sys.argv[1:]))

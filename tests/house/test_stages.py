@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from between import LONG, until
 
 
 @pytest.fixture
@@ -87,6 +90,39 @@ def test_a_run_stops_at_the_first_stage_that_fails(
     assert stages.main() == 2
     assert {path.name for path in tmp_path.iterdir()} == {"first"}
     assert "left out  skipped: no need" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("signals", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT,)])
+def test_an_interrupt_ends_the_processes_of_the_stage_and_shows_the_summary(
+    root: Path, tmp_path: Path, signals: tuple[signal.Signals, ...]
+) -> None:
+    """Also those that make waits for, and those that the interrupt of a terminal would not reach."""
+    (tmp_path / "Makefile").write_text("slow:\n\t@trap '' INT; echo $$$$ > begun; mv begun pid; sleep 600\n")
+    code = f"""
+import sys; sys.path.insert(0, {str(root / "tests")!r})
+import pathlib, stages
+stages.REPORT = pathlib.Path({str(tmp_path / "tests.json")!r})
+stages.stages = lambda: [stages.Stage("slow one", ["make", "-C", {str(tmp_path)!r}])]
+sys.exit(stages.main())
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as started:
+        shell = int(until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text()))
+        for one in signals:
+            started.send_signal(one)
+        output, _ = started.communicate(timeout=LONG)
+    assert started.returncode == 130, output
+    assert "slow one  FAILED (130)" in output
+    assert "  interrupted" in output
+    until(lambda: not alive(shell), "the end of make's child")
+
+
+def alive(pid: int) -> bool:
+    """Returns whether a process has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_the_lowest_versions_are_tested_when_their_lock_has_changed(

@@ -173,41 +173,101 @@ def test_names_of_parameters_reach_the_second_run_as_they_are(suite: Suite) -> N
     assert "test_it[a::b]" in output[output.rindex("flaky: 1") :]
 
 
+# A process has none of the tests' variables, and no parent that lives: it is known by what it descends from.
 LEAVES = {
     "tempfile.mkdtemp(prefix='forgotten-')": "the file forgotten-",
-    "subprocess.Popen(['sleep', '30'], start_new_session=True)": "sleep 30",
+    "subprocess.Popen(['sleep', '30'], start_new_session=True)": "the process sleep 30",
+    "subprocess.run('/bin/sleep 31 & ', shell=True, env={}, start_new_session=True)": "the process /bin/sleep 31",
+    "threading.Thread(target=time.sleep, args=(9,), daemon=True, name='it').start()": "the thread it of test_it.py::",
+    "kept.append(socket.create_server(('127.0.0.1', 0)))": "the listening socket ('127.0.0.1', ",
 }
+IMPORTS = "import left_in_process, socket, subprocess, tempfile, threading, time\n\nkept = []\n"
+SOON = "left_in_process.ENDING = 0.0\n\n"  # to wait for what a test never ends
 
 
+@pytest.mark.parametrize("processes", ["0", "1"])
 @pytest.mark.parametrize("code", LEAVES)
-def test_what_a_test_leaves_behind_fails_the_run(suite: Suite, code: str) -> None:
+def test_what_a_test_leaves_behind_fails_the_run(suite: Suite, code: str, processes: str) -> None:
     """A second run of the test would not help: it is not tried."""
-    tests = f"import subprocess, tempfile\n\ndef test_leaves(): {code}\n"
-    status, output = suite.run(tests, "--ending", "0.2")
+    tests = f"{IMPORTS}{SOON}def test_leaves(): {code}\n"
+    status, output = suite.run(tests, "--ending", "0.2", "-n", processes)
     assert status == 1, output
-    assert f"left behind by a test: {'the process ' if 'sleep' in code else ''}" in output
-    assert LEAVES[code] in output
+    assert f"left behind by a test: {LEAVES[code]}" in output
     assert "once more" not in output
 
 
-def test_what_a_flaky_test_leaves_behind_belongs_to_its_failure(suite: Suite) -> None:
+@pytest.mark.parametrize("code", LEAVES)
+def test_what_a_flaky_test_leaves_behind_belongs_to_its_failure(suite: Suite, code: str) -> None:
     """A limit of time interrupts a test anywhere. Alone it leaves nothing, or that run fails."""
-    tests = "import tempfile\n\ndef test_leaves():\n    if not os.path.exists('x'): tempfile.mkdtemp('forgotten')\n"
-    status, output = suite.run(tests + "    fails_once('x')\n")
+    tests = f"{IMPORTS}{SOON}def test_leaves():\n    if not os.path.exists('x'): {code}\n    fails_once('x')\n"
+    status, output = suite.run(tests, "--ending", "0.2")
     assert status == 0, output
     assert "flaky: 1" in output
-    assert "first failure: AssertionError: the first time; left behind by a test: the file" in output
+    assert f"first failure: AssertionError: the first time; left behind by a test: {LEAVES[code]}" in output
+
+
+@pytest.mark.parametrize("code", LEAVES)
+def test_what_another_test_leaves_behind_is_not_excused_by_a_flaky_one(suite: Suite, code: str) -> None:
+    tests = f"{IMPORTS}{SOON}def test_leaves(): {code}\n\ndef test_rests(): time.sleep(0.2)\n{FLAKY.format(1)}"
+    status, output = suite.run(tests, "--ending", "0.2", "-n", "0")
+    assert status == 1, output
+    assert f"beside the tests: 1\n  left behind by a test: {LEAVES[code]}" in output
+    assert "first failure: AssertionError: the first time\n" in output
+
+
+def test_what_a_test_leaves_behind_as_its_process_dies_belongs_to_its_failure(suite: Suite) -> None:
+    tests = f"{IMPORTS}def test_dies():\n    if not os.path.exists('x'):\n        open('x', 'w').close()\n"
+    tests += "        subprocess.Popen(['sleep', '30'], env={}, start_new_session=True)\n        os._exit(3)\n"
+    status, output = suite.run(tests, "--ending", "0.2", "-n", "1")
+    assert status == 0, output
+    assert "crashed while running 'test_it.py::test_dies'; left behind by a test: the process sleep 30" in output
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ("def pytest_sessionfinish(): os._exit(9)", "exit status 9, before its results"),
+        ("def pytest_unconfigure(): os.kill(os.getpid(), 11)", "exit status -11, after its results"),
+        ("import atexit\n    atexit.register(os._exit, 5)", "exit status 5, after its results"),
+    ],
+)
+def test_a_process_that_dies_after_its_tests_fails_the_run(suite: Suite, tmp_path: Path, end: str, reason: str) -> None:
+    (tmp_path / "conftest.py").write_text(f"import os\n\nif 'PYTEST_XDIST_WORKER' in os.environ:\n    {end}\n")
+    status, output = suite.run("def test_good(): pass\n", "-n", "1", "--max-worker-restart", "0")
+    assert status == 1, output
+    assert f"the process gw0 of pytest\n    first failure: {reason}" in output
+    assert "once more" not in output
+
+
+def test_threads_of_libraries_and_sockets_that_do_not_listen_are_not_left_behind(suite: Suite) -> None:
+    tests = "import left_in_process, socket, threading\n\nleft_in_process.ENDING = 0.0\nended = threading.Event()\n"
+    tests += "imported = threading.Thread(target=ended.wait, daemon=True)\nimported.start()\n"
+    tests += "kept = []\ndef test_keeps(): kept.extend(socket.socketpair())\n"
+    status, output = suite.run(tests, "-n", "0")
+    assert status == 0, output
+
+
+def test_an_interrupt_ends_all_processes(suite: Suite, tmp_path: Path) -> None:
+    tests = "import signal, subprocess, time\n\ndef test_waits():\n"
+    tests += "    it = subprocess.Popen(['sleep', '600'], env={}, start_new_session=True)\n"
+    tests += "    pathlib.Path('begun').write_text(str(it.pid))\n    os.rename('begun', 'pid')\n"
+    tests += "    os.kill(os.getppid(), signal.SIGTERM)\n    time.sleep(600)\n"
+    status, output = suite.run(tests, "-n", "0")
+    assert status != 0, output
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 def test_what_a_test_leaves_behind_each_time_fails_the_run(suite: Suite) -> None:
     tests = "import tempfile\n\ndef test_leaves():\n    tempfile.mkdtemp('forgotten')\n    fails_once('x')\n"
     status, output = suite.run(tests)
     assert status == 1, output
-    assert "failed twice: 2" in output
+    assert "failed twice: 1\n" in output
+    assert "beside the tests: 1\n  left behind by a test: the file " in output
 
 
 def test_a_process_that_ends_soon_after_the_tests_is_not_left_behind(suite: Suite) -> None:
-    tests = "import subprocess\n\ndef test_ends(): subprocess.Popen(['sleep', '0.5'], start_new_session=True)\n"
+    tests = "import subprocess\n\ndef test_ends(): subprocess.run('sleep 0.5 &', shell=True, start_new_session=True)\n"
     status, output = suite.run(tests)
     assert status == 0, output
 
@@ -227,7 +287,8 @@ def test_the_second_run_has_the_options_of_the_first(suite: Suite) -> None:
 
 
 def test_a_thread_that_keeps_pytest_from_its_end_does_not_stop_the_run(suite: Suite) -> None:
-    tests = "import threading, time\n\ndef test_it(): threading.Thread(target=time.sleep, args=(90,)).start()\n"
+    """Also one that an import began, which is not of a test."""
+    tests = "import threading, time\n\nthreading.Thread(target=time.sleep, args=(90,)).start()\ndef test_it(): pass\n"
     status, output = suite.run(tests, "--ending", "0.5", "-n", "0")
     assert status == 1, output
     assert "left behind by a test: pytest itself, which a thread that is not a daemon kept from its end" in output
