@@ -237,7 +237,7 @@ def test_t7_a_server_that_is_killed_restarts_from_the_newest_checkpoint(
     gate.touch()
     status = ended(cluster, name, "Succeeded")
     ((slot, _, cause),) = cluster.deaths_with_cause(name)
-    assert (slot, cause) == (f"parameter-server-{shard}", "Crashed"), cluster.describe(name)
+    assert (slot, cause) == ("parameter-server-1", "Crashed"), cluster.describe(name)
     assert status["roles"]["Worker"]["restarts"] == 0, cluster.describe(name)
     assert status["term"] >= 2
     stored = backstay.load(str(folder))
