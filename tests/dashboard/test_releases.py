@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from between import put
 
 pytestmark = [pytest.mark.tool("helm"), pytest.mark.tool("promtool")]
 
@@ -50,7 +51,7 @@ def rules(helm: Any, tmp_path: Path) -> list[str]:
             for one in group["rules"]:
                 one.pop("annotations", None)  # promtool compares them
         files.append(f"{namespace}.yaml")
-        (tmp_path / files[-1]).write_text(yaml.safe_dump({"groups": rule["spec"]["groups"]}))
+        put(tmp_path / files[-1], yaml.safe_dump({"groups": rule["spec"]["groups"]}))
     return files
 
 
@@ -74,6 +75,6 @@ def test_the_values_of_a_release_are_about_its_own_jobs(
         "promql_expr_test": costs,
     }
     file = tmp_path / "test.yaml"
-    file.write_text(yaml.safe_dump({"rule_files": rules, "evaluation_interval": "1m", "tests": [test]}))
+    put(file, yaml.safe_dump({"rule_files": rules, "evaluation_interval": "1m", "tests": [test]}))
     done = subprocess.run([tool("promtool"), "test", "rules", str(file)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
