@@ -28,7 +28,7 @@ from tiers import PURE, QUICK_COMPILER  # noqa: E402  # this program runs withou
 REPORT = Path(".cache", "tests.json")
 LOCK, PASSED = Path("requirements.lowest.lock"), Path("tests", "lowest.txt")
 MOST_LINES, SLOWEST, MOST_NAMED, LAST_LINES, LONGEST = 50, 20, 8, 16, 240
-ENDING = 120.0  # seconds in which tests/twice.py ends what it has started
+ENDING = 30.0  # seconds in which tests/twice.py ends what it has started
 MOST_FLAKY = 3  # as in tests/twice.py
 
 

@@ -107,6 +107,7 @@ def all_of(folders: tuple[Path, ...], pattern: str) -> list[Path]:
 
 def test_no_wait_has_a_short_limit() -> None:
     paths = all_of(FOLDERS, "*.py")
+    paths.remove(ROOT / "tests" / "stages.py")  # it ends tests, and kills what takes longer
     found = [f"{path.relative_to(ROOT)}:{line}" for path in paths for line in limits(path.read_text())]
     assert not found, "write between.LONG, or a number times between.slack()"
 
