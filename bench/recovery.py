@@ -146,8 +146,9 @@ async def server(on: BenchCluster, kills: int, standbys: int) -> None:
                 job.updates()[-1].step > before + 25 and job.updates()[-1].at > killed + 2.0
             ),
         )
-        # An update that was decided before the death may end after it. So the outage is the longest time without one.
-        pairs = [pair for pair in itertools.pairwise(job.updates()) if pair[1].at > killed]
+        # An update that was decided before the death may end after it. So the outage is the longest time without one
+        # that begins soon: a new standby, which starts later, costs time too.
+        pairs = [pair for pair in itertools.pairwise(job.updates()) if pair[1].at > killed > pair[0].at - 0.5]
         after = max(pairs, key=lambda pair: pair[1].at - pair[0].at)[1]
         found[shard].append((after.at - killed, max(0, before + 1 - after.step)))
         await asyncio.sleep(SETTLE_SECONDS + (6.0 if standbys else 0.0))  # until a new standby has the whole state

@@ -30,6 +30,7 @@ LOCK, PASSED = Path("requirements.lowest.lock"), Path("tests", "lowest.txt")
 MOST_LINES, SLOWEST, MOST_NAMED, LAST_LINES, LONGEST = 50, 20, 8, 16, 240
 ENDING = 30.0  # seconds in which tests/twice.py ends what it has started
 MOST_FLAKY = 3  # as in tests/twice.py
+ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
@@ -152,18 +153,21 @@ def shortened(text: str) -> str:
 
 
 def interrupted(*_: object) -> None:
-    """SIGTERM ends a run as Ctrl-C does: with a summary, and without its processes. A second one changes nothing."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """SIGTERM, or a closed terminal, ends a run as Ctrl-C does: with a summary, and without its processes. A second one
+    changes nothing."""
+    for number in ENDS:
+        signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 def main() -> int:
     os.chdir(ROOT)
-    before = signal.signal(signal.SIGTERM, interrupted)
+    before = {number: signal.signal(number, interrupted) for number in ENDS}
     try:
         return all_stages()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def all_stages() -> int:

@@ -37,6 +37,7 @@ from surroundings import Surroundings, begun, living  # noqa: E402  # this progr
 
 PLUGIN = "left_in_process"
 MOST_FLAKY = 3
+ENDS = (signal.SIGTERM, signal.SIGHUP)
 LEFT = "left behind by a test: "
 MOST_AGAIN = 20  # more failures have one cause, which a second run of each would only hide in a long output
 ITSELF = "pytest itself"
@@ -148,14 +149,15 @@ class Recorder:
         for node in self._workers if self.outcome.status in RAN else ():
             left = getattr(node, "workeroutput", {}).get("left")
             self.outcome.left += left or []
-            # A thread may be why a process had to be killed.
-            if node.gateway.id in self._crashed or left:
+            if node.gateway.id in self._crashed:
                 continue
             try:
                 status = node.gateway._io.popen.wait(self._ending * slack())
             except subprocess.TimeoutExpired:
                 status = "none"
-            if left is None or status != 0:
+            # A thread may be why a process had to be ended.
+            explained = left and status in ("none", -signal.SIGKILL, -signal.SIGTERM)
+            if left is None or (status != 0 and not explained):
                 when = "before its results" if left is None else "after its results"
                 self.outcome.faults[f"the process {node.gateway.id} of pytest"] = f"exit status {status}, {when}"
 
@@ -327,13 +329,16 @@ def report_failed(what: str, failed: dict[str, str]) -> None:
 
 
 def interrupted(*_: object) -> None:
-    """SIGTERM ends a run as Ctrl-C does: with all its processes. A second one, such as make sends, changes nothing."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """SIGTERM, or a closed terminal, ends a run as Ctrl-C does: with all its processes. A second one, such as make
+    sends, changes nothing."""
+    for number in ENDS:
+        signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--record"]:
         sys.exit(record(float(sys.argv[2]), sys.argv[3:]))
-    signal.signal(signal.SIGTERM, interrupted)
+    for number in ENDS:
+        signal.signal(number, interrupted)
     sys.exit(main(sys.argv[1:]))

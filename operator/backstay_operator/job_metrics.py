@@ -286,7 +286,9 @@ class JobMetrics(Collector):
         """Update the series after an answer of the servers; `trains`: the condition Training is not False."""
         series, report = self._job(key), progress.report
         with self._lock:
-            if (report.step or 0) > series.values.get("step", 0):
+            # A job that continues from a checkpoint has made no update before the first one of its term.
+            begins = 0 if report.term_start is None else report.term_start.step
+            if (report.step or 0) > max(series.values.get("step", 0), begins):
                 series.set("last_update_timestamp_seconds", self._wall())
             for name, row in _REPORTED.items():
                 value = getattr(report, name)

@@ -93,7 +93,6 @@ CONDITIONS: Final[tuple[ConditionDoc, ...]] = (
             "Creating": "The operator creates pods. The status is Unknown until it has observed all of them.",
             "Preparing": "The operator creates the Secret and the Services.",
             "PodRefused": "The API server refused a pod. The message has the reason.",
-            "GivenBack": _POD_START["GivenBack"],
             "PodHeldBack": "The queue must first admit other pods of the job, or still counts an old pod.",
             "InvalidPod": "The API server refused a pod as invalid. The job fails.",
             "Suspended": "The job is suspended.",

@@ -17,9 +17,10 @@ import pytest
 
 from backstay_cluster.tests.limits import slack
 
-# A process has one of each of the first two, which ends with it. A thread of a library that is not in Python is named
-# "Dummy-1" when it calls Python, and keeps the name after its end.
-LASTING: Final = ("backstay-rpc", "backstay-signals", "Dummy-")
+# A process has one of each of the first three, which ends with it; "forked" forks the pods of all `testing.run`. A
+# thread of a library that is not in Python is named "Dummy-1" when it calls Python, and keeps the name after its end.
+# The last two are threads of fsspec and tqdm, which begin with their first use.
+LASTING: Final = ("backstay-rpc", "backstay-signals", "forked", "Dummy-", "fsspecIO", "tqdm_monitor")
 ENDING: Final = 10.0
 AFTER_TESTS: Final = "the end of the session"
 

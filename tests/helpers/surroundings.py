@@ -20,7 +20,6 @@ PR_SET_CHILD_SUBREAPER: Final = 36
 SHARED: Final = Path("/tmp")
 """Where programs without `TMPDIR` in their environment, and tests that need a public place, have temporary files."""
 
-OF_OTHER_RUNS: Final = ("backstay-twice-", "backstay-tests-")  # of tests/twice.py, and of pytest without it
 OTHER_RUNS: Final = ("pytest", "twice.py", "backstay")
 MOST_SHOWN: Final = 120  # characters of a command line
 _COARSE = 0.01  # seconds by which the times of processes and files may be too early
@@ -97,7 +96,10 @@ class Surroundings:
 
 
 def begun(root: int, folder: Path, since: float) -> list[str]:
-    """Returns keys of the processes below `root`, and of the temporary files in `folder`, that began since a time."""
+    """Returns keys of the processes below `root`, and of the temporary files in `folder`, that began since a time.
+
+    Tests in other processes may have begun them: a process whose parent has ended may be of any of them.
+    """
     boot = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
     found = [key_of(pid, ticks) for pid, ticks in descendants(root).items() if boot + ticks * _TICK > since - _COARSE]
     for path in (*folder.glob("*"), *_public(SHARED)):
@@ -108,8 +110,8 @@ def begun(root: int, folder: Path, since: float) -> list[str]:
 
 
 def _public(folder: Path) -> Iterator[Path]:
-    """Yields the temporary files and folders of Backstay, without those that only another run can have there."""
-    return (path for path in folder.glob("backstay-*") if not path.name.startswith(OF_OTHER_RUNS))
+    """Yields the files and folders that tests make there. Other programs of Backstay have other names."""
+    return folder.glob("backstay-test-*")
 
 
 def living(kept: int = 0) -> bool:
@@ -177,7 +179,12 @@ def other_runs() -> list[str]:
         ours.add(pid)
         pid = parents[pid]
     commands = (command(pid) for pid in parents if pid not in ours)
-    return [one[:MOST_SHOWN] for one in commands if any(Path(word).name.startswith(OTHER_RUNS) for word in one.split())]
+    # The program, or the script or module of an interpreter.
+    return [
+        one[:MOST_SHOWN]
+        for one in commands
+        if any(Path(word).name.startswith(OTHER_RUNS) for word in one.split()[:3] if word != "-c")
+    ]
 
 
 def mounts() -> set[str]:

@@ -19,7 +19,7 @@ import surroundings
 
 surroundings.other_runs = lambda: eval(sys.argv[2])
 with surroundings.Surroundings(0.0, Path(sys.argv[1])) as made:
-    Path(sys.argv[1], "backstay-it").touch()
+    Path(sys.argv[1], "backstay-test-it").touch()
     Path(sys.argv[1], "of-another").touch()
     print(sorted(made.left().values()))
 """
@@ -27,12 +27,15 @@ with surroundings.Surroundings(0.0, Path(sys.argv[1])) as made:
 
 @pytest.mark.parametrize(
     ("others", "found"),
-    [("[]", "['the file {0}/backstay-it']\n"), ("['pytest']", "not judged: the file {0}/backstay-it. They may be of ")],
+    [
+        ("[]", "['the file {0}/backstay-test-it']\n"),
+        ("['pytest']", "not judged: the file {0}/backstay-test-it. They may be of "),
+    ],
 )
 def test_files_that_all_runs_share_are_judged_while_no_other_run_has_any(
     root: Path, tmp_path: Path, others: str, found: str
 ) -> None:
-    (tmp_path / "backstay-before").mkdir()
+    (tmp_path / "backstay-test-before").mkdir()
     paths = {"PYTHONPATH": f"{root / 'tests' / 'helpers'}:{root / 'operator'}"}
     command = [sys.executable, "-c", IN, str(tmp_path), others]
     output = subprocess.run(command, env=paths, capture_output=True, text=True, check=True).stdout

@@ -142,6 +142,7 @@ class Cluster(SimulatedJob):
         for _ in range(rounds):
             todo = self.plan()
             if todo.status is None and not todo.actions:
+                assert todo.requeue_after != timedelta(0), "the operator would plan without a pause"
                 return todo
             self.apply(todo)
         raise AssertionError(f"still not settled: {todo}")

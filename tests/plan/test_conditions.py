@@ -156,15 +156,15 @@ def test_a_new_operator_does_not_take_its_first_report_for_an_update(running, st
     before, events = cluster.condition("Training"), len(cluster.events)
     assert before["reason"] == ("ServersNotReady" if stopped else "NoUpdate")
     cluster.restart_operator()
-    cluster.run(cluster.named(SERVER, 1))
-    for _ in range(5):
-        cluster.tick(5)
-        train(cluster, 5)
-        assert cluster.condition("Training") == before
-    cluster.tick(10)
-    train(cluster, 5)
-    assert cluster.condition("Training")["reason"] == "NoUpdate"
-    assert cluster.condition("Training")["lastTransitionTime"] == before["lastTransitionTime"]
+    for seconds in (1, 5, 5, 5, 10, 10):
+        cluster.tick(seconds)
+        train(cluster, 5, waits_for="worker 1 computes")
+        found = cluster.condition("Training")
+        assert (found["status"], found["lastTransitionTime"]) == ("False", before["lastTransitionTime"])
+        assert found["message"].partition(": ")[0] == before["message"].partition(": ")[0]
+        if seconds == 10:
+            cluster.run(cluster.named(SERVER, 1))
+    assert found["message"].endswith("worker 1 computes")
     assert "TrainingInterrupted" not in {reason for reason, _ in cluster.events[events:]}
     train(cluster, 6)
     assert cluster.condition("Training")["status"] == "True"

@@ -276,7 +276,7 @@ def test_a_rank_that_fits_in_part_is_created_again(running):
     cluster.tick(99)
     cluster.settle()
     assert cluster.status["incarnations"]["worker-0"] == 2
-    cluster.tick(2)
+    cluster.tick(102)
     cluster.settle()
     assert cluster.status["incarnations"]["worker-0"] == 3
     assert all(cluster.pods[name]["metadata"]["deletionTimestamp"] for name in names)

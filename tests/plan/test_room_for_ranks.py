@@ -102,7 +102,7 @@ def test_of_two_jobs_that_each_hold_half_of_a_rank_one_trains_before_its_deadlin
     assert [complete(job, 2) for job in jobs] == [(0, 1), (0, 1)]
     passes(jobs, deadline * 9 // 10)
     assert sorted(complete(job, 2) for job in jobs) == [(0, 0), (1, 0)]
-    assert {job.condition("PodsCreated")["reason"] for job in jobs} <= {"AllCreated", "GivenBack", "PodRefused"}
+    assert {job.condition("PodsCreated")["reason"] for job in jobs} == {"AllCreated", "PodRefused"}
     assert not any(job.deaths for job in jobs)
     assert not any(job.status["phase"] == "Failed" for job in jobs)
     assert any(reason == "GivenBack" for job in jobs for reason, _ in job.events)
@@ -112,18 +112,19 @@ def test_of_two_jobs_that_each_hold_half_of_a_rank_one_trains_before_its_deadlin
     assert all(job.condition("PodsCreated")["status"] == "True" for job in jobs)
 
 
-def test_while_a_rank_leaves_its_room_to_others_its_pods_are_not_created(make_cluster):
-    job = make_cluster({"parameterServers": {"replicas": 1}, "workers": {"replicas": 1, "podsPerRank": 2}})
+def test_while_a_rank_leaves_its_room_to_others_a_refused_pod_is_not_created():
+    quota = Quota(1)
+    job = limited(quota, random.Random(0), 1, 2)
     for _ in range(70):
         job.settle(40)
         job.bury()
+        assert job.condition("PodsCreated")["reason"] == "PodRefused"
         if not any(map(is_worker, job.pods.values())):
             break
-        assert job.condition("PodsCreated")["reason"] != "GivenBack"
-        in_part(job, 0)
         job.tick(5)
-    assert job.condition("PodsCreated")["reason"] == "GivenBack"
-    assert "created again 30 s later" in job.condition("PodsCreated")["message"]
+    assert job.condition("PodsReady")["reason"] == "GivenBack"
+    assert "created again 30 s later" in job.condition("PodsReady")["message"]
+    quota.room = 2
     job.tick(31)
     job.settle(40)
     assert job.condition("PodsCreated")["status"] == "True"

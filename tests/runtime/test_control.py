@@ -398,6 +398,7 @@ def test_t8_a_server_that_is_slow_to_answer_is_reached(server: ControlServer) ->
     client = ControlClient([f"127.0.0.1:{listener.getsockname()[1]}"], Credentials(TOKEN), Peer(role="worker"))
     assert len(client.join_all(AGREEMENT, lambda: False)) == 1
     client.close()
+    listener.shutdown(socket.SHUT_RDWR)  # or `accept` would wait on
     listener.close()
     for end in ends:
         with contextlib.suppress(OSError):

@@ -47,7 +47,8 @@ SLOW_START: Final = timedelta(seconds=30)
 INTERRUPTED: Final = timedelta(seconds=10)
 # The same while all are ready; also at least a multiple of the duration of an update.
 NO_UPDATE: Final = timedelta(seconds=30)
-_NOT_CREATED: Final = (Blocked.REFUSED, Blocked.HELD, Blocked.POD_INVALID, Blocked.GIVEN_BACK)
+_NOT_CREATED: Final = (Blocked.REFUSED, Blocked.HELD, Blocked.POD_INVALID)
+_INTERRUPTIONS: Final = ("NoUpdate", status.REASON_SERVERS, status.REASON_WORKERS)
 _UPDATES: Final = 5
 # Together shorter than a condition's message may be, so that neither cuts the other one.
 _MAX_SUMMARY: Final = 600
@@ -213,7 +214,7 @@ def all_created(facts: Facts, record: Record, slots: Sequence[Slot], found: Effe
     if found.creations or not facts.can_create or _refused(found):
         return False
     lacking = (slot for slot in slots if facts.absent(slot, record.current(slot)))
-    return all(record.waits_until(slot.key) is not None for slot in lacking)
+    return all(record.waits_until(slot.key) is not None and not record.lacks_room(slot) for slot in lacking)
 
 
 def _refused(found: Effects) -> bool:
@@ -298,13 +299,9 @@ def training(facts: Facts, record: Record, slots: Sequence[Slot]) -> Training:
         return Training((over, *_running(facts, record, slots, "", began)))
     patience = INTERRUPTED if stopped else max(NO_UPDATE, _UPDATES * timedelta(seconds=_seconds(updates)))
     known = facts.conditions.get(status.TRAINING)
-    stood = known is not None and known.status == "False" and known.reason != "NotStarted"
-    if stood and known is not None and updates is not None and not updates.changed and not stopped:
-        # The first report that an operator gets is not an update. Its predecessor knew for how long there was none.
-        due = updates.at + patience
-        if known.reason == "NoUpdate" or facts.now < due:
-            return Training(tuple(_running(facts, record, slots, "", began)), interrupted=True, check_at=due)
-    if updates is not None and facts.now < updates.at + patience:
+    # The first report that an operator gets is not an update. Its predecessor knew for how long there was none.
+    stood = updates is not None and not updates.changed and known is not None and known.reason in _INTERRUPTIONS
+    if updates is not None and not stood and facts.now < updates.at + patience:
         trains = Statement(status.TRAINING, True, "Updating", "updates are applied")
         return Training((trains, *_running(facts, record, slots, "", began)), check_at=updates.at + patience)
     if updates is None and not stopped:
@@ -312,6 +309,8 @@ def training(facts: Facts, record: Record, slots: Sequence[Slot]) -> Training:
     since = (
         f"no update since {format_time(updates.at)} (step {updates.step})" if updates else "no server reports a step"
     )
+    if stood and known is not None:
+        since = known.message.partition(": ")[0]
     reason = stopped or "NoUpdate"
     waits = "" if stopped else _waits_for(facts)
     text = f"{since}: {waits or _reason(servers, no_worker)}"

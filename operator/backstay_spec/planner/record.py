@@ -72,6 +72,11 @@ class Record:
         known = self.backoff.get(key)
         return known.not_before if known is not None else None
 
+    def lacks_room(self, slot: Slot) -> bool:
+        """Returns whether only some pods of the slot's rank had room."""
+        known = self.backoff.get(slot.key)
+        return known is not None and known.no_room_since is not None
+
     def restarts_of(self, slot: Slot) -> int:
         """Returns how many restarts are charged to the slot's role."""
         return self.restarts.get(ROLE_OF_LABEL[slot.role], 0)

@@ -37,7 +37,7 @@ from backstay_spec.names import Slot, fraction
 from backstay_spec.observed import UNCOUNTED, RefusedCreate
 from backstay_spec.planner import budgets, hung, leaving, order, promotion, standbys
 from backstay_spec.planner.admission import NONE_GIVEN_UP, GivenUp
-from backstay_spec.planner.creating import LOOK_UP_RETRY, create, death_event, look_up, lost, try_again
+from backstay_spec.planner.creating import LOOK_UP_RETRY, REFUSED_RETRY, create, death_event, look_up, lost, try_again
 from backstay_spec.planner.deleting import deletions
 from backstay_spec.planner.effects import Creation, Decision, Effects, JobFailure, Obstructed
 from backstay_spec.planner.facts import Facts
@@ -182,7 +182,7 @@ def _judge_living(facts: Facts, record: Record, pod: PodView) -> Decision:
     since = _may_start_since(facts, pod)
     other_place, required = None, _has_required_place(facts)
     if required and facts.can_create and is_bound_in_part(pod):
-        other_place = since + _TRIES_A_PLACE * _pending_limit(facts)
+        other_place = _tries_until(facts, pod, since)
         if facts.now >= other_place:
             key = facts.spec.scheduling.group_topology_key
             text = f"its pods do not fit on nodes with one value of {key}: {obstacle.text}"
@@ -219,8 +219,8 @@ def _given_back(facts: Facts, decided: Decision, pod: PodView, absent: Sequence[
         due = facts.now
     elif in_part or (found and refused):
         # Nodes and refusals without a quota may fit one rank only, so a higher one may start where a lower one cannot.
-        patience = _TRIES_A_PLACE * (1 if yields else 1 + fraction(facts.pod_name(pod.slot, pod.incarnation)))
-        due = _may_start_since(facts, pod) + patience * _pending_limit(facts)
+        since = _may_start_since(facts, pod)
+        due = since + _share(facts) if yields else max(_tries_until(facts, pod, since), _left_until(decided.record))
     else:
         return decided
     if not facts.can_create or decided.effects.failure is not None:
@@ -267,8 +267,25 @@ def _without_room(record: Record, slot: Slot, after: Backoff | None, since: date
 
 
 def _given_back_for(facts: Facts) -> timedelta:
-    """Returns how long a rank leaves its room to others, which create their pods again after 5 s."""
-    return min(_GIVEN_BACK, _TRIES_A_PLACE * _pending_limit(facts))
+    """Returns how long a rank leaves its room to others, which try again before that."""
+    return max(REFUSED_RETRY + timedelta(seconds=1), min(_GIVEN_BACK, _share(facts)))
+
+
+def _share(facts: Facts) -> timedelta:
+    """Returns how long the pods of a rank try one place."""
+    return _TRIES_A_PLACE * _pending_limit(facts)
+
+
+def _left_until(record: Record) -> datetime:
+    """Returns until when ranks of the job leave their room to the lowest one."""
+    found = (known.not_before for known in record.backoff.values() if known.no_room_since is not None)
+    return max((at for at in found if at is not None), default=_LONG_AGO)
+
+
+def _tries_until(facts: Facts, pod: PodView, since: datetime) -> datetime:
+    """Returns the end of a time that depends on the rank's name: two jobs that hold what each other needs must not
+    always act together."""
+    return since + (1 + fraction(facts.pod_name(pod.slot, pod.incarnation))) * _share(facts)
 
 
 def _no_room(facts: Facts, record: Record, slot: Slot) -> tuple[Obstructed, ...]:
@@ -276,7 +293,8 @@ def _no_room(facts: Facts, record: Record, slot: Slot) -> tuple[Obstructed, ...]
     known = record.backoff.get(slot.key)
     if known is None or known.no_room_since is None:
         return ()
-    text = f"there is room for some of its pods only, so all are created again {_given_back_for(facts).seconds} s later"
+    seconds = round(_given_back_for(facts).total_seconds())
+    text = f"there is room for some of its pods only, so all are created again {seconds} s later"
     return (Obstructed(slot, Obstacle(Blocked.GIVEN_BACK, text), known.no_room_since),)
 
 
