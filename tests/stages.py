@@ -162,7 +162,8 @@ def interrupted(*_: object) -> None:
 
 def main() -> int:
     os.chdir(ROOT)
-    before = {number: signal.signal(number, interrupted) for number in ENDS}
+    received = [number for number in ENDS if signal.getsignal(number) is not signal.SIG_IGN]  # not those of nohup
+    before = {number: signal.signal(number, interrupted) for number in received}
     try:
         return all_stages()
     finally:

@@ -340,5 +340,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--record"]:
         sys.exit(record(float(sys.argv[2]), sys.argv[3:]))
     for number in ENDS:
-        signal.signal(number, interrupted)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, interrupted)
     sys.exit(main(sys.argv[1:]))

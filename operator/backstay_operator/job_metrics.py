@@ -240,7 +240,8 @@ class JobMetrics(Collector):
         series.phase = reported.get("phase") or "Pending"
         trains, lives = training(job), series.phase in _TO_TRAIN
         ends = lives and condition_of(job, status.TRAINING).get("reason") in _ENDS
-        if "last_update_timestamp_seconds" not in series.values and reported.get("step"):
+        updated = reported.get("step") and condition_of(job, status.TRAINING).get("reason") != "NotStarted"
+        if "last_update_timestamp_seconds" not in series.values and updated:
             # An earlier operator observed the updates of this job.
             series.set("last_update_timestamp_seconds", _stopped(job) or self._wall())
         for name, row in _REPORTED.items():  # of a job whose servers have not answered this operator

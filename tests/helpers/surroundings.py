@@ -18,7 +18,7 @@ from backstay_cluster.tests.limits import slack
 
 PR_SET_CHILD_SUBREAPER: Final = 36
 SHARED: Final = Path("/tmp")
-"""Where programs without `TMPDIR` in their environment, and tests that need a public place, have temporary files."""
+"""Where tests that need a public place have temporary files."""
 
 OTHER_RUNS: Final = ("pytest", "twice.py", "backstay")
 MOST_SHOWN: Final = 120  # characters of a command line
@@ -181,9 +181,7 @@ def other_runs() -> list[str]:
     commands = (command(pid) for pid in parents if pid not in ours)
     # The program, or the script or module of an interpreter.
     return [
-        one[:MOST_SHOWN]
-        for one in commands
-        if any(Path(word).name.startswith(OTHER_RUNS) for word in one.split()[:3] if word != "-c")
+        one[:MOST_SHOWN] for one in commands if any(Path(word).name.startswith(OTHER_RUNS) for word in one.split()[:3])
     ]
 
 

@@ -12,7 +12,7 @@ from backstay_operator.metrics import OperatorMetrics, metric_names
 from backstay_spec.actions import FoundDead
 from backstay_spec.causes import Cause
 from backstay_spec.goodput import PARTS
-from backstay_spec.job_report import JobReport
+from backstay_spec.job_report import JobReport, TermStart
 from backstay_spec.observed import Progress
 from backstay_spec.types import TrainingJobSpec
 from backstay_spec.validation import parse_job
@@ -140,6 +140,23 @@ def test_the_last_update_is_the_last_growth_of_the_step() -> None:
     assert after(1, 0) is None, "an answer is no update"
     assert [after(1, step) for step in (5, 5, 6)] == [1002, 1002, 1004]
     assert [after(1, step) for step in (3, 3, 4)] == [1004, 1004, 1007], "a rollback is no update"
+
+
+def test_a_job_that_continues_from_a_checkpoint_has_no_update_before_its_own_first_one() -> None:
+    watched, name = Watched(), "backstay_job_last_update_timestamp_seconds"
+
+    def after(step: int) -> float | None:
+        watched.clock.now += 1
+        report = JobReport(step=step, term_start=TermStart(1, 1000, "s3://x"))
+        watched.metrics.job.progress(KEY, Progress(datetime.now(UTC), report=report), trains=True)
+        return watched.value(name)
+
+    for step in (None, 1000):
+        watched.report(
+            job_of("Starting", training=False, reason="NotStarted", **({} if step is None else {"step": step}))
+        )
+        assert after(1000) is None
+    assert after(1001) == 1003
 
 
 def test_a_later_operator_exports_the_time_at_which_a_job_stopped() -> None:

@@ -170,6 +170,31 @@ def test_a_new_operator_does_not_take_its_first_report_for_an_update(running, st
     assert cluster.condition("Training")["status"] == "True"
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_new_operator_finds_an_update_that_came_while_there_was_none(running, stopped):
+    """The first plan may be before the first report."""
+    cluster = running(TRAINING_SPEC)
+    train(cluster, 5)
+    cluster.tick(40)
+    if stopped:
+        cluster.run(cluster.named(SERVER, 1), ready=False)
+    train(cluster, 5)
+    since = cluster.condition("Training")["message"].partition(": ")[0]
+    assert since.startswith("no update since 2026")
+    cluster.restart_operator()
+    cluster.settle()
+    assert cluster.condition("Training")["message"].startswith(since)
+    train(cluster, 5)
+    assert cluster.condition("Training")["message"].startswith(since)
+    cluster.restart_operator()
+    cluster.run(cluster.named(SERVER, 1))
+    train(cluster, 9)
+    for _ in range(2):
+        assert cluster.condition("Training")["status"] == "True"
+        cluster.tick(20)
+        train(cluster, 9)
+
+
 @pytest.mark.parametrize("waits", ["worker 0 has sent no heartbeat for {} s", "worker 0 computes, for {} s (1 of 2)"])
 def test_o8_a_job_without_updates_does_not_write_its_status_again_and_again(running, waits):
     cluster = running(TRAINING_SPEC)

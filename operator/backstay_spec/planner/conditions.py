@@ -48,6 +48,7 @@ INTERRUPTED: Final = timedelta(seconds=10)
 # The same while all are ready; also at least a multiple of the duration of an update.
 NO_UPDATE: Final = timedelta(seconds=30)
 _NOT_CREATED: Final = (Blocked.REFUSED, Blocked.HELD, Blocked.POD_INVALID)
+_SINCE: Final = "no update since"
 _INTERRUPTIONS: Final = ("NoUpdate", status.REASON_SERVERS, status.REASON_WORKERS)
 _UPDATES: Final = 5
 # Together shorter than a condition's message may be, so that neither cuts the other one.
@@ -299,17 +300,14 @@ def training(facts: Facts, record: Record, slots: Sequence[Slot]) -> Training:
         return Training((over, *_running(facts, record, slots, "", began)))
     patience = INTERRUPTED if stopped else max(NO_UPDATE, _UPDATES * timedelta(seconds=_seconds(updates)))
     known = facts.conditions.get(status.TRAINING)
-    # The first report that an operator gets is not an update. Its predecessor knew for how long there was none.
-    stood = updates is not None and not updates.changed and known is not None and known.reason in _INTERRUPTIONS
+    stood = known is not None and known.reason in _INTERRUPTIONS and not _has_updated(facts)
     if updates is not None and not stood and facts.now < updates.at + patience:
         trains = Statement(status.TRAINING, True, "Updating", "updates are applied")
         return Training((trains, *_running(facts, record, slots, "", began)), check_at=updates.at + patience)
     if updates is None and not stopped:
         return Training(tuple(_running(facts, record, slots, "", began)))  # no step was reported to this operator yet
-    since = (
-        f"no update since {format_time(updates.at)} (step {updates.step})" if updates else "no server reports a step"
-    )
-    if stood and known is not None:
+    since = f"{_SINCE} {format_time(updates.at)} (step {updates.step})" if updates else "no server reports a step"
+    if stood and known is not None and known.message.startswith(_SINCE):
         since = known.message.partition(": ")[0]
     reason = stopped or "NoUpdate"
     waits = "" if stopped else _waits_for(facts)
@@ -318,6 +316,15 @@ def training(facts: Facts, record: Record, slots: Sequence[Slot]) -> Training:
     # Servers, then workers, then only updates may be missing: one interruption is one event.
     halted = Statement(status.TRAINING, False, reason, text, warning("TrainingInterrupted", text) if is_new else None)
     return Training((halted, *_running(facts, record, slots, stopped, began)), interrupted=True)
+
+
+def _has_updated(facts: Facts) -> bool:
+    """Returns whether an update was applied that the last status does not have.
+
+    The first report that an operator gets is none by itself. Its predecessor knew for how long there was none.
+    """
+    updates = facts.observed.updates
+    return updates is not None and (updates.changed or updates.step > (facts.old.step or 0))
 
 
 def _continues(facts: Facts) -> bool:
