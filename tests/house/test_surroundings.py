@@ -36,7 +36,8 @@ def test_files_that_all_runs_share_are_judged_while_no_other_run_has_any(
     root: Path, tmp_path: Path, others: str, found: str
 ) -> None:
     (tmp_path / "backstay-test-before").mkdir()
-    paths = {"PYTHONPATH": f"{root / 'tests' / 'helpers'}:{root / 'operator'}"}
+    (own := tmp_path / "own").mkdir()
+    paths = {"PYTHONPATH": f"{root / 'tests' / 'helpers'}:{root / 'operator'}", "TMPDIR": str(own)}
     command = [sys.executable, "-c", IN, str(tmp_path), others]
     output = subprocess.run(command, env=paths, capture_output=True, text=True, check=True).stdout
     assert output.startswith(found.format(tmp_path)), output

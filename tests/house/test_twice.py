@@ -239,6 +239,15 @@ def test_a_process_that_dies_after_its_tests_fails_the_run(suite: Suite, tmp_pat
     assert "once more" not in output
 
 
+def test_a_process_has_time_for_its_last_work(suite: Suite, tmp_path: Path) -> None:
+    """execnet interrupts a process that works 5 s after the request to end, and later kills it."""
+    slow = "def pytest_unconfigure():\n        time.sleep(6)\n        open('ended', 'w').close()"
+    (tmp_path / "conftest.py").write_text(f"import os, time\n\nif 'PYTEST_XDIST_WORKER' in os.environ:\n    {slow}\n")
+    status, output = suite.run("def test_good(): pass\n", "-n", "1")
+    assert status == 0, output
+    assert (tmp_path / "ended").exists()
+
+
 def test_threads_of_libraries_and_sockets_that_do_not_listen_are_not_left_behind(suite: Suite) -> None:
     tests = "import left_in_process, socket, threading\n\nleft_in_process.ENDING = 0.0\nended = threading.Event()\n"
     tests += "imported = threading.Thread(target=ended.wait, daemon=True)\nimported.start()\n"
