@@ -239,8 +239,8 @@ class JobMetrics(Collector):
         reported = job.get("status") or {}
         series.phase = reported.get("phase") or "Pending"
         trains, lives = training(job), series.phase in _TO_TRAIN
-        ends = lives and condition_of(job, status.TRAINING).get("reason") in _ENDS
-        updated = reported.get("step") and condition_of(job, status.TRAINING).get("reason") != "NotStarted"
+        reason = condition_of(job, status.TRAINING).get("reason")
+        ends, updated = lives and reason in _ENDS, reported.get("step") and reason != "NotStarted"
         if "last_update_timestamp_seconds" not in series.values and updated:
             # An earlier operator observed the updates of this job.
             series.set("last_update_timestamp_seconds", _stopped(job) or self._wall())

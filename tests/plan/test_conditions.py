@@ -145,16 +145,21 @@ def test_a_new_operator_does_not_report_an_interruption(running):
     assert cluster.condition("Training")["status"] == "True"
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_a_new_operator_does_not_take_its_first_report_for_an_update(running, stopped):
+@pytest.fixture(params=[False, True], ids=["no update", "a server is not ready"])
+def interrupted(running, request):
     cluster = running(TRAINING_SPEC)
     train(cluster, 5)
     cluster.tick(40)
-    if stopped:
+    if request.param:
         cluster.run(cluster.named(SERVER, 1), ready=False)
     train(cluster, 5)
+    assert cluster.condition("Training")["reason"] == ("ServersNotReady" if request.param else "NoUpdate")
+    return cluster
+
+
+def test_a_new_operator_does_not_take_its_first_report_for_an_update(interrupted):
+    cluster = interrupted
     before, events = cluster.condition("Training"), len(cluster.events)
-    assert before["reason"] == ("ServersNotReady" if stopped else "NoUpdate")
     cluster.restart_operator()
     for seconds in (1, 5, 5, 5, 10, 10):
         cluster.tick(seconds)
@@ -170,15 +175,9 @@ def test_a_new_operator_does_not_take_its_first_report_for_an_update(running, st
     assert cluster.condition("Training")["status"] == "True"
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_a_new_operator_finds_an_update_that_came_while_there_was_none(running, stopped):
+def test_a_new_operator_finds_an_update_that_came_while_there_was_none(interrupted):
     """The first plan may be before the first report."""
-    cluster = running(TRAINING_SPEC)
-    train(cluster, 5)
-    cluster.tick(40)
-    if stopped:
-        cluster.run(cluster.named(SERVER, 1), ready=False)
-    train(cluster, 5)
+    cluster = interrupted
     since = cluster.condition("Training")["message"].partition(": ")[0]
     assert since.startswith("no update since 2026")
     cluster.restart_operator()
