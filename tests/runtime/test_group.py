@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import urllib.request
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from backstay._process import SIGTERM_EXIT
 from backstay.testing import KILLED, Pod
 from backstay_spec import contract
 
-from .groups import GROUP_LOST_EXIT, JAX_ABORTS, ends_too, same, trained
+from .groups import GROUP_LOST_EXIT, JAX_ABORTS, GroupJob, ends_too, same, trained
 from .operator_calls import progress
 
 
@@ -282,10 +281,13 @@ def test_a_script_that_exits_in_init_of_one_pod_ends_the_other(group: Any, exits
     ends_too(pods[1])
 
 
-def refused(pods: Sequence[Pod]) -> str:
-    """Returns the message of pods that end because their scripts differ. JAX may abort another one when the first has
-    ended."""
-    pods[0].job.may_end_with(1, JAX_ABORTS)
+def refused(job: GroupJob, **other: str) -> str:
+    """Returns the message of two pods that end because these variables of the second one differ. JAX may abort another
+    one when the first has ended."""
+    job.server(0, 1)
+    members = ({contract.ENV_MEMBER: "0"}, {contract.ENV_MEMBER: "1", **other})
+    pods = [job.start(contract.ROLE_WORKER, 0, 1, environment=each) for each in members]
+    job.may_end_with(1, JAX_ABORTS)
     codes = [pod.wait() for pod in pods]
     assert codes[0] == 1
     assert set(codes) <= {1, JAX_ABORTS}
@@ -298,20 +300,14 @@ def refused(pods: Sequence[Pod]) -> str:
 def test_pods_with_another_script_are_refused(group: Any) -> None:
     """They waited for each other in a collective."""
     job = group("fsdp", devices=1, pods_per_rank=2)
-    job.server(0, 1)
-    other = {contract.ENV_MEMBER: "1", "OTHER_KIND": "", "MORE": "frozen"}
-    pods = [job.start(contract.ROLE_WORKER, 0, 1, environment=each) for each in ({contract.ENV_MEMBER: "0"}, other)]
-    message = refused(pods)
+    message = refused(job, OTHER_KIND="", MORE="frozen")
     assert message.startswith("pod 1 of worker 0 differs from pod 0 of worker 0: ")
     assert re.search(r"; frozen is \w.* in pod 1 of worker 0 and nothing in pod 0 of worker 0; ", message), message
 
 
 def test_pods_with_another_sharding_are_refused_by_its_name(group: Any) -> None:
     job = group("fsdp", devices=1, pods_per_rank=2)
-    job.server(0, 1)
-    other = {contract.ENV_MEMBER: "1", "OTHER_KIND": ""}
-    pods = [job.start(contract.ROLE_WORKER, 0, 1, environment=each) for each in ({contract.ENV_MEMBER: "0"}, other)]
-    message = refused(pods)
+    message = refused(job, OTHER_KIND="")
     assert message.startswith(
         "pod 1 of worker 0 differs from pod 0 of worker 0: sharding is nothing in pod 1 of worker 0"
     )
@@ -319,10 +315,7 @@ def test_pods_with_another_sharding_are_refused_by_its_name(group: Any) -> None:
 
 def test_pods_with_another_mesh_are_refused_by_its_sizes(group: Any) -> None:
     job = group("whole", pods_per_rank=2)
-    job.server(0, 1)
-    other = {contract.ENV_MEMBER: "1", "OTHER_KIND": "made"}
-    pods = [job.start(contract.ROLE_WORKER, 0, 1, environment=each) for each in ({contract.ENV_MEMBER: "0"}, other)]
-    message = refused(pods)
+    message = refused(job, OTHER_KIND="made")
     assert message.startswith(
         "pod 1 of worker 0 differs from pod 0 of worker 0: mesh is {'batch': 2, 'model': 2} in pod 1 of worker 0 and "
         "{'batch': 4} in pod 0 of worker 0"
