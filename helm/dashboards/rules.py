@@ -18,14 +18,15 @@ _JOB: Final = "{{ $labels.namespace }}/{{ $labels.training_job }}"
 #: Only jobs that are to train have this series.
 _TO_TRAIN: Final = f"and {_ON} backstay_job_training"
 _UPDATES: Final = "training_job:backstay_updates:rate5m"
-_SECONDS: Final = "training_job:backstay_update_seconds:mean6h"
+_SECONDS: Final = "training_job:backstay_update_seconds:usual"
 #: Seconds of the usual update, as at the last update: the estimate of a job that stopped must not grow. The recorded
 #: series is only there for minutes after an update.
 _USUAL: Final = f"last_over_time({_SECONDS}[1d:2m])"
 #: The times of the last update and checkpoint survive a suspension, and the start is reset when the job resumes.
 _START: Final = f"max {BY_JOB} (backstay_job_start_timestamp_seconds)"
 #: Nothing until the first update since the start: pods may take their time to be scheduled, to pull and to compile.
-_SINCE_UPDATE: Final = f"(time() - (max {BY_JOB} (backstay_job_last_update_timestamp_seconds) >= {_START}))"
+_UPDATED: Final = f"(max {BY_JOB} (backstay_job_last_update_timestamp_seconds) >= {_START})"
+_SINCE_UPDATE: Final = f"(time() - {_UPDATED})"
 _STORED: Final = f"max {BY_JOB} (backstay_checkpoint_timestamp_seconds or backstay_job_checkpoint_timestamp_seconds)"
 _SINCE_CHECKPOINT: Final = f"(time() - (({_STORED} > {_START}) or {_START}))"
 _INTERVAL: Final = f"max {BY_JOB} (backstay_job_checkpoint_interval_seconds)"
@@ -44,7 +45,12 @@ def _alert(name: str, expr: str, lasts: str, severity: str, summary: str, descri
 RECORDING: Final = [
     {"record": _UPDATES, "expr": f"sum {BY_JOB} (rate(backstay_updates_total[5m]))"},
     # The mean over the time in which a coordinator lived. A window of minutes has one of an hour's updates, or none.
-    {"record": _SECONDS, "expr": f"1 / ((avg_over_time({_UPDATES}[6h]) > 0) and ({_UPDATES} > 0))"},
+    # If a job has become slower, the last half hour has the steps that are usual now.
+    {
+        "record": _SECONDS,
+        "expr": f"1 / (((avg_over_time({_UPDATES}[30m]) < avg_over_time({_UPDATES}[6h]))"
+        f" or avg_over_time({_UPDATES}[6h])) and ({_UPDATES} > 0))",
+    },
     {"record": "training_job:backstay_goodput:ratio30m", "expr": goodput("", "30m")},
 ]
 
@@ -78,8 +84,10 @@ JOBS: Final = [
     ),
     _alert(
         "BackstayCheckpointOld",
-        f"(({_SINCE_CHECKPOINT} > 3 * {_INTERVAL}) unless {_ON} ({_SINCE_CHECKPOINT} <= 3 * {_USUAL})) {_TO_TRAIN}",
-        "2m",
+        f"(({_SINCE_CHECKPOINT} > 3 * {_INTERVAL}) unless {_ON} ({_SINCE_CHECKPOINT} <= 3 * {_USUAL}))"
+        f" and {_ON} {_UPDATED} {_TO_TRAIN}",
+        # The first interval begins with the first update, and a start may have taken longer than three intervals.
+        "10m",
         "warning",
         f"{_JOB} has no recent checkpoint",
         f"{_JOB} has stored no complete checkpoint for {{{{ $value | humanizeDuration }}}}: more than three of its intervals."

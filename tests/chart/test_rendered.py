@@ -478,3 +478,5 @@ def test_the_dashboards_and_rules_arrive_whole(helm: Any, chart: Path) -> None:
         assert made.count(text) == number
         made = made.replace(text, own)
     assert rule["spec"]["groups"] == yaml.safe_load(made)["groups"], "of its own operator and jobs"
+    (rule,) = (o for o in helm.objects(values.replace("=0.3", "=null")) if o["kind"] == "PrometheusRule")
+    assert f"{GOODPUT}{{}} < 0.5" in str(rule), "a value that is removed is the default"
