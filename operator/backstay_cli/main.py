@@ -82,6 +82,9 @@ def run(
         int | None, typer.Option(help="Script only: standbys of each server, 0 or 1. [default: 0]")
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Script only: workers, backups included. [default: 2]")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(help="Script only: NVIDIA GPUs of each worker's pods. [default: 0]")
+    ] = None,
     pods_per_rank: Annotated[
         int | None, typer.Option(help="Script only: pods of each worker, which JAX uses as one. [default: 1]")
     ] = None,
@@ -151,7 +154,7 @@ def run(
             metavar="NAME=VALUE",
             help="Environment variable of every pod; NAME without a value passes its current value. May be "
             "repeated. A script also gets the environment of this command, except BACKSTAY_*, KUBERNETES_* and "
-            "CUDA_VISIBLE_DEVICES.",
+            "CUDA_VISIBLE_DEVICES. In a pod without a GPU, JAX_PLATFORMS is cpu, unless this option sets it.",
         ),
     ] = None,
     preload: Annotated[
@@ -204,6 +207,7 @@ def run(
         servers=servers,
         standbys=standbys,
         workers=workers,
+        gpus=gpus,
         pods_per_rank=pods_per_rank,
         backups=backups,
         mode=mode,

@@ -78,7 +78,7 @@ ENV_POD_IP: Final = "BACKSTAY_POD_IP"  # fieldRef status.podIP: what other pods 
 ENV_TOKEN: Final = "BACKSTAY_TOKEN"  # noqa: S105  # secretKeyRef: hex, the job's token (O7)
 ENV_CONFIG: Final = "BACKSTAY_CONFIG"  # JSON, `RuntimeConfig` of backstay_spec.runtime
 ENV_TERMINATION_LOG: Final = "BACKSTAY_TERMINATION_LOG"  # where to write the termination message
-ENV_GPUS: Final = "BACKSTAY_GPUS"  # how many GPUs the container requests; absent: none
+ENV_GPUS: Final = "BACKSTAY_GPUS"  # how many GPUs JAX must find; absent: any number
 # Set by a kubelet, not by the operator: the address to bind (default: all of the pod's).
 ENV_BIND: Final = "BACKSTAY_BIND"
 # The same: a folder that outlives the pod, for records (default: they are beside the checkpoints alone).

@@ -11,8 +11,8 @@ __all__ = ["gpus_of", "prepare", "shared"]
 
 _GPU: Final = "nvidia.com/gpu"
 _NAMES: Final = (_GPU, "nvidia.com/mig-")  # such as nvidia.com/gpu.shared and nvidia.com/mig-1g.10gb
-_SLICED: Final = "nvidia.com/gpu.shared"
-_PARTS: Final = (_SLICED, "nvidia.com/mig-")
+_SHARED: Final = ".shared"  # NVIDIA's plugin appends it to a resource that several containers use at the same time
+_PARTS: Final = (_GPU + _SHARED, "nvidia.com/mig-")
 _PLATFORMS: Final = "JAX_PLATFORMS"
 _VISIBLE: Final = "NVIDIA_VISIBLE_DEVICES"
 _PREALLOCATE: Final = "XLA_PYTHON_CLIENT_PREALLOCATE"
@@ -72,10 +72,12 @@ def prepare(spec: dict[str, Any], container: dict[str, Any], role: str, members:
         if not number and role != contract.ROLE_WORKER and not any(item.get("name") == _VISIBLE for item in variables):
             variables.append({"name": _VISIBLE, "value": "void"})
         return
-    variables.append({"name": contract.ENV_GPUS, "value": str(number)})
+    # CUDA shows a process one part of a divided GPU, and several shares may be of one GPU.
+    variables.append({"name": contract.ENV_GPUS, "value": str(1 if shared(container) else number)})
     if not any(item.get("name") == _PLATFORMS for item in variables):
         variables.append({"name": _PLATFORMS, "value": "cuda,cpu"})
-    if _SLICED in _limits_of(container) and not any(item.get("name") == _PREALLOCATE for item in variables):
+    sliced = any(str(name).startswith(_NAMES) and str(name).endswith(_SHARED) for name in _limits_of(container))
+    if sliced and not any(item.get("name") == _PREALLOCATE for item in variables):
         variables.append({"name": _PREALLOCATE, "value": "false"})
     tolerations = spec.setdefault("tolerations", [])
     if not any(item.get("key") in (_GPU, None) and item.get("effect") in ("NoSchedule", None) for item in tolerations):

@@ -253,8 +253,12 @@ def test_options_may_follow_a_file_which_has_no_arguments(tmp_path: Path) -> Non
 def test_the_options_for_scripts_reach_the_job(script: str, tmp_path: Path) -> None:
     checkpoints = ["--checkpoint", str(tmp_path / "ck"), "--every-steps", "5", "--every-seconds", "0", "--evaluator"]
     checkpoints += ["--continue-from", "Any"]
-    spec = parse_job(printed("--standbys", "1", "--env", "A=1", "--env", "B=x=y", *checkpoints, script)).spec
+    spec = parse_job(
+        printed("--standbys", "1", "--gpus", "2", "--env", "A=1", "--env", "B=x=y", *checkpoints, script)
+    ).spec
     assert spec.parameter_servers.standbys == 1
+    (container,) = spec.workers.template["spec"]["containers"]
+    assert container == {"name": "trainer", "resources": {"limits": {"nvidia.com/gpu": "2"}}}
     assert (spec.checkpoint.uri, spec.checkpoint.every_steps) == (str(tmp_path / "ck"), 5)
     assert spec.checkpoint.continue_from == "Any"
     assert spec.checkpoint.every_seconds == 0
@@ -414,6 +418,7 @@ def test_an_invalid_option_is_named_and_not_the_field_that_it_sets(tmp_path: Pat
         "error: --servers is 0: must be between 1 and 256",
         "error: --workers is 0: must be between 1 and 10000",
     ]
+    assert "error: --gpus is -1: must be 0 or more" in refused("--gpus", "-1")
     assert "error: --backups is 2: must be less than --workers," in refused("--backups", "2")
     assert "must be false unless --gradients is Int8 or Int4" in refused("--error-feedback")
     assert refused("--grace", "5").startswith('error: --grace is "5": must be Auto, or a duration')

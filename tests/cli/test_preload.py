@@ -62,15 +62,16 @@ def test_a_script_that_cannot_be_read_adds_nothing(tmp_path, text):
 def test_variables_of_the_job_that_take_effect_at_an_import_are_set_before_it():
     """With JAX_PLATFORMS in `spec.env` every pod would differ from the preloaded process, and none would be forked."""
     env = [
-        {"name": "JAX_PLATFORMS", "value": "cpu"},
+        {"name": "JAX_PLATFORMS", "value": "tpu"},
         {"name": "XLA_FLAGS", "value": "--x=$(POD_IP)"},
         {"name": "JAX_TRACEBACK_FILTERING", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         {"name": "STEPS", "value": "3"},
     ]
     job = {"spec": {"command": ["python", "train.py"], "workingDir": "/", "env": env}}
     before = json.loads(preload())["started_with"]
-    assert json.loads(preload(job))["started_with"] == {**before, "JAX_PLATFORMS": "cpu"}
-    assert json.loads(preload(environ={"JAX_PLATFORMS": "cpu"}))["started_with"] == {**before, "JAX_PLATFORMS": "cpu"}
+    assert before["JAX_PLATFORMS"] == "cpu", "as in a pod without a GPU"
+    assert json.loads(preload(job))["started_with"] == {**before, "JAX_PLATFORMS": "tpu"}
+    assert json.loads(preload(environ={"JAX_PLATFORMS": "tpu"}))["started_with"] == {**before, "JAX_PLATFORMS": "tpu"}
 
 
 # The expression for `sys.modules` is indirect: a script that reads it is not forked.

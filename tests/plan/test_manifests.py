@@ -329,7 +329,12 @@ def with_gpus(limits, **spec):
 def test_a_worker_on_a_gpu_that_others_use_takes_no_memory_at_its_start():
     """MIG gives each pod its own memory."""
     name = "XLA_PYTHON_CLIENT_PREALLOCATE"
-    for limit, value in (("gpu.shared", "false"), ("gpu", None), ("mig-1g.10gb", None)):
+    for limit, value in (
+        ("gpu.shared", "false"),
+        ("mig-1g.10gb.shared", "false"),
+        ("gpu", None),
+        ("mig-1g.10gb", None),
+    ):
         assert environment(with_gpus({f"nvidia.com/{limit}": 1})).get(name) == value
     own = with_gpus({"nvidia.com/gpu.shared": 1}, container={"env": [{"name": name, "value": "true"}]})
     assert environment(own)[name] == "true"
@@ -342,6 +347,11 @@ def test_a_worker_with_a_gpu_needs_only_the_limit(limits):
     assert (found["BACKSTAY_GPUS"], found["JAX_PLATFORMS"]) == ("1", "cuda,cpu")
     assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod["spec"]["tolerations"]
     assert "/dev/shm" not in str(pod)
+
+
+@pytest.mark.parametrize(("limit", "visible"), [("gpu", "4"), ("gpu.shared", "1"), ("mig-1g.10gb", "1")])
+def test_the_trainer_must_find_as_many_gpus_as_cuda_shows(limit, visible):
+    assert environment(with_gpus({f"nvidia.com/{limit}": 4}))["BACKSTAY_GPUS"] == visible
 
 
 def test_several_gpus_have_shared_memory():

@@ -30,6 +30,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+FULL = ("async", "exact")  # where pinned memory has room for one array only
+
+
 def apart() -> None:
     """Let the CPU count as an accelerator in this process."""
     patch("backstay._transport._tensors._buffers.shares_host_memory", lambda device: False).start()
@@ -44,9 +47,40 @@ def apart() -> None:
     patch(f"{encoder}.encode", printing).start()
 
 
+def fill() -> None:
+    """Let pinned memory have no room after the first copy that the trainer makes in it."""
+    put, jit, pinned = jax.device_put, jax.jit, []
+
+    def is_full(place: Any) -> bool:
+        found = [getattr(one, "memory_kind", None) for one in jax.tree.leaves(place)]
+        pinned.extend(kind for kind in found if kind == "pinned_host")
+        return "pinned_host" in found and len(pinned) > 1
+
+    def put_if_room(value: Any, device: Any = None, **more: Any) -> Any:
+        if is_full(device):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room for a copy")
+        return put(value, device, **more)
+
+    def jit_if_room(function: Any, out_shardings: Any = None, **more: Any) -> Any:
+        if not is_full(out_shardings):
+            return (
+                jit(function, **more) if out_shardings is None else jit(function, out_shardings=out_shardings, **more)
+            )
+
+        def run(*_: Any) -> Any:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room for what is computed")
+
+        return run
+
+    patch("jax.device_put", put_if_room).start()
+    patch("jax.jit", jit_if_room).start()
+
+
 def train() -> None:
     if os.environ["APART"] == "yes":
         apart()
+        if os.environ["WAY"] in FULL:
+            fill()
     local = WAYS[os.environ["WAY"]].get("local")
     inner = {} if local is None else {"local": backstay.LocalSteps(optimizer=optax.adam(1e-2), **local)}
 
@@ -78,6 +112,7 @@ def params_of(way: str, which: str) -> Any:
     (log,) = (text for name, text in job.logs.items() if name.startswith("worker"))
     assert "bound False" in log
     assert (log.count("encoded on the accelerator") >= STEPS) == (which == "yes")
+    assert log.count("pinned memory is full") == (which == "yes" and way in FULL)
     return job.params
 
 

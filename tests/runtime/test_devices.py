@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from backstay import testing
+from backstay._pod._devices import use_devices
+from backstay.errors import BackstayError
 
 from . import devices
 
@@ -25,3 +29,19 @@ def test_a_user_may_choose_the_cpu(variables: dict[str, str]) -> None:
 
 def test_a_script_may_use_jax_before_it_trains() -> None:
     assert testing.run(devices.uses_devices_first).result.step == 3
+
+
+@pytest.mark.parametrize(("found", "least"), [(0, 1), (1, 8), (7, 8), (8, 8), (2, 1)])
+def test_a_worker_trains_with_all_its_gpus_or_not(found: int, least: int) -> None:
+    """With some of them it would train too, and take several times as long."""
+    gpus = [SimpleNamespace(platform="gpu")] * found or [SimpleNamespace(platform="cpu")]
+    plugins = [SimpleNamespace(name="xla_cuda13")]
+    with (
+        patch("jax.local_devices", lambda: gpus),
+        patch("backstay._pod._devices.entry_points", lambda group: plugins),
+    ):
+        if found >= least:
+            use_devices("worker", {"BACKSTAY_GPUS": str(least)})
+            return
+        with pytest.raises(BackstayError, match=f"JAX can use {found} of the {least} GPUs of this container: run"):
+            use_devices("worker", {"BACKSTAY_GPUS": str(least)})

@@ -54,6 +54,7 @@ class SubmitOptions(TypedDict, total=False):
     args: Mapping[str, Any] | Sequence[str] | None
     name: str | None
     workers: int | None
+    gpus: int | None
     pods_per_rank: int | None
     servers: int | None
     standbys: int | None

@@ -281,6 +281,7 @@ class ScriptOptions:
         servers: parameter servers (shards). Default: 1.
         standbys: hot standbys of each shard, 0 or 1.
         workers: all workers, including backups. Default: 2.
+        gpus: the NVIDIA GPUs of each worker's pods. Default: 0, so that they compute on processors.
         pods_per_rank: the pods of each worker, whose devices JAX uses as one mesh.
         backups: a number of pods, or percents such as ``5%``.
         mode: ``Sync`` or ``Async``, in any case, and so are the codecs and ``Auto``.
@@ -301,6 +302,7 @@ class ScriptOptions:
     servers: int | None = None
     standbys: int | None = None
     workers: int | None = None
+    gpus: int | None = None
     pods_per_rank: int | None = None
     backups: str | None = None
     mode: str | None = None
@@ -381,6 +383,12 @@ def job_of_command(
     workers: dict[str, Any] = {"replicas": 2 if options.workers is None else options.workers}
     if options.pods_per_rank is not None:
         workers["podsPerRank"] = options.pods_per_rank
+    if options.gpus is not None and options.gpus < 0:
+        raise BadInput(f"{written('gpus')} is {options.gpus}: must be 0 or more")
+    if options.gpus:
+        limits = {"nvidia.com/gpu": str(options.gpus)}
+        container = {"name": contract.CONTAINER, "resources": {"limits": limits}}
+        workers["template"] = {"spec": {"containers": [container]}}
     spec: dict[str, Any] = {
         "image": image,
         "command": list(command),

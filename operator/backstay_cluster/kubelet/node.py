@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import itertools
 import os
 import platform
 import sys
@@ -101,12 +102,18 @@ def user_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]
     return {**passed, **python_environment(environ)}
 
 
-def local_gpus(root: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
-    """Returns the indices of this machine's NVIDIA GPUs, in the form of `CUDA_VISIBLE_DEVICES`."""
+def local_gpus(root: Path = Path("/proc/driver/nvidia/gpus"), environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Returns this machine's NVIDIA GPUs in the form of `CUDA_VISIBLE_DEVICES`: all, or those of that variable."""
     try:
-        return [str(i) for i, _ in enumerate(sorted(root.iterdir()))]
+        found = [str(i) for i, _ in enumerate(sorted(root.iterdir()))]
     except OSError:
         return []
+    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return found
+    words = [word.strip() for word in chosen.split(",")]
+    # As CUDA does: what follows the first invalid name is not visible.
+    return list(itertools.takewhile(lambda word: word in found or word.startswith(("GPU-", "MIG-")), words))
 
 
 async def is_set_within(event: asyncio.Event, seconds: float) -> bool:

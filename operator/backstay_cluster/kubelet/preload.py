@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Self
+from typing import Final, Self
+
+#: Variables of a container without a GPU.
+NO_ACCELERATOR: Final = {"JAX_PLATFORMS": "cpu"}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._update import GROUP, BlockWire, DeviceArray, DeviceBlock, Encoded, body_of, encoded_with, residual_dtype
+from .._update import (
+    GROUP,
+    BlockWire,
+    DeviceArray,
+    DeviceBlock,
+    Encoded,
+    body_of,
+    encoded_with,
+    pinned_like,
+    residual_dtype,
+    use_ordinary_memory,
+)
 
 __all__ = ["DeviceEncoder", "EncodedThere"]
 
@@ -164,7 +175,11 @@ class DeviceEncoder:
             for key, kind in kinds.items():
                 kind.numbers = jax.device_put(np.concatenate(numbers[key]), device)
             self._place = example.array.sharding
-            self._function = jax.jit(self._encode, out_shardings=(example.pinned, self._place))
+            self._function = self._into(pinned_like(example.array))
+
+    def _into(self, place: Any) -> Callable[..., Any]:
+        """Returns the jitted function whose blocks come to this sharding."""
+        return jax.jit(self._encode, out_shardings=(place, self._place))
 
     def no_residuals(self) -> list[Any]:
         """Returns the residuals before the first contribution, which are zeros on the device."""
@@ -192,7 +207,13 @@ class DeviceEncoder:
             return []
         arrays = [blocks[shard][index].parts[part][0].array for shard, index, part in self._firsts]
         numbers = [kind.numbers for kind in self._kinds]
-        made, left = self._function(arrays, numbers, words, list(residuals))
+        given = (arrays, numbers, words, list(residuals))
+        try:
+            made, left = self._function(*given)
+        except jax.errors.JaxRuntimeError as error:
+            use_ordinary_memory(error)
+            self._function = self._into(self._place)
+            made, left = self._function(*given)
         into.add(self._found, {id(kind): each for kind, each in zip(self._kinds, made, strict=True)})
         return list(left)
 

@@ -27,7 +27,7 @@ def use_devices(role: str, variables: Mapping[str, str]) -> None:
 
     Raises:
         ConfigurationError: the image has no CUDA packages of JAX.
-        BackstayError: JAX finds no GPU on this node.
+        BackstayError: JAX finds fewer GPUs on this node.
     """
     import jax
 
@@ -54,12 +54,12 @@ def use_devices(role: str, variables: Mapping[str, str]) -> None:
             "trainer:VERSION-cuda, or install jax[cuda12] or jax[cuda13]"
         )
     try:
-        if any(device.platform == "gpu" for device in jax.local_devices()):
+        found, why = sum(device.platform == "gpu" for device in jax.local_devices()), ""
+        if found >= int(asked):
             return
-        why = "JAX finds none"
     except RuntimeError as error:
-        why = str(error)
+        found, why = 0, f" ({error})"
     raise BackstayError(
-        f"the container requests {asked} GPUs, and cannot use one on this node ({why}): run `nvidia-smi` in a pod on "
-        "it. It shows whether the driver works, and its version, which may be too old for the image"
+        f"JAX can use {found} of the {asked} GPUs of this container{why}: run `nvidia-smi` in a pod on this node. It "
+        "shows whether the driver works, and its version, which may be too old for the image"
     )

@@ -41,12 +41,14 @@ if TYPE_CHECKING:
         encoded_with,
         host_of,
         on_host,
+        pinned_like,
         pinned_memory,
         placed_from,
         residual_dtype,
         seed_of,
         shard_wires,
         shares_host_memory,
+        use_ordinary_memory,
     )
     from ._codecs._alignment import ALIGNMENT, aligned_empty
     from ._engine import ShardEngine
@@ -154,6 +156,7 @@ __all__ = [
     "outer_optimizer",
     "partition",
     "parts_of_leaves",
+    "pinned_like",
     "pinned_memory",
     "placed_from",
     "range_length",
@@ -169,6 +172,7 @@ __all__ = [
     "trace",
     "unchanged_parameters",
     "unchanged_warning",
+    "use_ordinary_memory",
     "warning",
 ]
 
@@ -250,6 +254,7 @@ _HOMES: Final = {
     "partition": "._partition",
     "parts_of_leaves": "._partition",
     "range_length": "._partition",
+    "pinned_like": "._codecs",
     "pinned_memory": "._codecs",
     "placed_from": "._codecs",
     "refuse_objects": "._tree",
@@ -264,6 +269,7 @@ _HOMES: Final = {
     "trace": "._rules",
     "unchanged_parameters": "._rules",
     "unchanged_warning": "._untrained",
+    "use_ordinary_memory": "._codecs",
     "warning": "._untrained",
 }
 

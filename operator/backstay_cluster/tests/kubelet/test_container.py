@@ -1,12 +1,15 @@
-"""A container that is stopped while its process is being started."""
+"""A container that is stopped while its process is being started, and what it gets of the node's GPUs."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from backstay_cluster.kubelet.container import ContainerProcess, Reserved
 from backstay_cluster.kubelet.node import Machine, NodeFacts, PodNode, Pool
@@ -19,8 +22,10 @@ class Starting:
 
     def __init__(self) -> None:
         self.begun, self.let, self.signals = asyncio.Event(), asyncio.Event(), list[int]()
+        self.environ: dict[str, str] = {}
 
-    async def start(self, container: str, *_: Any) -> Process:
+    async def start(self, container: str, argv: Sequence[str], environ: dict[str, str], *_: Any) -> Process:
+        self.environ = environ
         self.begun.set()
         await self.let.wait()
         return Process(container, 1, asyncio.get_running_loop().create_future())
@@ -30,17 +35,42 @@ class Starting:
         process.exited.set_result(128 + number)
 
 
-async def test_it_has_its_grace_period_as_any_other(tmp_path: Path) -> None:
+async def stopped_while_it_starts(
+    folder: Path, image: dict[str, str] | None = None, gpus: Sequence[str] = (), env: Sequence[Any] = ()
+) -> Starting:
+    """Returns the runtime of a container with these GPUs and variables, after its end."""
     runtime, events = Starting(), SimpleNamespace(record=lambda *_, **__: None)
     facts = NodeFacts.of("node", "127.0.0.1", {})
-    node = PodNode(SimpleNamespace(), events, facts, Machine(runtime, {}), tmp_path, Pool(()))
+    node = PodNode(SimpleNamespace(), events, facts, Machine(runtime, image or {}), folder, Pool(()))
     pod = {"metadata": {"name": "p", "namespace": "default", "uid": "1"}, "spec": {}}
-    spec = {"name": "main", "image": "x", "command": ["python"]}
-    reserved = Reserved(tmp_path / "main", "127.0.0.1", ())
+    spec = {"name": "main", "image": "x", "command": ["python"], "env": list(env)}
+    reserved = Reserved(folder / "main", "127.0.0.1", gpus)
     container = ContainerProcess(node, pod, spec, ContainerRecord("main", "x"), lambda: None, reserved)
     running = asyncio.create_task(container.run({}, "Never"))
     await runtime.begun.wait()
     container.stop(5.0)
     runtime.let.set()
     await running
+    return runtime
+
+
+async def test_it_has_its_grace_period_as_any_other(tmp_path: Path) -> None:
+    runtime = await stopped_while_it_starts(tmp_path)
     assert runtime.signals == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "env", "platforms"),
+    [
+        ((), [], "cpu"),
+        ((), [{"name": "JAX_PLATFORMS", "value": "tpu"}], "tpu"),
+        (("0", "2"), [], "cuda"),
+    ],
+)
+async def test_without_a_gpu_jax_looks_for_none(
+    tmp_path: Path, gpus: Sequence[str], env: Sequence[Any], platforms: str
+) -> None:
+    """JAX fails where it finds NVIDIA's driver, and may use no device. The node's variable is the user's."""
+    runtime = await stopped_while_it_starts(tmp_path, {"JAX_PLATFORMS": "cuda"}, gpus, env)
+    assert runtime.environ["JAX_PLATFORMS"] == platforms
+    assert runtime.environ["CUDA_VISIBLE_DEVICES"] == ",".join(gpus)

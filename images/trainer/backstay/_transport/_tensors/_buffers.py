@@ -223,18 +223,26 @@ class BufferSlot:
         """
         self._arrangement, self._device = arrangement, device
         tree = arrangement.partition.tree.leaves
-        self._pinned: list[Any] = []  # arrays of JAX in the same memory: the direct leaves in order, then the areas
-        self._leaves = {leaf: self._memory(tree[leaf].shape, tree[leaf].dtype) for leaf in sorted(arrangement.direct)}
-        self._areas = [self._memory((area.size,), area.dtype) for area in arrangement.areas]
+        direct = sorted(arrangement.direct)
+        shapes = [(tree[leaf].shape, tree[leaf].dtype) for leaf in direct]
+        shapes += [((area.size,), area.dtype) for area in arrangement.areas]
+        self._pinned = self._of_accelerator(shapes)  # arrays of JAX in the same memory, or nothing
+        memory = [view for _, view in self._pinned] or [
+            aligned_empty(math.prod(shape) * dtype.itemsize).view(dtype) for shape, dtype in shapes
+        ]
+        self._leaves = dict(zip(direct, memory, strict=False))
+        self._areas = memory[len(direct) :]
         self.blocks: list[list[Bytes]] = arrangement.receive_views(self._leaves, self._areas)
         self._lent: list[weakref.ref[np.ndarray]] = []
 
-    def _memory(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-        made = None if self._device is None else pinned_memory(shape, dtype, self._device)
-        if made is not None:
-            self._pinned.append(made[0])
-            return made[1]
-        return aligned_empty(math.prod(shape) * dtype.itemsize).view(dtype)
+    def _of_accelerator(self, shapes: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> list[tuple[Any, np.ndarray]]:
+        """Returns `pinned_memory` of each shape and dtype; nothing if one has none."""
+        found = []
+        for shape, dtype in shapes if self._device is not None else ():
+            if (made := pinned_memory(shape, dtype, self._device)) is None:
+                return []
+            found.append(made)
+        return found
 
     @property
     def in_use(self) -> bool:
@@ -262,7 +270,7 @@ class BufferSlot:
         tree = arrangement.partition.tree.leaves
         if self._pinned:
             arrangement.fill_edges(self._leaves, self._areas)
-            placed = placed_from(self._pinned, [self._device] * len(self._pinned))
+            placed = placed_from([array for array, _ in self._pinned], [self._device] * len(self._pinned))
             if replacing and not any(leaf.is_deleted() for leaf in replacing):
                 return arrangement.settle(placed, replacing)
         else:

@@ -12,7 +12,6 @@ collectives do both, between the devices of the rank. A process never has more t
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,8 +42,6 @@ from ._buffers import owner_of
 from ._memory import aligned_empty
 
 __all__ = ["DividedArrangement", "DividedSlot"]
-
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,6 @@ class DividedArrangement:
         mesh = shardings[0].mesh
         self.devices = _devices_of(mesh, partition.members, member)
         self._on_host = all(map(shares_host_memory, self.devices))
-        self._is_full = False  # the pinned memory
         spec: Any = jax.sharding.PartitionSpec  # which JAX leaves untyped
         self._by_row = NamedSharding(mesh, spec(tuple(mesh.axis_names)))
         leaves, members = partition.tree.leaves, range(partition.members)
@@ -237,8 +233,12 @@ class DividedArrangement:
         own: list[list[np.ndarray]] = []
         pinned: list[list[Any]] = []
         for rows in self._arrays:
-            found = [] if self._on_host or self._is_full else self._pinned(rows.padded // count, rows.dtype)
-            if found:
+            made = [
+                None if self._on_host else pinned_memory((rows.padded // count,), rows.dtype, device)
+                for device in self.devices
+            ]
+            found = [one for one in made if one is not None]
+            if len(found) == count:
                 own.append([view for _, view in found])
                 pinned.append([array for array, _ in found])
             else:
@@ -246,17 +246,6 @@ class DividedArrangement:
                 pinned.append([])
                 own[-1][0].fill(0)
         return own, pinned
-
-    def _pinned(self, size: int, dtype: np.dtype[Any]) -> list[tuple[Any, np.ndarray]]:
-        """Returns new pinned memory of each device, see `pinned_memory`; none if a device has none, or no room in
-        it."""
-        try:
-            found = [pinned_memory((size,), dtype, device) for device in self.devices]
-        except jax.errors.JaxRuntimeError as error:
-            self._is_full = True  # each further failure would take as long
-            _LOG.warning("parameters arrive in ordinary memory, which is slower: pinned memory is full: %s", error)
-            return []
-        return [one for one in found if one is not None] if None not in found else []
 
     def receive_views(
         self, own: Sequence[Sequence[np.ndarray]]

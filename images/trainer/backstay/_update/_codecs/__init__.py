@@ -1,7 +1,17 @@
 """Encodes tensors on the wire by codecs, bounds what they lose, and decodes them on servers."""
 
 from ._codec import GROUP, Bound, Codec, CodecName, Encoded, body_of, encoded
-from ._device import DeviceArray, DeviceBlock, host_of, on_host, pinned_memory, placed_from, shares_host_memory
+from ._device import (
+    DeviceArray,
+    DeviceBlock,
+    host_of,
+    on_host,
+    pinned_like,
+    pinned_memory,
+    placed_from,
+    shares_host_memory,
+    use_ordinary_memory,
+)
 from ._integers import residual_dtype, seed_of
 from ._wires import (
     CODECS,
@@ -37,10 +47,12 @@ __all__ = [
     "encoded_with",
     "host_of",
     "on_host",
+    "pinned_like",
     "pinned_memory",
     "placed_from",
     "residual_dtype",
     "seed_of",
     "shard_wires",
     "shares_host_memory",
+    "use_ordinary_memory",
 ]

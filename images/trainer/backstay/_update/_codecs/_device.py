@@ -6,6 +6,7 @@ JAX calls it ``pinned_host``. With ordinary memory the processor copies once mor
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 from ctypes import c_uint8
@@ -23,9 +24,12 @@ __all__ = [
     "pinned_memory",
     "placed_from",
     "shares_host_memory",
+    "use_ordinary_memory",
 ]
 
 _PINNED: Final = "pinned_host"
+_LOG = logging.getLogger(__name__)
+_IS_FULL: Final = threading.Event()  # the pinned memory of this process: a further attempt would take as long
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -48,7 +52,24 @@ def pinned_like(array: Any) -> Any:
 def _has_pinned(device: Any) -> bool:
     """It is not known of other platforms whether the host can read and write such memory by its address."""
     kinds = {memory.kind for memory in device.addressable_memories()}
-    return device.platform in ("gpu", "cpu") and _PINNED in kinds
+    return device.platform in ("gpu", "cpu") and _PINNED in kinds and not _IS_FULL.is_set()
+
+
+def use_ordinary_memory(error: jax.errors.JaxRuntimeError) -> None:
+    """Do without more pinned memory in this process, because it has none left.
+
+    Args:
+        error: what JAX raised when pinned memory was needed; raised again if it has another reason.
+    """
+    if "RESOURCE_EXHAUSTED" not in str(error):
+        raise error
+    if not _IS_FULL.is_set():
+        _IS_FULL.set()
+        _LOG.warning(
+            "pinned memory is full, so copies between this host and its accelerators are slower from now on. "
+            "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB is its limit, 64 by default: %s",
+            error,
+        )
 
 
 def _place(device: Any, kind: str) -> Any:
@@ -66,7 +87,7 @@ def placed_from(arrays: Sequence[Any], devices: Sequence[Any]) -> list[Any]:
 
 
 def pinned_memory(shape: tuple[int, ...], dtype: np.dtype[Any], device: Any) -> tuple[Any, Array] | None:
-    """Returns new pinned memory, or None if the device has none.
+    """Returns new pinned memory, or None if the device has none, or no room in it.
 
     Returns:
         A `jax.Array` of this shape and dtype, and a writable 1-D view of its memory, which the array must outlive. A
@@ -74,7 +95,11 @@ def pinned_memory(shape: tuple[int, ...], dtype: np.dtype[Any], device: Any) -> 
     """
     if not _has_pinned(device):
         return None
-    array = jax.device_put(np.zeros(shape, dtype), _place(device, _PINNED)).block_until_ready()
+    try:
+        array = jax.device_put(np.zeros(shape, dtype), _place(device, _PINNED)).block_until_ready()
+    except jax.errors.JaxRuntimeError as error:
+        use_ordinary_memory(error)
+        return None
     if not array.nbytes:
         return array, np.empty(0, dtype)
     memory = (c_uint8 * array.nbytes).from_address(array.unsafe_buffer_pointer())
@@ -87,13 +112,11 @@ class DeviceArray:
     Attributes:
         array: a `jax.Array` on one device.
         device: the device of the array.
-        pinned: see `pinned_like`.
     """
 
     def __init__(self, array: Any) -> None:
         self.array = array
         (self.device,) = array.devices()
-        self.pinned = pinned_like(array)
         self._lock = threading.Lock()
         self._copy: Any = None
 
@@ -101,16 +124,28 @@ class DeviceArray:
         """Begin the copy to the host, unless it has begun."""
         with self._lock:
             if self._copy is None:
-                if self.pinned is None:
-                    self._copy = self.array
-                    self.array.copy_to_host_async()
-                else:
-                    self._copy = jax.device_put(self.array, self.pinned)
+                self._copy = self._begun()
+
+    def _begun(self) -> Any:
+        """Returns the array of JAX that the host reads."""
+        if (pinned := pinned_like(self.array)) is not None:
+            try:
+                return jax.device_put(self.array, pinned)
+            except jax.errors.JaxRuntimeError as error:
+                use_ordinary_memory(error)
+        self.array.copy_to_host_async()
+        return self.array
 
     def host(self) -> Array:
         """Returns the elements on the host, 1-D; waits until they are computed and copied."""
         self.begin()
-        return np.asarray(self._copy).reshape(-1)
+        try:
+            return np.asarray(self._copy).reshape(-1)
+        except jax.errors.JaxRuntimeError as error:
+            if self._copy is self.array:
+                raise
+            use_ordinary_memory(error)
+        return np.asarray(self.array).reshape(-1)
 
 
 class DeviceBlock:
