@@ -21,14 +21,11 @@ from backstay_cli.serve_command import add_serve
 from backstay_client.creating import HELD, claims_of
 from backstay_client.errors import BadInput
 from backstay_client.jobfiles.jobfile import (
-    ScriptOptions,
     check,
     folder_of,
     is_script,
-    job_of_script,
     load_job,
     localise,
-    localise_script,
     read_job,
     refuse_unwritable,
     refuse_what_cannot_run,
@@ -38,6 +35,7 @@ from backstay_client.jobfiles.jobfile import (
     with_name,
     with_variables,
 )
+from backstay_client.jobfiles.script_job import ScriptOptions, job_of_script, localise_script
 from backstay_client.jobfiles.template_fields import wrong_fields
 from backstay_client.view.follow import JobView
 from backstay_client.words import shortened

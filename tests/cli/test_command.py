@@ -25,16 +25,8 @@ from backstay_cli.run import LineWriter
 from backstay_cli.view import LiveDisplay
 from backstay_client.creating import claims_of
 from backstay_client.errors import BadInput
-from backstay_client.jobfiles.jobfile import (
-    ScriptOptions,
-    folder_of,
-    job_of_script,
-    localise,
-    localise_script,
-    read_job,
-    variables_of,
-    with_variables,
-)
+from backstay_client.jobfiles.jobfile import folder_of, localise, read_job, variables_of, with_variables
+from backstay_client.jobfiles.script_job import ScriptOptions, job_of_script, localise_script
 from backstay_client.show.lines import LineDisplay
 from backstay_client.view.follow import view_of
 from backstay_spec.errors import SpecErrors

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from backstay_cli.dry_run import CheckOutcome, checks_of, dry_job, lines, run_dry
 from backstay_cli.main import app
-from backstay_client.jobfiles.jobfile import ScriptOptions, job_of_script, localise_script
+from backstay_client.jobfiles.script_job import ScriptOptions, job_of_script, localise_script
 from backstay_client.view.follow import JobView
 from backstay_spec.job_report import CheckpointStatus, JobReport
 from backstay_spec.validation import parse_job

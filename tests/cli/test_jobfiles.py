@@ -17,17 +17,15 @@ from backstay_client.errors import BadInput
 from backstay_client.finding.clusters import Where, default_kubeconfig
 from backstay_client.finding.known_runs import state_folder
 from backstay_client.jobfiles.jobfile import (
-    ScriptOptions,
     check,
-    escaped,
     is_script,
-    job_of_script,
     load_job,
     read_job,
     refuse_unwritable,
     refuse_what_cannot_run,
     validated,
 )
+from backstay_client.jobfiles.script_job import ScriptOptions, escaped, job_of_script
 from backstay_cluster.kubelet.expand import expand
 
 JOB = "apiVersion: backstay.dev/v1alpha1\nkind: TrainingJob\nmetadata: {name: a}\nspec: {image: x%s}\n"

@@ -20,9 +20,7 @@ from backstay_cli.main import app
 from backstay_cli.run import Following, keep_trace
 from backstay_client.errors import BadInput
 from backstay_client.finding.stored_run import StateFile
-from backstay_client.jobfiles.jobfile import (
-    refuse_unwritable,
-)
+from backstay_client.jobfiles.jobfile import refuse_unwritable
 from backstay_client.reading.timeline import BadTimeline, chrome_trace, read
 from backstay_client.reading.trace import trace_of_file, write_trace
 from backstay_client.show.lines import LineDisplay

@@ -15,17 +15,15 @@ from backstay_client.errors import BadInput
 from backstay_client.finding.clusters import FoundCluster
 from backstay_client.jobfiles.jobfile import (
     LOCAL_IMAGE,
-    ScriptOptions,
     check,
-    escaped,
     folder_of,
-    job_of_command,
     localise,
     read_job,
     relative_checkpoint,
     with_name,
     with_variables,
 )
+from backstay_client.jobfiles.script_job import ScriptOptions, escaped, job_of_command
 from backstay_spec import contract
 from backstay_spec.merge import merged
 from backstay_spec.types import TrainingJob

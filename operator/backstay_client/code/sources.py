@@ -17,10 +17,7 @@ from backstay_client.code.cells import MODULE as CELL
 from backstay_client.code.cells import source_of_cell
 from backstay_client.code.imports import is_installed, modules_of, user_folders
 from backstay_client.errors import BadInput
-from backstay_client.jobfiles.jobfile import (
-    job_name,
-    name_of_script,
-)
+from backstay_client.jobfiles.script_job import job_name, name_of_script
 
 __all__ = ["MOST_BYTES", "SourceFiles", "of_function", "of_script"]
 
