@@ -25,10 +25,11 @@ _USUAL: Final = f"last_over_time({_SECONDS}[1d:2m])"
 #: The times of the last update and checkpoint survive a suspension, and the start is reset when the job resumes.
 _START: Final = f"max {BY_JOB} (backstay_job_start_timestamp_seconds)"
 #: Nothing until the first update since the start: pods may take their time to be scheduled, to pull and to compile.
-_UPDATED: Final = f"(max {BY_JOB} (backstay_job_last_update_timestamp_seconds) >= {_START})"
-_SINCE_UPDATE: Final = f"(time() - {_UPDATED})"
+_SINCE_UPDATE: Final = f"(time() - (max {BY_JOB} (backstay_job_last_update_timestamp_seconds) >= {_START}))"
 _STORED: Final = f"max {BY_JOB} (backstay_checkpoint_timestamp_seconds or backstay_job_checkpoint_timestamp_seconds)"
-_SINCE_CHECKPOINT: Final = f"(time() - (({_STORED} > {_START}) or {_START}))"
+#: Before the first update there is nothing to lose.
+_BEGAN: Final = f"(max {BY_JOB} (backstay_job_first_update_timestamp_seconds) >= {_START})"
+_SINCE_CHECKPOINT: Final = f"(time() - (({_STORED} > {_BEGAN}) or {_BEGAN}))"
 _INTERVAL: Final = f"max {BY_JOB} (backstay_job_checkpoint_interval_seconds)"
 
 
@@ -45,10 +46,10 @@ def _alert(name: str, expr: str, lasts: str, severity: str, summary: str, descri
 RECORDING: Final = [
     {"record": _UPDATES, "expr": f"sum {BY_JOB} (rate(backstay_updates_total[5m]))"},
     # The mean over the time in which a coordinator lived. A window of minutes has one of an hour's updates, or none.
-    # If a job has become slower, the last half hour has the steps that are usual now.
+    # If a job has become slower, the last half hour has the steps that are usual now, without the time of an outage.
     {
         "record": _SECONDS,
-        "expr": f"1 / (((avg_over_time({_UPDATES}[30m]) < avg_over_time({_UPDATES}[6h]))"
+        "expr": f"1 / (((avg_over_time(({_UPDATES} > 0)[30m:1m]) < avg_over_time({_UPDATES}[6h]))"
         f" or avg_over_time({_UPDATES}[6h])) and ({_UPDATES} > 0))",
     },
     {"record": "training_job:backstay_goodput:ratio30m", "expr": goodput("", "30m")},
@@ -84,10 +85,8 @@ JOBS: Final = [
     ),
     _alert(
         "BackstayCheckpointOld",
-        f"(({_SINCE_CHECKPOINT} > 3 * {_INTERVAL}) unless {_ON} ({_SINCE_CHECKPOINT} <= 3 * {_USUAL}))"
-        f" and {_ON} {_UPDATED} {_TO_TRAIN}",
-        # The first interval begins with the first update, and a start may have taken longer than three intervals.
-        "10m",
+        f"(({_SINCE_CHECKPOINT} > 3 * {_INTERVAL}) unless {_ON} ({_SINCE_CHECKPOINT} <= 3 * {_USUAL})) {_TO_TRAIN}",
+        "2m",
         "warning",
         f"{_JOB} has no recent checkpoint",
         f"{_JOB} has stored no complete checkpoint for {{{{ $value | humanizeDuration }}}}: more than three of its intervals."

@@ -152,7 +152,7 @@ def run(
             metavar="NAME=VALUE",
             help="Environment variable of every pod; NAME without a value passes its current value. May be "
             "repeated. A script also gets the environment of this command, except BACKSTAY_*, KUBERNETES_* and "
-            "CUDA_VISIBLE_DEVICES. In a pod without a GPU, JAX_PLATFORMS is cpu, unless this option sets it.",
+            "CUDA_VISIBLE_DEVICES. On a machine with an NVIDIA GPU, JAX_PLATFORMS is cpu in a pod without one.",
         ),
     ] = None,
     preload: Annotated[

@@ -64,6 +64,12 @@ FAMILIES: Final = (
         "last_update_timestamp_seconds",
         "Unix time at which the operator last saw the step grow. No series before the first update.",
     ),
+    _Family(
+        _G,
+        "first_update_timestamp_seconds",
+        "Unix time at which the operator first saw the step grow after the start. An operator that began later has the "
+        "time of the start.",
+    ),
     _Family(_G, "standbys", "Desired standbys; only of jobs with standbys."),
     _Family(
         _G, "standbys_in_sync", "Shards whose standby holds all that their server does; only of jobs with standbys."
@@ -244,6 +250,7 @@ class JobMetrics(Collector):
         if "last_update_timestamp_seconds" not in series.values and updated:
             # An earlier operator observed the updates of this job.
             series.set("last_update_timestamp_seconds", _stopped(job) or self._wall())
+            series.set("first_update_timestamp_seconds", _unix(reported.get("startTime")))
         for name, row in _REPORTED.items():  # of a job whose servers have not answered this operator
             if not row.is_rate and name not in series.values:
                 series.set(name, reported.get(to_camel(name)))
@@ -290,7 +297,10 @@ class JobMetrics(Collector):
             # A job that continues from a checkpoint has made no update before the first one of its term.
             begins = 0 if report.term_start is None else report.term_start.step
             if (report.step or 0) > max(series.values.get("step", 0), begins):
-                series.set("last_update_timestamp_seconds", self._wall())
+                now, first = self._wall(), series.values.get("first_update_timestamp_seconds", -1.0)
+                series.set("last_update_timestamp_seconds", now)
+                if first < series.values.get("start_timestamp_seconds", 0.0):
+                    series.set("first_update_timestamp_seconds", now)
             for name, row in _REPORTED.items():
                 value = getattr(report, name)
                 if value is not None:

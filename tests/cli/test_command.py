@@ -410,7 +410,7 @@ def test_an_invalid_option_is_named_and_not_the_field_that_it_sets(tmp_path: Pat
         "error: --servers is 0: must be between 1 and 256",
         "error: --workers is 0: must be between 1 and 10000",
     ]
-    assert "error: --gpus is -1: must be 0 or more" in refused("--gpus", "-1")
+    assert "error: --gpus is -1: must be a whole number, 0 or more" in refused("--gpus", "-1")
     assert "error: --backups is 2: must be less than --workers," in refused("--backups", "2")
     assert "must be false unless --gradients is Int8 or Int4" in refused("--error-feedback")
     assert refused("--grace", "5").startswith('error: --grace is "5": must be Auto, or a duration')

@@ -76,6 +76,24 @@ def goodput(applied: float) -> list[dict[str, str]]:
     ]
 
 
+def first_update(minute: int) -> dict[str, str]:
+    """Returns the series of a job whose first update since its start was made at this minute."""
+    values = f"_x{minute} {60 * minute}x{10 * MINUTES}" if minute else f"0x{10 * MINUTES}"
+    return of_job("first_update_timestamp_seconds", values)
+
+
+def interrupted(updates_after: int) -> list[dict[str, str]]:
+    """Returns the series of a job with an update a second for two hours, none for 40 minutes, and then a few."""
+    made = [*range(0, 7200, 60), *[7200] * 40, *[7200 + updates_after] * 200]
+    last = [*range(0, 7200, 60), *[7200] * 40, *[9600] * 200]
+    return [
+        updates(" ".join(map(str, made))),
+        of_job("last_update_timestamp_seconds", " ".join(map(str, last))),
+        started(f"0x{len(made)}"),
+        training(f"1x{len(made)}"),
+    ]
+
+
 def slower(times: int) -> list[dict[str, str]]:
     """Returns the series of a job with an update a second for two hours, and then with one in so many seconds."""
     made = [min(at, 120) * 60 + max(at - 120, 0) * 60 // times for at in range(60 * 4)]
@@ -95,7 +113,7 @@ LONG_INTERVAL = of_job("checkpoint_interval_seconds", f"60x{10 * MINUTES}")
 STORED = of_job("checkpoint_timestamp_seconds", f"3600x{10 * MINUTES}")
 NOW = "0+60x"  # a Unix time that increases with the test's clock, which begins at 0
 STOPS = f"{NOW}60 3600x60"
-UPDATED = of_job("last_update_timestamp_seconds", f"{NOW}{MINUTES}")
+BEGAN = first_update(0)
 CASES: dict[str, dict[str, tuple[list[dict[str, str]], int, dict[str, str] | None]]] = {
     "BackstayJobNotUpdating": {
         "stopped after an hour of an update a second": (
@@ -126,6 +144,7 @@ CASES: dict[str, dict[str, tuple[list[dict[str, str]], int, dict[str, str] | Non
         "an update each 55 minutes, the next is due": (rare(55, 10), 55 * 11 - 1, None),
         "an update each 55 minutes, ten are due": (rare(55, 10), 55 * 21, JOB),
         "stopped twelve hours ago": (rare(1, 60), 60 * 13, JOB),
+        "stopped again after an interruption and three updates": (interrupted(3), 190, JOB),
         "300 times slower for an hour": (slower(300), 60 * 3 + 4, None),
         "resumed": (resumed(180), 200, None),
         "resumed, and stopped after an update": (resumed(180, f"11040x{MINUTES}"), 200, JOB),
@@ -180,37 +199,30 @@ CASES: dict[str, dict[str, tuple[list[dict[str, str]], int, dict[str, str] | Non
     },
     "BackstayCheckpointOld": {
         "none for ten intervals": (
-            [of_job("checkpoint_timestamp_seconds", f"600x{MINUTES}"), INTERVAL, UPDATED, started(), training()],
-            24,
+            [of_job("checkpoint_timestamp_seconds", f"600x{MINUTES}"), INTERVAL, BEGAN, started(), training()],
+            20,
             JOB,
         ),
-        "absent": ([INTERVAL, UPDATED, started(), training()], 20, JOB),
+        "absent": ([INTERVAL, BEGAN, started(), training()], 20, JOB),
         "absent in a crash loop, which repeats its first updates": (
-            [INTERVAL, of_job("last_update_timestamp_seconds", f"60x{MINUTES}"), started(), training("0x120")],
+            [INTERVAL, BEGAN, started(), training("0x120")],
             20,
             JOB,
         ),
-        "a start of ten minutes": (
-            [INTERVAL, of_job("last_update_timestamp_seconds", f"_x10 600+60x{MINUTES}"), started(), training()],
-            19,
-            None,
-        ),
-        "none after a start of ten minutes": (
-            [INTERVAL, of_job("last_update_timestamp_seconds", f"_x10 600+60x{MINUTES}"), started(), training()],
-            21,
-            JOB,
-        ),
+        "three intervals after a start of an hour": ([INTERVAL, first_update(60), started(), training()], 63, None),
+        "none after a start of an hour": ([INTERVAL, first_update(60), started(), training()], 66, JOB),
+        "a start that lasts": ([INTERVAL, started(), training("0x120")], 100, None),
         "each minute": (
-            [of_job("checkpoint_timestamp_seconds", f"{NOW}{MINUTES}"), INTERVAL, UPDATED, started(), training()],
+            [of_job("checkpoint_timestamp_seconds", f"{NOW}{MINUTES}"), INTERVAL, BEGAN, started(), training()],
             20,
             None,
         ),
-        "just begun": ([INTERVAL, UPDATED, started(f"1140x{MINUTES}"), training()], 20, None),
+        "just begun": ([INTERVAL, first_update(19), started(f"1140x{MINUTES}"), training()], 20, None),
         "an update takes ten minutes, and so does a checkpoint": (
             [
                 of_job("checkpoint_timestamp_seconds", f"0x60 3600x{MINUTES - 60}"),
                 INTERVAL,
-                UPDATED,
+                BEGAN,
                 updates("0x9 1x9 2x9 3x9 4x9 5x9 6x60"),
                 started(),
                 training(),
@@ -227,10 +239,9 @@ CASES: dict[str, dict[str, tuple[list[dict[str, str]], int, dict[str, str] | Non
             55 * 11 - 1,
             None,
         ),
-        "resumed": ([*resumed(180), STORED, LONG_INTERVAL], 182, None),
-        "resumed, and none since": ([*resumed(180, f"11040x{MINUTES}"), STORED, LONG_INTERVAL], 200, JOB),
-        "resumed, without an update": ([*resumed(180), STORED, LONG_INTERVAL], 200, None),
-        "a job that stores nothing": ([UPDATED, started(), training()], 20, None),
+        "resumed": ([*resumed(180), first_update(0), STORED, LONG_INTERVAL], 200, None),
+        "resumed, and none since": ([*resumed(180), first_update(180), STORED, LONG_INTERVAL], 186, JOB),
+        "a job that stores nothing": ([BEGAN, started(), training()], 20, None),
     },
     "BackstayCheckpointsFail": {
         "one failed": ([series("backstay_checkpoint_failures_total", "0x10 1x100", **SERVER), RUNNING], 15, JOB),

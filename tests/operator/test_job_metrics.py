@@ -127,8 +127,9 @@ def test_a_job_is_in_one_phase_and_its_rate_is_zero_while_it_does_not_train() ->
     assert watched.value("backstay_job_examples_per_second") is None
 
 
-def test_the_last_update_is_the_last_growth_of_the_step() -> None:
+def test_the_last_update_is_the_last_growth_of_the_step_and_the_first_one_is_of_this_start() -> None:
     watched, name = Watched(), "backstay_job_last_update_timestamp_seconds"
+    first = "backstay_job_first_update_timestamp_seconds"
 
     def after(seconds: float, step: int) -> float | None:
         watched.clock.now += seconds
@@ -136,10 +137,15 @@ def test_the_last_update_is_the_last_growth_of_the_step() -> None:
         watched.metrics.job.progress(KEY, progress, trains=True)
         return watched.value(name)
 
-    watched.report(job_of("Starting", training=False))
+    watched.report(job_of("Starting", training=False, startTime="1970-01-01T00:10:00Z"))
     assert after(1, 0) is None, "an answer is no update"
+    assert watched.value(first) is None
     assert [after(1, step) for step in (5, 5, 6)] == [1002, 1002, 1004]
+    assert watched.value(first) == 1002
     assert [after(1, step) for step in (3, 3, 4)] == [1004, 1004, 1007], "a rollback is no update"
+    watched.report(job_of("Running", training=False, startTime="1970-01-01T00:20:00Z"))
+    assert after(1000, 7) == 2007
+    assert watched.value(first) == 2007, "it resumed"
 
 
 def test_a_job_that_continues_from_a_checkpoint_has_no_update_before_its_own_first_one() -> None:
@@ -165,10 +171,12 @@ def test_a_later_operator_exports_the_time_at_which_a_job_stopped() -> None:
         watched, name = Watched(), "backstay_job_last_update_timestamp_seconds"
         job = job_of("Running", training=trains, step=7)
         job["status"]["conditions"][0]["lastTransitionTime"] = "1970-01-01T00:15:40Z"
+        job["status"]["startTime"] = "1970-01-01T00:10:00Z"
         watched.report(job)
         watched.clock.now = 50
         watched.metrics.job.progress(KEY, Progress(datetime.now(UTC), report=JobReport(step=7)), trains=trains)
         assert watched.value(name) == last
+        assert watched.value("backstay_job_first_update_timestamp_seconds") == 600
 
 
 def test_the_seconds_of_a_jobs_states_add_up_to_its_time() -> None:

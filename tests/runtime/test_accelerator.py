@@ -56,7 +56,7 @@ def fill(room: int | None) -> None:
         return "pinned_host" in [getattr(one, "memory_kind", None) for one in jax.tree.leaves(place)]
 
     def full(*_: Any) -> Any:
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room")
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory, xla_gpu_host_bfc")
 
     def put_if_room(value: Any, device: Any = None, **more: Any) -> Any:
         if in_pinned(device):

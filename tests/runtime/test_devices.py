@@ -37,6 +37,7 @@ def test_a_worker_trains_with_all_its_gpus_or_not(found: int, least: int) -> Non
     gpus = [SimpleNamespace(platform="gpu")] * found or [SimpleNamespace(platform="cpu")]
     plugins = [SimpleNamespace(name="xla_cuda13")]
     with (
+        patch("jax.config", SimpleNamespace(jax_platforms="cuda,cpu")),
         patch("jax.local_devices", lambda: gpus),
         patch("backstay._pod._devices.entry_points", lambda group: plugins),
     ):

@@ -15,7 +15,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Final
 
-from backstay_cluster.kubelet.preload import NO_ACCELERATOR
+from backstay_cluster.kubelet.preload import without_gpu
 from backstay_spec.manifests_pod import ALLOCATOR, GRPC_LOG
 
 # In the order of their import. A name that is not installed is skipped.
@@ -98,7 +98,7 @@ def preload(job: dict[str, Any] | None = None, *, environ: Mapping[str, str] | N
             "started_with": {
                 **ALLOCATOR,
                 **GRPC_LOG,
-                **NO_ACCELERATOR,
+                **without_gpu(),
                 **{name: value for name, value in variables.items() if name.startswith(PREFIXES)},
             },
             "environ": ENVIRON,

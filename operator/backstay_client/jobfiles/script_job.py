@@ -129,8 +129,8 @@ def job_of_command(
     workers: dict[str, Any] = {"replicas": 2 if options.workers is None else options.workers}
     if options.pods_per_rank is not None:
         workers["podsPerRank"] = options.pods_per_rank
-    if options.gpus is not None and options.gpus < 0:
-        raise BadInput(f"{written('gpus')} is {options.gpus}: must be 0 or more")
+    if options.gpus is not None and (type(options.gpus) is not int or options.gpus < 0):
+        raise BadInput(f"{written('gpus')} is {options.gpus!r}: must be a whole number, 0 or more")
     if options.gpus:
         limits = {"nvidia.com/gpu": str(options.gpus)}
         container = {"name": contract.CONTAINER, "resources": {"limits": limits}}

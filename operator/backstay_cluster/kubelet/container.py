@@ -24,7 +24,6 @@ from backstay_cluster.kubelet.logs import LogSink
 from backstay_cluster.kubelet.memory import resident_bytes
 from backstay_cluster.kubelet.node import PodNode, is_set_within
 from backstay_cluster.kubelet.objects import own_grace, timestamp
-from backstay_cluster.kubelet.preload import NO_ACCELERATOR
 from backstay_cluster.kubelet.probes import ProbeSpec, attempt, exec_in, watch_probe
 from backstay_cluster.kubelet.runtime import Process, StartError
 from backstay_cluster.kubelet.status import ContainerRecord, terminated, waiting
@@ -200,8 +199,7 @@ class ContainerProcess:
         # memory.
         base["CUDA_VISIBLE_DEVICES"] = ",".join(self._reserved.gpus)
         if not self._reserved.gpus:
-            # JAX with CUDA finds the driver, and fails without a device, where it would use the CPU without a driver.
-            base |= NO_ACCELERATOR
+            base |= self._node.machine.without_gpu
         links = self._node.service_links(namespace) if self._pod["spec"].get("enableServiceLinks", True) else {}
         env = await environment(
             self._pod,

@@ -18,6 +18,7 @@ from backstay_cluster.client import ApiClient, ApiRequestError
 from backstay_cluster.kubelet.events import EventRecorder
 from backstay_cluster.kubelet.logs import LogSink
 from backstay_cluster.kubelet.objects import Object
+from backstay_cluster.kubelet.preload import without_gpu
 from backstay_cluster.kubelet.runtime import Runtime
 
 GPU = "nvidia.com/gpu"
@@ -111,7 +112,7 @@ def local_gpus(root: Path = Path("/proc/driver/nvidia/gpus"), environ: Mapping[s
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return found
-    words = [word.strip() for word in chosen.split(",")]
+    words = dict.fromkeys(word.strip() for word in chosen.split(","))
     # As CUDA does: what follows the first invalid name is not visible.
     return list(itertools.takewhile(lambda word: word in found or word.startswith(("GPU-", "MIG-")), words))
 
@@ -157,12 +158,14 @@ class Machine:
         extra_env: environment of every container; `$(POD_IP)` in a value is the pod's address, `$(POD_LOGS)` the
             folder with its logs.
         gpus: names of the devices, in the form of `CUDA_VISIBLE_DEVICES`.
+        without_gpu: environment of each container without a GPU.
     """
 
     runtime: Runtime
     image: Mapping[str, str]
     extra_env: Mapping[str, str] = field(default_factory=dict)
     gpus: Sequence[str] = ()
+    without_gpu: Mapping[str, str] = field(default_factory=without_gpu)
 
 
 @dataclass

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Final, Self
 
-#: Variables of a container without a GPU.
-NO_ACCELERATOR: Final = {"JAX_PLATFORMS": "cpu"}
+#: By one of these files JAX decides whether there is a GPU of NVIDIA.
+_DEVICES: Final = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
+
+
+def without_gpu(devices: Sequence[str] = _DEVICES) -> dict[str, str]:
+    """Returns the variables of a container without a GPU, on a machine with these files or not.
+
+    JAX with CUDA fails if it finds one of them, and may use no GPU. On other machines it uses the CPU, or a TPU.
+    """
+    return {"JAX_PLATFORMS": "cpu"} if any(Path(device).exists() for device in devices) else {}
 
 
 @dataclass(frozen=True)

@@ -170,16 +170,18 @@ class DeviceEncoder:
         self._feedback = feedback
         self._function: Callable[..., Any] | None = None
         self._place: Any = None  # the sharding of arrays on the device
+        self._pinned: Any = None  # the sharding of the blocks
         if self._kinds:
             example = arrays[0]
             for key, kind in kinds.items():
                 kind.numbers = jax.device_put(np.concatenate(numbers[key]), device)
             self._place = example.array.sharding
-            self._function = self._into(pinned_like(example.array))
+            self._write_into(pinned_like(example.array))
 
-    def _into(self, place: Any) -> Callable[..., Any]:
-        """Returns the jitted function whose blocks come to this sharding."""
-        return jax.jit(self._encode, out_shardings=(place, self._place))
+    def _write_into(self, pinned: Any) -> None:
+        """Jit the function whose blocks come into pinned memory, or where JAX has them if it is None."""
+        self._pinned = pinned
+        self._function = jax.jit(self._encode, out_shardings=(pinned, self._place))
 
     def no_residuals(self) -> list[Any]:
         """Returns the residuals before the first contribution, which are zeros on the device."""
@@ -208,11 +210,15 @@ class DeviceEncoder:
         arrays = [blocks[shard][index].parts[part][0].array for shard, index, part in self._firsts]
         numbers = [kind.numbers for kind in self._kinds]
         given = (arrays, numbers, words, list(residuals))
+        if self._pinned is not None and pinned_like(arrays[0]) is None:  # it has become full
+            self._write_into(None)
         try:
             made, left = self._function(*given)
         except jax.errors.JaxRuntimeError as error:
-            use_ordinary_memory(error)
-            self._function = self._into(self._place)
+            if self._pinned is None:
+                raise
+            use_ordinary_memory(error, computed=True)
+            self._write_into(None)
             made, left = self._function(*given)
         into.add(self._found, {id(kind): each for kind, each in zip(self._kinds, made, strict=True)})
         return list(left)

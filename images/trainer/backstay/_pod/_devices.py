@@ -61,5 +61,6 @@ def use_devices(role: str, variables: Mapping[str, str]) -> None:
         found, why = 0, f" ({error})"
     raise BackstayError(
         f"JAX can use {found} of the {asked} GPUs of this container{why}: run `nvidia-smi` in a pod on this node. It "
-        "shows whether the driver works, and its version, which may be too old for the image"
+        "shows whether the driver works, and its version, which may be too old for the image. Of shared or divided "
+        "GPUs, a container can use one only"
     )

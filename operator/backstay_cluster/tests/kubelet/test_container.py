@@ -13,6 +13,7 @@ import pytest
 
 from backstay_cluster.kubelet.container import ContainerProcess, Reserved
 from backstay_cluster.kubelet.node import Machine, NodeFacts, PodNode, Pool
+from backstay_cluster.kubelet.preload import without_gpu
 from backstay_cluster.kubelet.runtime import Process
 from backstay_cluster.kubelet.status import ContainerRecord
 
@@ -41,7 +42,8 @@ async def stopped_while_it_starts(
     """Returns the runtime of a container with these GPUs and variables, after its end."""
     runtime, events = Starting(), SimpleNamespace(record=lambda *_, **__: None)
     facts = NodeFacts.of("node", "127.0.0.1", {})
-    node = PodNode(SimpleNamespace(), events, facts, Machine(runtime, image or {}), folder, Pool(()))
+    machine = Machine(runtime, image or {}, without_gpu=without_gpu([str(folder)]))
+    node = PodNode(SimpleNamespace(), events, facts, machine, folder, Pool(()))
     pod = {"metadata": {"name": "p", "namespace": "default", "uid": "1"}, "spec": {}}
     spec = {"name": "main", "image": "x", "command": ["python"], "env": list(env)}
     reserved = Reserved(folder / "main", "127.0.0.1", gpus)
@@ -71,6 +73,7 @@ async def test_without_a_gpu_jax_looks_for_none(
     tmp_path: Path, gpus: Sequence[str], env: Sequence[Any], platforms: str
 ) -> None:
     """JAX fails where it finds NVIDIA's driver, and may use no device. The node's variable is the user's."""
+    assert without_gpu([str(tmp_path / "no-device")]) == {}
     runtime = await stopped_while_it_starts(tmp_path, {"JAX_PLATFORMS": "cuda"}, gpus, env)
     assert runtime.environ["JAX_PLATFORMS"] == platforms
     assert runtime.environ["CUDA_VISIBLE_DEVICES"] == ",".join(gpus)

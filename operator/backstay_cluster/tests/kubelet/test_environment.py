@@ -52,6 +52,7 @@ def test_isolation_is_kept_and_settings_of_libraries_are_passed_on() -> None:
         ({"CUDA_VISIBLE_DEVICES": "2, 0"}, ["2", "0"]),
         ({"CUDA_VISIBLE_DEVICES": "GPU-8f2a,1"}, ["GPU-8f2a", "1"]),
         ({"CUDA_VISIBLE_DEVICES": "1,7,0"}, ["1"]),
+        ({"CUDA_VISIBLE_DEVICES": "1,1"}, ["1"]),
         ({"CUDA_VISIBLE_DEVICES": ""}, []),
         ({"CUDA_VISIBLE_DEVICES": "-1"}, []),
     ],

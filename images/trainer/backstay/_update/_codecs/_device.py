@@ -30,6 +30,7 @@ __all__ = [
 _PINNED: Final = "pinned_host"
 _LOG = logging.getLogger(__name__)
 _IS_FULL: Final = threading.Event()  # the pinned memory of this process: a further attempt would take as long
+_FILLING: Final = threading.Lock()
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -55,21 +56,25 @@ def _has_pinned(device: Any) -> bool:
     return device.platform in ("gpu", "cpu") and _PINNED in kinds and not _IS_FULL.is_set()
 
 
-def use_ordinary_memory(error: jax.errors.JaxRuntimeError) -> None:
+def use_ordinary_memory(error: jax.errors.JaxRuntimeError, *, computed: bool = False) -> None:
     """Do without more pinned memory in this process, because it has none left.
 
     Args:
         error: what JAX raised when pinned memory was needed; raised again if it has another reason.
+        computed: whether a computation may have failed, on an accelerator whose own memory is full. An error about
+            pinned memory has the name of its allocator, `xla_gpu_host_bfc`.
     """
-    if "RESOURCE_EXHAUSTED" not in str(error):
+    text = str(error)
+    if "RESOURCE_EXHAUSTED" not in text or (computed and "host" not in text):
         raise error
-    if not _IS_FULL.is_set():
-        _IS_FULL.set()
-        _LOG.warning(
-            "pinned memory is full, so copies between this host and its accelerators are slower from now on. "
-            "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB is its limit, 64 by default: %s",
-            error,
-        )
+    with _FILLING:
+        if not _IS_FULL.is_set():
+            _IS_FULL.set()
+            _LOG.warning(
+                "pinned memory is full, so copies between this host and its accelerators are slower from now on. "
+                "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB is its limit, 64 by default: %s",
+                error,
+            )
 
 
 def _place(device: Any, kind: str) -> Any:
@@ -144,7 +149,7 @@ class DeviceArray:
         except jax.errors.JaxRuntimeError as error:
             if self._copy is self.array:
                 raise
-            use_ordinary_memory(error)
+            use_ordinary_memory(error, computed=True)
         return np.asarray(self.array).reshape(-1)
 
 
