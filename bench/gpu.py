@@ -1,9 +1,15 @@
 """The time of copies, codecs and steps on a GPU, alone and with parameter servers on the same machine.
 
 It also runs on a CPU, where its numbers mean nothing; `--size tiny` is for that. Each part runs in its own processes,
-because one process takes most of a GPU's memory. Servers use the CPU.
+because one process takes most of a GPU's memory. Servers use the CPU. One GPU is used: the first one of the variable
+CUDA_VISIBLE_DEVICES. The exit code is 1 if a part, or a row of `servers`, has failed.
 
-    python bench/gpu.py [--size tiny|100M|1B] [--tokens 65536] [--only PART ...] [--results FILE]
+    python bench/gpu.py [--size tiny|100M|1B] [--tokens 65536] [--only PART ...] [--rows NUMBER ...] [--results FILE]
+
+`--rows` selects rows of `servers`, where all of them would take too long for one command; `--help` has their numbers.
+`--bare` saves the measurement of the step without servers, which `servers` needs. For example:
+
+    python bench/gpu.py --size 1B --only servers --bare MILLISECONDS --rows 5
 """
 
 from __future__ import annotations
@@ -18,257 +24,47 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 from _common import allocator_environment, table
 
 REPO = Path(__file__).resolve().parent.parent
+DEVICE = REPO / "bench" / "scripts" / "device.py"
 SCRIPT = REPO / "bench" / "scripts" / "language.py"
-ROUNDS: Final = 10
-_CAPTURED: Final[Any] = {"capture_output": True, "text": True}
+Rows = list[tuple[str, ...]]
 SKIPPED: Final = 3
 """Updates at the beginning that do not count."""
+_KILLED: Final = 137
+"""The exit code of a process after SIGKILL, as a container has it."""
+_LONGEST: Final = 1200.0
+"""Seconds within which a part without a job ends."""
 
 
-def median_ms(step: Callable[[], Any], rounds: int = ROUNDS) -> float:
-    """Milliseconds of `step`, the median of some rounds after two that do not count."""
-    times = []
-    for number in range(rounds + 2):
-        began = time.perf_counter()
-        step()
-        if number >= 2:
-            times.append(1e3 * (time.perf_counter() - began))
-    return statistics.median(times)
-
-
-def _wait_for(function: Callable[..., Any], *arguments: Any) -> None:
-    import jax
-
-    jax.block_until_ready(function(*arguments))
-
-
-def on_gpu() -> bool:
-    import jax
-
-    return bool(jax.default_backend() == "gpu")
-
-
-# ---- The parts that run in one process each ----
-
-
-def versions(size: str, tokens: int) -> list[tuple[str, ...]]:
-    """Returns the machine, and the highest rates of arithmetic and memory that a program reaches."""
-    import jax
-    import jax.numpy as jnp
-
-    device = jax.devices()[0]
-    rows: list[tuple[str, ...]] = [("machine", "")]
-    rows.append(("python, jax, numpy", f"{sys.version.split()[0]}, {jax.__version__}, {np.__version__}"))
-    rows.append(("devices", ", ".join(str(one.device_kind) for one in jax.local_devices())))
-    rows.append(("processors", str(os.cpu_count())))
-    if on_gpu():
-        with contextlib.suppress(OSError):
-            query = ["nvidia-smi", "--query-gpu=driver_version,memory.total,pcie.link.gen.max", "--format=csv,noheader"]
-            rows.append(("driver, memory, PCIe", subprocess.run(query, check=False, **_CAPTURED).stdout.strip()))
-    rows.append(("memories", ", ".join(sorted(memory.kind for memory in device.addressable_memories()))))
-    n = 8192 if on_gpu() else 512
-    a = jax.random.normal(jax.random.key(0), (n, n), jnp.bfloat16)
-    product = jax.jit(lambda a: a @ a)
-    ms = median_ms(lambda: jax.block_until_ready([product(a) for _ in range(10)])) / 10
-    rows.append((f"bfloat16 product, {n}", f"{2 * n**3 / ms / 1e9:.0f} TFLOP/s"))
-    big = jnp.zeros(1 << (28 if on_gpu() else 20), jnp.float32)
-    copy = jax.jit(lambda x: x + 1)
-    ms = median_ms(lambda: copy(big).block_until_ready())
-    rows.append(("copy on the device", f"{2 * big.nbytes / ms / 1e6:.0f} GB/s, read and written"))
-    return rows
-
-
-def copies(size: str, tokens: int) -> list[tuple[str, ...]]:
-    """Copies between the device and the host, with each function that JAX has for it."""
-    import jax
-    import jax.numpy as jnp
-    from jax.sharding import SingleDeviceSharding
-
-    device = jax.devices()[0]
-    count = 1 << (28 if on_gpu() else 20)
-    place: Any = SingleDeviceSharding
-    pinned, here = place(device, memory_kind="pinned_host"), place(device)
-    source = jax.random.normal(jax.random.key(0), (count,), jnp.float32)
-    fresh = jax.jit(lambda x, k: x + k)
-    host = np.asarray(fresh(source, 1.0)).copy()
-    rows: list[tuple[str, ...]] = [(f"copies of {host.nbytes >> 20} MiB", "ms", "GB/s", "of an array that pages hold")]
-
-    def row(name: str, before: Callable[[], Any], measured: Callable[[Any], Any]) -> None:
-        try:
-            times = []
-            for number in range(ROUNDS + 2):
-                given = before()
-                began = time.perf_counter()
-                got = measured(given)
-                if number >= 2:
-                    times.append(1e3 * (time.perf_counter() - began))
-                del given, got
-            ms = statistics.median(times)
-            rows.append((name, f"{ms:.1f}", f"{host.nbytes / ms / 1e6:.1f}", ""))
-        except Exception as error:  # noqa: BLE001  # a way that this version does not have
-            rows.append((name, "-", "-", str(error).splitlines()[0][:80]))
-
-    def made() -> Any:
-        return fresh(source, 1.0).block_until_ready()
-
-    def asked(x: Any) -> Any:
-        x.copy_to_host_async()
-        return np.asarray(x)
-
-    in_pieces = jax.jit(lambda x, k: [part + k for part in jnp.split(x, 16)])
-
-    def pieces() -> Any:
-        return jax.block_until_ready(in_pieces(source, 1.0))
-
-    def asked_all(parts: Any) -> Any:
-        for part in parts:
-            part.copy_to_host_async()
-        return [np.asarray(part) for part in parts]
-
-    row("out: np.asarray", made, np.asarray)
-    row("out: copy_to_host_async", made, asked)
-    row("out: copy_to_host_async of 16 pieces", pieces, asked_all)
-    row("out: device_put to pinned_host", made, lambda x: np.asarray(jax.device_put(x, pinned)))
-    row(
-        "out: device_put to pinned_host, 16 pieces",
-        pieces,
-        lambda x: [np.asarray(one) for one in jax.device_put(x, pinned)],
-    )
-    direct = jax.jit(lambda x, k: x + k, out_shardings=pinned)
-    row("out: computed into pinned_host", lambda: None, lambda _: np.asarray(direct(source, 1.0)))
-    row("in: device_put", lambda: None, lambda _: jax.device_put(host, here).block_until_ready())
-    row(
-        "in: device_put, may_alias",
-        lambda: None,
-        lambda _: jax.device_put(host, here, may_alias=True).block_until_ready(),
-    )
-    parts = np.split(host, 16)
-    row("in: device_put of 16 pieces", lambda: None, lambda _: jax.block_until_ready(jax.device_put(parts, here)))
-    take = jax.jit(lambda x: x[0])
-    row("in: argument of a jitted function", lambda: None, lambda _: take(host).block_until_ready())
-    row("host to pinned_host", lambda: None, lambda _: jax.device_put(host, pinned).block_until_ready())
-    try:
-        held = jax.device_put(host, pinned).block_until_ready()
-    except Exception:  # noqa: BLE001
-        return rows
-    row("in: device_put from pinned_host", lambda: None, lambda _: jax.device_put(held, here).block_until_ready())
-    view = np.asarray(held)
-    shares = view.ctypes.data == held.unsafe_buffer_pointer()
-    rows.append(("np.asarray of pinned_host shares its memory", str(shares), "", ""))
-    other = np.empty_like(view)
-    row("NumPy: copy out of pinned_host", lambda: None, lambda _: np.copyto(other, view))
-    row("NumPy: copy between pages", lambda: None, lambda _: np.copyto(other, host))
-    return rows
-
-
-def codecs(size: str, tokens: int) -> list[tuple[str, ...]]:
-    """Encoding on the device and on the host; and whether the bits are the same."""
-    import jax
-    import jax.numpy as jnp
-
-    from backstay._update import CODECS, seed_of
-    from backstay._update._codecs._codec import GROUP, encoded
-
-    count = 1 << (26 if on_gpu() else 18)
-    cpu = jax.devices("cpu")[0]
-    values = np.array(jax.random.normal(jax.random.key(0), (count,), jnp.float32))
-    values[: 1 << 16] *= np.float32(2.0) ** np.random.default_rng(0).integers(-140, 100, 1 << 16)
-    numbers, seed = np.arange(count // GROUP, dtype=np.uint32), seed_of(0, 1, 2)
-    rows: list[tuple[str, ...]] = [
-        (f"codecs, {count >> 20} Mi elements", "device, ms", "host, ms", "decode, device", "decode, host", "bits")
-    ]
-    for name, codec in CODECS.items():
-        for dtype in (jnp.float32, jnp.bfloat16):
-            if not codec.covers(np.dtype(dtype)):
-                continue
-            encode = jax.jit(lambda v, n, s, codec=codec: encoded(codec, v, n, s))
-            decode = jax.jit(lambda block: block.decode())
-            found, cells = [], []
-            for device in (jax.devices()[0], cpu):
-                given = jax.device_put((values.astype(dtype), numbers, seed), device)
-                block = encode(*given)
-                found.append([np.asarray(leaf) for leaf in jax.tree_util.tree_leaves((block, decode(block)))])
-                both: Any = ((encode, *given), (decode, block))
-                cells.append([f"{median_ms(partial(_wait_for, *each)):.2f}" for each in both])
-            same = [bool((a.view(np.uint8) == b.view(np.uint8)).all()) for a, b in zip(*found, strict=True)]
-            wrong = [int((a.view(np.uint8) != b.view(np.uint8)).sum()) for a, b in zip(*found, strict=True)]
-            bits = "equal" if all(same) else f"{wrong} bytes differ"
-            title = f"{name}, {np.dtype(dtype).name}"
-            rows.append((title, cells[0][0], cells[1][0], cells[0][1], cells[1][1], bits))
-    return rows
-
-
-def step(size: str, tokens: int) -> list[tuple[str, ...]]:
-    """Returns a training step of one jitted function in JAX alone, with Adam and donated buffers."""
-    import jax
-    import optax
-    from scripts.language import Model
-
-    model, optimizer = Model(size), optax.adam(1e-4)
-    params = jax.jit(model.init)(jax.random.key(0))
-    state = jax.jit(optimizer.init)(params)
-    batch = jax.device_put(model.tokens(0, 0, tokens))
-
-    def update(params: Any, state: Any, batch: Any) -> Any:
-        loss, gradient = jax.value_and_grad(model.loss)(params, batch)
-        changes, state = optimizer.update(gradient, state, params)
-        return optax.apply_updates(params, changes), state, loss
-
-    compiled = jax.jit(update, donate_argnums=(0, 1))
-    alone = median_ms(partial(_wait_for, jax.jit(jax.value_and_grad(model.loss)), params, batch))
-    held = [params, state]
-    del params, state
-
-    def one() -> None:
-        held[0], held[1], loss = compiled(held[0], held[1], batch)
-        float(loss)
-
-    ms = median_ms(one)
-    rate = model.operations(tokens) / ms / 1e9
-    return [
-        (f"{size}: {model.parameters / 1e6:.0f} M parameters, {tokens} tokens", "ms", "TFLOP/s"),
-        ("gradient in JAX alone", f"{alone:.1f}", ""),
-        ("step in JAX alone, Adam", f"{ms:.1f}", f"{rate:.0f}"),
-    ]
-
-
-PARTS: Final[Mapping[str, Callable[[str, int], list[tuple[str, ...]]]]] = {
-    "versions": versions,
-    "copies": copies,
-    "codecs": codecs,
-    "step": step,
-}
-
-
-# ---- Jobs ----
+# ---- Processes ----
 
 
 class _Started:
     """A process with the interface that `backstay.testing` expects of a pod's."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process, self.pid, self.signalled = process, process.pid, False
+        self._process, self.pid = process, process.pid
 
     def poll(self) -> int | None:
-        return self._process.poll()
+        """Returns the exit code as a container has it; None while it runs."""
+        code = self._process.poll()
+        return 128 - code if code is not None and code < 0 else code
 
     def wait(self, seconds: float | None = None) -> int:
         try:
-            return self._process.wait(seconds)
+            self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise TimeoutError from None
+        return self.poll() or 0
 
     def send_signal(self, number: int) -> None:
-        self.signalled = True
         self._process.send_signal(number)
 
     def kill(self) -> None:
@@ -276,34 +72,109 @@ class _Started:
 
 
 class _Starter:
-    """Starts a new interpreter for each pod, which imports JAX itself: a GPU cannot be used in a forked process."""
+    """Starts a new interpreter for each process, which imports JAX itself: a GPU cannot be used in a forked process."""
 
-    environ: Final = {**os.environ, **allocator_environment(), "PYTHONUNBUFFERED": "1"}
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.environ = environ
 
     def start(self, argv: Sequence[str], environ: Mapping[str, str], output: Path) -> _Started:
         with output.open("wb") as file:
             return _Started(subprocess.Popen(argv, env=environ, stdout=file, stderr=subprocess.STDOUT))
 
+    def close(self) -> None:
+        pass
+
+
+def rows_of(starter: Any, environ: Mapping[str, str], part: str, size: str, tokens: int) -> Rows:
+    """Returns the rows of a part without a job, which a new process makes.
+
+    Raises:
+        RuntimeError: the process failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="backstay-gpu-") as folder:
+        answer, log = Path(folder) / "answer.json", Path(folder) / "log"
+        argv = [sys.executable, str(DEVICE), part, size, str(tokens), str(answer)]
+        process = starter.start(argv, environ, log)
+        try:
+            code = process.wait(_LONGEST)
+        except TimeoutError:
+            raise RuntimeError(f"it did not end in {_LONGEST:.0f} s:\n{log.read_text()[-1500:]}") from None
+        finally:
+            process.kill()
+        if code:
+            raise RuntimeError(f"exit code {code}:\n{log.read_text()[-1500:]}")
+        return [tuple(row) for row in json.loads(answer.read_text())]
+
+
+@dataclass
+class Bench:
+    """The settings of all parts.
+
+    Attributes:
+        platform: a value of JAX_PLATFORMS, for what uses the device.
+        starter: starts all processes.
+        size: the size of the model.
+        tokens: the tokens of each batch.
+        steps: the updates of a job without local steps.
+        chosen: the numbers of the rows of `servers`.
+        bare: the milliseconds of a step without servers; None: not known.
+    """
+
+    platform: str
+    starter: Any
+    size: str
+    tokens: int
+    steps: int
+    chosen: Sequence[int]
+    bare: float | None
+
+    @property
+    def small(self) -> bool:
+        """Whether the machine has no GPU, so that no number counts."""
+        return self.platform == "cpu"
+
+    def limit(self, batches: int) -> float:
+        """Returns the seconds within which a job with so many batches ends.
+
+        The time of its step may be three times that of the bare one (docs/gpu.md). To compile, and to move and hash a
+        billion parameters, takes minutes.
+        """
+        return 300.0 + 4e-3 * (self.bare or 0.0) * batches
+
+    def arguments(self, steps: int, size: str | None = None, tokens: int | None = None) -> list[str]:
+        """Returns the arguments of the script of a job."""
+        return ["--size", size or self.size, "--tokens", str(tokens or self.tokens), "--steps", str(steps)]
+
+    def alone(self, part: str) -> Rows:
+        """Returns the rows of one of `PARTS`."""
+        environ = {**self.starter.environ, "JAX_PLATFORMS": self.platform}
+        return rows_of(self.starter, environ, part, self.size, self.tokens)
+
+
+# ---- Jobs ----
+
 
 class JobOfBench:
-    """One job of the language model, with its processes."""
+    """One job of the language model, with its processes.
+
+    Attributes:
+        codes: the exit codes that are not 0, by the name of the pod.
+    """
 
     def __init__(
-        self, platform: str, folder: Path, arguments: Sequence[str], *, shards: int, workers: int = 1, **config: Any
+        self, bench: Bench, folder: Path, arguments: Sequence[str], *, shards: int, workers: int = 1, **config: Any
     ):
         from backstay.testing import Job
+        from backstay_spec import contract
 
-        self._platform, self.folder = platform, folder
-        self._job = Job(
-            [sys.executable, str(SCRIPT), *arguments],
-            folder,
-            _Starter(),  # type: ignore[arg-type]
-            shards=shards,
-            workers=workers,
-            mode="Sync",
-            **config,
-        )
+        self._platform, self.folder = bench.platform, folder
+        self._limit = bench.limit
+        self.codes: dict[str, int] = {}
+        command = [sys.executable, str(SCRIPT), *arguments]
+        self._job = Job(command, folder, bench.starter, shards=shards, workers=workers, mode="Sync", **config)
         self._job.environment |= {"SPANS": str(folder)}
+        if not bench.small:  # a worker that finds no GPU fails then, and does not compute on the CPU
+            self._job.environment[contract.ENV_GPUS] = "1"
 
     def __enter__(self) -> JobOfBench:
         return self
@@ -311,210 +182,272 @@ class JobOfBench:
     def __exit__(self, *_: object) -> None:
         self._job.end()
 
-    def start(self, platforms: Sequence[str] | None = None) -> list[Any]:
+    def start(self, platforms: Sequence[str] | None = None, **environment: str) -> list[Any]:
         """Start all pods; returns the workers. `platforms` are those of each worker, or None for the machine's."""
         for shard in range(self._job.shards):
             self._job.server(shard, 1, JAX_PLATFORMS="cpu")
         ranks = range(self._job.workers)
         chosen = platforms or [self._platform for _ in ranks]
-        return [self._job.worker(rank, 1, JAX_PLATFORMS=chosen[rank]) for rank in ranks]
+        return [self._job.worker(rank, 1, JAX_PLATFORMS=chosen[rank], **environment) for rank in ranks]
 
     def worker(self, rank: int, incarnation: int) -> Any:
         """Start another worker in place of a dead one."""
         return self._job.worker(rank, incarnation, JAX_PLATFORMS=self._platform)
 
-    def wait(self, pods: Sequence[Any], seconds: float = 300.0) -> None:
-        """Wait until these pods have ended well.
+    def wait(self, batches: int, pods: Sequence[Any] | None = None) -> None:
+        """Wait until pods have ended as they should.
+
+        Args:
+            batches: the batches of the job.
+            pods: None means all pods. Then each has written its spans.
 
         Raises:
-            RuntimeError: one has not.
+            RuntimeError: one has not, or another one has failed.
         """
-        deadline = time.monotonic() + seconds
+        pods = self._job.pods if pods is None else pods
+        deadline = time.monotonic() + (seconds := self._limit(batches))
+        while any(one.process.poll() is None for one in pods) and not self._failed():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the job did not end in {seconds:.0f} s\n{self._outputs()}")
+            time.sleep(0.01)
+        if self._failed():
+            raise RuntimeError(f"a pod has failed\n{self._outputs()}")
+
+    def _failed(self) -> bool:
+        return any(one.process.poll() not in (None, self.codes.get(one.name, 0)) for one in self._job.pods)
+
+    def _outputs(self) -> str:
+        return "\n".join(f"== {one.name}: {one.process.poll()}\n{one.output()[-1500:]}" for one in self._job.pods)
+
+    def spans(self, pods: Sequence[Any]) -> Spans:
+        """Returns the spans of some pods that have ended, by point."""
+        found: Spans = {}
         for pod in pods:
-            while pod.process.poll() is None and time.monotonic() < deadline and not self._dead():
-                time.sleep(0.05)
-            if pod.process.poll() != 0:
-                each = (f"== {one.name}: {one.process.poll()}\n{one.output()[-1500:]}" for one in self._job.pods)
-                raise RuntimeError("\n".join([f"{pod.name} has not ended well", *each]))
-
-    def _dead(self) -> bool:
-        """Returns whether a pod has failed that this program did not kill."""
-        return any(one.process.poll() not in (None, 0) and not one.process.signalled for one in self._job.pods)
-
-    def spans(self, pod: Any, role: str = "worker") -> dict[str, list[tuple[float, float, int]]]:
-        """Returns the spans of a pod by point. Each has its beginning, its end and its step."""
-        found: dict[str, list[tuple[float, float, int]]] = {}
-        for point, began, ended, number in json.loads((self.folder / f"{role}-{pod.process.pid}.json").read_text()):
-            found.setdefault(point, []).append((began, ended, number))
+            file = self.folder / f"{pod.role}-{pod.process.pid}.json"
+            for point, began, ended, _ in json.loads(file.read_text()):
+                found.setdefault(point, []).append((began, ended))
         return found
 
-    def servers(self) -> list[Any]:
-        return [pod for pod in self._job.pods if pod.role == "parameter-server"]
+    def all_spans(self) -> Spans:
+        return self.spans(self._job.pods)
 
 
 @contextlib.contextmanager
-def job(platform: str, arguments: Sequence[str], **settings: Any) -> Iterator[JobOfBench]:
+def job(bench: Bench, arguments: Sequence[str], **settings: Any) -> Iterator[JobOfBench]:
     with (
         tempfile.TemporaryDirectory(prefix="backstay-gpu-") as folder,
-        JobOfBench(platform, Path(folder), arguments, **settings) as made,
+        JobOfBench(bench, Path(folder), arguments, **settings) as made,
     ):
         yield made
 
 
-def lengths(spans: Sequence[tuple[float, float, int]]) -> float:
-    """Returns the median of the spans after the first few, in milliseconds."""
-    kept = spans[SKIPPED:] or spans
-    return 1e3 * statistics.median(ended - began for began, ended, _ in kept) if kept else float("nan")
+Spans = dict[str, list[tuple[float, float]]]
+"""The beginnings and ends of spans, by point."""
+POINTS: Final = ("batch_wait", "compute", "encode", "push", "update_wait", "pull", "apply")
 
 
-def parts_of(spans: Mapping[str, Sequence[tuple[float, float, int]]]) -> tuple[float, dict[str, float]]:
-    """Returns the milliseconds between two updates, and of each part of a worker's step."""
-    ends = [ended for _, ended, _ in spans["pull"]][SKIPPED - 1 :]
-    between = 1e3 * statistics.median(b - a for a, b in itertools.pairwise(ends))
-    points = ("batch_wait", "compute", "encode", "push", "update_wait", "pull")
-    return between, {point: lengths(spans.get(point, ())) for point in points}
+def covered(spans: Sequence[tuple[float, float]], began: float, ended: float) -> float:
+    """Returns the seconds of an interval in which one of the spans, or several, were open."""
+    total, at = 0.0, began
+    for first, last in sorted(spans):
+        total += max(0.0, min(last, ended) - max(first, at))
+        at = max(at, last)
+    return total
 
 
-def with_servers(platform: str, size: str, tokens: int, bare: float | None, steps: int) -> list[tuple[str, ...]]:
-    """Returns the step of one worker with servers beside it."""
-    rows: list[tuple[str, ...]] = [
-        (f"with servers, {size}", "ms", "share", "batch", "compute", "encode", "push", "wait", "pull", "apply")
+def parts_of(spans: Spans, batches: int) -> tuple[float, list[str]]:
+    """Returns the milliseconds between two updates, and of each of `POINTS` in that time; a dash where it has no span.
+
+    All of them are divided by the number of batches of an update, and are medians of the updates.
+    """
+    updates = list(itertools.pairwise([ended for _, ended in spans["pull"]][SKIPPED - 1 :]))
+
+    def ms(values: Iterable[float]) -> float:
+        return 1e3 * statistics.median(values) / batches
+
+    parts = [(ms(covered(spans[one], *each) for each in updates) if one in spans else None) for one in POINTS]
+    return ms(b - a for a, b in updates), ["-" if part is None else f"{part:.3g}" for part in parts]
+
+
+_INT8: Final = {"gradients": "Int8", "parameters": "BFloat16"}
+KINDS: Final[Sequence[tuple[str, dict[str, str], dict[str, int] | None]]] = (
+    ("Exact, 1 server", {}, None),
+    ("Exact, {servers} servers", {}, None),
+    ("BFloat16 both ways, {servers} servers", {"gradients": "BFloat16", "parameters": "BFloat16"}, None),
+    ("Int8, BFloat16 back, 1 server", _INT8, None),
+    ("Int8, BFloat16 back, {servers} servers", _INT8, None),
+    ("{count} local steps, Exact, {servers} servers", {}, {}),
+    ("{count} local steps, Int8, {servers} servers", _INT8, {}),
+    ("{count} local steps, overlap 2, Int8, {servers} servers", _INT8, {"overlap": 2}),
+)
+"""The rows of `servers`. Each has a name, the wire, and the arguments of LocalSteps beside the count."""
+SERVERS: Final = 4
+COUNT: Final = 24
+"""Local steps of an update."""
+
+
+def with_servers(bench: Bench) -> Rows:
+    """Returns the step of one worker with servers beside it.
+
+    All times are those of a batch. An update with local steps has many batches, so what happens once in an update is
+    divided by their number. A part counts as long as one thread or several do it, on any server. The parts overlap:
+    `compute` has the waits for the batches after the first one.
+    """
+    rows: Rows = [
+        (f"{bench.size}, ms of a batch", "all", "share", "batch", "compute", "encode", "push", "wait", "pull", "apply")
     ]
-    kinds: list[tuple[str, dict[str, str], int, dict[str, Any] | None]] = [
-        ("Exact, 1 server", {}, 1, None),
-        ("Exact, 4 servers", {}, 4, None),
-        ("BFloat16 both ways, 4 servers", {"gradients": "BFloat16", "parameters": "BFloat16"}, 4, None),
-        ("Int8, BFloat16 back, 1 server", {"gradients": "Int8", "parameters": "BFloat16"}, 1, None),
-        ("Int8, BFloat16 back, 4 servers", {"gradients": "Int8", "parameters": "BFloat16"}, 4, None),
-        ("24 local steps, Exact, 4 servers", {}, 4, {"count": 24}),
-        ("24 local steps, Int8, 4 servers", {"gradients": "Int8", "parameters": "BFloat16"}, 4, {"count": 24}),
-        (
-            "24 local steps, overlap 2, Int8, 4 servers",
-            {"gradients": "Int8", "parameters": "BFloat16"},
-            4,
-            {"count": 24, "overlap": 2},
-        ),
-    ]
-    for name, wire, shards, local in kinds:
-        updates = steps if local is None else max(SKIPPED + 3, steps // 4)
-        arguments = ["--size", size, "--tokens", str(tokens), "--steps", str(updates)]
-        arguments += ["--local", json.dumps(local)] if local else []
+    servers, count = (2, 4) if bench.small else (SERVERS, COUNT)
+    for title, wire, local in (KINDS[number] for number in bench.chosen):
+        shards = servers if "{servers}" in title else 1
+        name = title.format(servers=servers, count=count)
+        batches = 1 if local is None else count
+        updates = bench.steps if local is None else max(SKIPPED + 2, bench.steps // 4)
+        arguments = bench.arguments(updates)
+        arguments += [] if local is None else ["--local", json.dumps({"count": count, **local})]
         try:
-            with job(platform, arguments, shards=shards, wire=wire) as running:
-                workers = running.start()
-                running.wait(workers)
-                between, parts = parts_of(running.spans(workers[0]))
-                applied = lengths(running.spans(running.servers()[0], "parameter-server").get("apply", ()))
+            with job(bench, arguments, shards=shards, wire=wire) as running:
+                running.start()
+                running.wait(updates * batches)
+                ms, parts = parts_of(running.all_spans(), batches)
         except (RuntimeError, OSError) as error:
-            print(error, file=sys.stderr, flush=True)
+            print(f"{name}: {error}", file=sys.stderr, flush=True)
             rows.append((name, "failed", *[""] * 8))
             continue
-        between /= 1 if local is None else local["count"]
-        share = "" if bare is None else f"{bare / between:.2f}"
-        rows.append((name, f"{between:.1f}", share, *(f"{value:.1f}" for value in (*parts.values(), applied))))
+        share = "-" if bench.bare is None else f"{bench.bare / ms:.2f}"
+        rows.append((name, f"{ms:.1f}", share, *parts))
         print("  ".join(rows[-1]), file=sys.stderr, flush=True)
     return rows
 
 
-def bits(platform: str, size: str, tokens: int) -> list[tuple[str, ...]]:
+def digest_of(worker: Any) -> str:
+    """Returns what a worker has printed about its result."""
+    return next(line for line in worker.output().splitlines() if line.startswith("digest"))
+
+
+def bits(bench: Bench) -> Rows:
     """Returns whether two jobs give the same bits, with and without `deterministic`."""
-    rows: list[tuple[str, ...]] = [("the same job twice", "bits of the parameters")]
-    for name, extra in (("as it is", []), ("deterministic=True", ["--deterministic"])):
-        found = []
+    rows: Rows = [("the same job twice", "bits of the parameters")]
+    steps = 3 if bench.small else 10
+    kinds: list[tuple[str, list[str]]] = [("as it is", []), ("deterministic=True", ["--deterministic"])]
+    for name, extra in kinds[1:] if bench.small else kinds:  # it makes no difference on a CPU
+        found = set()
         for _ in range(2):
-            arguments = ["--size", size, "--tokens", str(tokens), "--steps", "10", *extra]
-            with job(platform, arguments, shards=1, wire={"gradients": "Int8"}) as running:
+            with job(bench, [*bench.arguments(steps), *extra], shards=1, wire={"gradients": "Int8"}) as running:
                 (worker,) = running.start()
-                running.wait([worker])
-                found.append([line for line in worker.output().splitlines() if line.startswith("digest")][-1])
-        rows.append((name, "equal" if found[0] == found[1] else "different"))
+                running.wait(steps)
+                found.add(digest_of(worker))
+        rows.append((name, "equal" if len(found) == 1 else "different"))
     return rows
 
 
-def killed(platform: str, size: str, tokens: int) -> list[tuple[str, ...]]:
+def killed(bench: Bench) -> Rows:
     """Measure a worker that is killed in the middle, and its replacement on the same device."""
-    with job(platform, ["--size", size, "--tokens", str(tokens), "--steps", "40"], shards=1) as running:
-        (worker,) = running.start()
-        deadline = time.monotonic() + 200
-        (server,) = running.servers()
-        while "step 15/40" not in server.output():
-            if time.monotonic() > deadline or worker.process.poll() is not None:
-                raise RuntimeError(f"the worker did not arrive at step 15:\n{worker.output()[-1500:]}")
-            time.sleep(0.01)
-        worker.process.kill()
-        worker.process.wait()
-        at = time.monotonic()
+    steps, at = (4, 2) if bench.small else (10, 5)
+    with job(bench, bench.arguments(steps), shards=1) as running:
+        (worker,) = running.start(FAULT_INJECTION=f"kill worker/0 @{at}")
+        running.codes[worker.name] = _KILLED
+        running.wait(steps, [worker])
+        died = time.monotonic()
         replacement = running.worker(0, 2)
-        running.wait([replacement])
-        first = running.spans(replacement)["pull"][0][1] - at
-    return [("SIGKILL of the worker", "s"), ("until the replacement's first update, no cache", f"{first:.1f}")]
+        running.wait(steps)
+        first = running.spans([replacement])["pull"][0][1] - died
+    cache = "a compilation cache" if os.environ.get("JAX_COMPILATION_CACHE_DIR") else "no cache"
+    return [("SIGKILL of the worker", "s"), (f"until the replacement's first update, {cache}", f"{first:.2f}")]
 
 
-def mixed(platform: str, size: str, tokens: int) -> list[tuple[str, ...]]:
+def mixed(bench: Bench) -> Rows:
     """Measure one worker on the machine's device and one on its CPU, in one job."""
-    with job(platform, ["--size", "tiny", "--tokens", "512", "--steps", "20"], shards=1, workers=2) as running:
-        workers = running.start([platform, "cpu"])
-        running.wait(workers)
-        digests = {line for one in workers for line in one.output().splitlines() if line.startswith("digest")}
+    steps = 5 if bench.small else 20
+    with job(bench, bench.arguments(steps, "tiny", min(512, bench.tokens)), shards=1, workers=2) as running:
+        workers = running.start([bench.platform, "cpu"])
+        running.wait(steps)
+        digests = {digest_of(one) for one in workers}
     return [("a worker on each platform", f"{len(workers)} ended, {len(digests)} result")]
 
 
-def main() -> int:
+PARTS: Final = ("versions", "copies", "codecs", "step")
+JOBS: Final[Mapping[str, Callable[[Bench], Rows]]] = {
+    "servers": with_servers,
+    "bits": bits,
+    "killed": killed,
+    "mixed": mixed,
+}
+
+
+# ---- The command ----
+
+
+def parsed() -> argparse.Namespace:
+    """Returns the arguments of the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = (*PARTS, "servers", "bits", "killed", "mixed")
+    names = (*PARTS, *JOBS)
     parser.add_argument("--size", choices=("tiny", "100M", "1B"), default="100M")
     parser.add_argument("--tokens", type=int, default=65536, help="of each batch")
     parser.add_argument("--steps", type=int, default=24, help="updates of a job without local steps")
-    parser.add_argument("--bare", type=float, help="milliseconds of the bare step, where it is not measured here")
+    parser.add_argument("--bare", type=float, help="milliseconds of the step without servers, if not measured here")
     parser.add_argument("--only", nargs="+", choices=names, default=names)
+    listed = "; ".join(f"{number}: {kind[0]}" for number, kind in enumerate(KINDS))
+    listed = listed.format(servers=SERVERS, count=COUNT)
+    numbers = range(len(KINDS))
+    parser.add_argument("--rows", nargs="+", type=int, choices=numbers, default=numbers, help=f"of servers. {listed}")
     parser.add_argument("--results", type=Path)
-    parser.add_argument("--role", choices=tuple(PARTS), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.role:
-        print(json.dumps(PARTS[arguments.role](arguments.size, arguments.tokens)), flush=True)
-        return 0
-    probe = "import jax; print(jax.default_backend())"
-    found = subprocess.run([sys.executable, "-c", probe], check=False, **_CAPTURED)
-    if found.returncode:
-        print(f"JAX finds no device:\n{found.stderr}", file=sys.stderr)
-        return 1
-    platform = "cuda,cpu" if found.stdout.split()[-1] == "gpu" else "cpu"
-    shape = (arguments.size, arguments.tokens)
-    bare: float | None = arguments.bare
-    tables: list[str] = []
+    if arguments.steps < SKIPPED + 2:
+        parser.error(f"--steps must be {SKIPPED + 2} or more: {SKIPPED} updates do not count, and two times are needed")
+    if arguments.tokens < 1:
+        parser.error("--tokens must be positive")
+    return arguments
 
-    def show(rows: list[tuple[str, ...]]) -> None:
+
+def main() -> int:
+    arguments = parsed()
+    environ = {**os.environ, **allocator_environment(), "PYTHONUNBUFFERED": "1"}
+    try:
+        ((backend, present),) = rows_of(_Starter(environ), environ, "probe", "tiny", 1)
+    except RuntimeError as error:
+        print(f"JAX finds no device: {error}", file=sys.stderr)
+        return 1
+    # Otherwise a job's worker would use all GPUs, and the step without servers one.
+    environ["CUDA_VISIBLE_DEVICES"] = environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    platform = "cuda,cpu" if backend == "gpu" else "cpu"
+    starter: Any = _Starter(environ)
+    if platform == "cpu":  # a forked process need not import JAX
+        from backstay.testing import Forker
+
+        starter = Forker({**environ, "JAX_PLATFORMS": "cpu"}, SCRIPT)
+    try:
+        bench = Bench(
+            platform, starter, arguments.size, arguments.tokens, arguments.steps, arguments.rows, arguments.bare
+        )
+        return run(bench, arguments.only, present, arguments.results)
+    finally:
+        starter.close()
+
+
+def run(bench: Bench, only: Sequence[str], present: str, results: Path | None) -> int:
+    """Run the parts, and print their tables; returns the exit code. `present`: the number of the machine's devices."""
+    tables: list[str] = []
+    failed = False
+    for name in (*PARTS, *JOBS):
+        needed = name == "step" and "servers" in only and bench.bare is None
+        if name not in only and not needed:
+            continue
+        try:
+            rows = JOBS[name](bench) if name in JOBS else bench.alone(name)
+        except Exception as error:  # noqa: BLE001  # the other parts may work
+            print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            rows = [(name, "failed")]
+        if name == "versions":
+            rows.append(("devices present", present))
+            rows.append(("CUDA_VISIBLE_DEVICES", bench.starter.environ["CUDA_VISIBLE_DEVICES"]))
+        if name == "step" and rows[-1][1] != "failed":
+            bench.bare = float(rows[-1][1])
+        failed = failed or any(row[1] == "failed" for row in rows)
         tables.append(table(rows))
         print(f"\n{tables[-1]}", flush=True)
-        if arguments.results:
-            arguments.results.write_text("\n\n".join(tables) + "\n")
-
-    for name in PARTS:
-        if name not in arguments.only:
-            continue
-        command = [sys.executable, __file__, "--role", name, "--size", shape[0], "--tokens", str(shape[1])]
-        environment = {**os.environ, "JAX_PLATFORMS": platform}
-        ran = subprocess.run(command, env=environment, check=False, **_CAPTURED)
-        if ran.returncode:
-            show([(name, "failed"), (ran.stderr[-1500:], "")])
-            continue
-        rows = [tuple(row) for row in json.loads(ran.stdout.splitlines()[-1])]
-        if name == "step":
-            bare = float(rows[-1][1])
-        show(rows)
-    runs: dict[str, Callable[[], list[tuple[str, ...]]]] = {
-        "servers": lambda: with_servers(platform, *shape, bare, arguments.steps),
-        "bits": lambda: bits(platform, *shape),
-        "killed": lambda: killed(platform, *shape),
-        "mixed": lambda: mixed(platform, *shape),
-    }
-    for name, run in runs.items():
-        if name in arguments.only:
-            try:
-                show(run())
-            except (RuntimeError, OSError) as error:
-                show([(name, "failed"), (str(error)[-3000:], "")])
-    return 0
+        if results:
+            results.write_text("\n\n".join(tables) + "\n")
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A decoder-only language model for accelerators, which computes random tokens in bfloat16 with float32 parameters.
 
-bench/gpu.py runs it as a job, and imports its model for the step without servers. At its end, each process writes its
-spans into the folder that the variable SPANS names.
+bench/gpu.py runs it as a job, and bench/scripts/device.py has its model for the step without servers. At its end, each
+process writes its spans into the folder that the variable SPANS names.
 """
 
 import argparse
@@ -20,6 +20,14 @@ import backstay
 
 # width, layers, heads, vocabulary, context
 SIZES = {"tiny": (64, 2, 4, 512, 64), "100M": (768, 12, 12, 32768, 1024), "1B": (2048, 18, 16, 32768, 1024)}
+RECOMPUTED = {"1B"}
+"""Sizes whose layers are computed again for the gradient: with 65,536 tokens, all values between them take 200 GB."""
+
+
+def attention():
+    """Returns the fastest attention of the device. cuDNN's needs an NVIDIA GPU of the year 2020 or newer."""
+    device = jax.devices()[0]
+    return "cudnn" if device.platform == "gpu" and float(device.compute_capability) >= 8 else "xla"
 
 
 class Model:
@@ -27,6 +35,7 @@ class Model:
 
     def __init__(self, size):
         self.width, self.layers, self.heads, self.vocabulary, self.context = SIZES[size]
+        self._again = size in RECOMPUTED
 
     def init(self, key):
         width, layers = self.width, self.layers
@@ -48,7 +57,7 @@ class Model:
         half = jax.tree_util.tree_map(lambda leaf: leaf.astype(jnp.bfloat16), params)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         batch, length = inputs.shape
-        on_gpu = jax.default_backend() == "gpu"
+        implementation = attention()
 
         def norm(x, scale):
             wide = x.astype(jnp.float32)
@@ -57,14 +66,14 @@ class Model:
         def layer(x, weights):
             q, k, v = jnp.split(norm(x, weights["norm1"]) @ weights["qkv"], 3, axis=-1)
             q, k, v = (each.reshape(batch, length, self.heads, -1) for each in (q, k, v))
-            attended = jax.nn.dot_product_attention(
-                q, k, v, is_causal=True, implementation="cudnn" if on_gpu else "xla"
-            )
+            attended = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
             x = x + attended.reshape(batch, length, self.width) @ weights["out"]
             return x + jax.nn.gelu(norm(x, weights["norm2"]) @ weights["up"]) @ weights["down"], None
 
         stacked = {name: half[name] for name in ("qkv", "out", "up", "down", "norm1", "norm2")}
-        x, _ = jax.lax.scan(layer, half["embedding"][inputs], stacked)
+        # A scan cannot share values of the two computations, so they need not be kept apart.
+        kept = jax.checkpoint(layer, prevent_cse=False) if self._again else layer
+        x, _ = jax.lax.scan(kept, half["embedding"][inputs], stacked)
         x = norm(x, half["norm"])
 
         @jax.checkpoint
@@ -82,7 +91,12 @@ class Model:
     def tokens(self, step, rank, count):
         """int32[sequences, context + 1], about `count` tokens."""
         draw = np.random.default_rng((step, rank))
-        return draw.integers(0, self.vocabulary, (max(1, count // self.context), self.context + 1), np.int32)
+        return draw.integers(0, self.vocabulary, (self.sequences(count), self.context + 1), np.int32)
+
+    def sequences(self, count):
+        """Returns the number of sequences in a batch of about `count` tokens: one or more, and full parts of 8."""
+        found = max(1, count // self.context)
+        return found if found < 8 else found // 8 * 8
 
     @property
     def parameters(self):
@@ -91,7 +105,10 @@ class Model:
         return sum(leaf.size for leaf in jax.tree_util.tree_leaves(shapes))
 
     def operations(self, count):
-        """Floating-point operations of a step with `count` tokens, with those of attention."""
+        """Floating-point operations of a step with `count` tokens, with those of attention.
+
+        They are the work of the model: what is computed again for the gradient is not counted.
+        """
         return count * (6 * self.parameters + 6 * self.layers * self.width * self.context)
 
 
