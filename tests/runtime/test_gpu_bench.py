@@ -96,9 +96,31 @@ def test_the_gradient_of_a_billion_parameters_leaves_room_on_a_gpu() -> None:
     assert sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree_util.tree_leaves(kept)) < 40e9
 
 
-@pytest.mark.parametrize("wrong", [("--steps", "4"), ("--rows", "8"), ("--tokens", "0")])
+def test_all_times_of_a_row_are_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    gpu = importlib.import_module("gpu")
+    spans: dict[str, list[tuple[float, float]]] = {"pull": [], "compute": [], "batch_wait": [], "apply": []}
+    for began in range(10):  # an update takes a second, and has four batches
+        spans["compute"].append((began, began + 0.8))
+        spans["batch_wait"] += [(began + at, began + at + 0.02) for at in (0.0, 0.2, 0.4, 0.6)]
+        spans["apply"] += [(began + 0.8, began + 0.9), (began + 0.85, began + 0.92)]  # on two servers at the same time
+        spans["pull"].append((began + 0.96, began + 1.0))
+    update, parts = gpu.parts_of(spans, 4)
+    assert update == pytest.approx(250)
+    assert dict(zip(gpu.POINTS, parts, strict=True)) == {
+        "batch_wait": "20",
+        "compute": "200",
+        "encode": "-",
+        "push": "-",
+        "update_wait": "-",
+        "pull": "10",
+        "apply": "30",
+    }
+
+
+@pytest.mark.parametrize("wrong", [("--steps", "4"), ("--tokens", "0")])
 def test_arguments_without_a_result_are_refused(wrong: tuple[str, str]) -> None:
-    ran = command(*wrong)
+    ran = command("--only", "versions", *wrong)
     assert ran.returncode == 2, ran.stdout + ran.stderr
     assert wrong[0] in ran.stderr
     assert "Traceback" not in ran.stderr
