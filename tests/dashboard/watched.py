@@ -27,6 +27,7 @@ import between
 import yaml
 from between import LONG, put, slack
 
+from backstay_client.embedded.preload import preload
 from backstay_client.embedded.session import Session, start_session
 from backstay_client.kube import JOBS
 from backstay_cluster.net import claim_block
@@ -109,7 +110,7 @@ class Cluster:
     def __enter__(self) -> Cluster:
         self._thread.start()
         try:
-            self._session = self._run(self._stack.enter_async_context(start_session(self.folder)))
+            self._session = self._run(self._stack.enter_async_context(start_session(self.folder, preload=preload())))
         except BaseException:
             self.__exit__()
             raise
