@@ -220,6 +220,16 @@ def test_a_pod_that_ended_because_of_another_one_is_not_the_cause(running, abort
     assert f"(pod {names[2]}) died: exit code 1: ValueError: bad batch" in event.message
 
 
+def test_a_pod_without_memory_is_the_cause_of_another_ones_exception(running):
+    """Gloo raises in the others, and the link to the lost pod may break later."""
+    cluster = running(GROUPS)
+    names = pods_of(cluster, 0)
+    cluster.end(names[0], 1, json.dumps({"reason": "ValueError", "message": "UNKNOWN: Gloo AllGather failed"}))
+    cluster.end(names[1], 137, reason="OOMKilled")
+    (death,) = cluster.plan().deaths
+    assert (death.pod, death.cause) == (names[1], "OutOfMemory")
+
+
 def test_the_pod_with_the_cause_stays_for_its_log(running):
     """A kubelet may report the end of its container seconds before its phase. The others of its rank are
     deleted."""

@@ -420,3 +420,38 @@ def test_the_time_in_a_queue_does_not_count_for_a_rank_that_gave_its_node_back(m
     in_part(job, 1)
     job.settle(40)
     assert job.status["phase"] != "Failed", job.condition("Failed")
+
+
+@pytest.mark.parametrize("pods", [1, 2, 3])
+@pytest.mark.parametrize("obstacle", ["no node", "a full quota"])
+@pytest.mark.parametrize("observed", [True, False])
+def test_a_rank_that_loses_a_pod_after_hours_has_its_whole_time_to_start(pods, obstacle, observed):
+    """The pod is not there any more. That it lacked room was found by its absence, since it was created."""
+    quota = Quota(2 * pods)
+    cluster = limited(quota, random.Random(0), 2, pods, mode="Sync")
+    passes([cluster], 60)
+
+    def trains(step):
+        cluster.answer(world=2, step=step, contributed={0: 1, 1: 1}, beating={0: 1, 1: 1})
+
+    for hour in range(3):
+        trains(hour + 1)
+        cluster.settle()
+        cluster.tick(3600)
+    trains(9)
+    if not observed:
+        cluster.restart_operator()
+        trains(9)
+    lost = max(name for name, pod in cluster.pods.items() if is_worker(pod) and rank_of(pod) == "1")
+    cluster.vanish(lost)
+    quota.room = 10 * pods if obstacle == "no node" else 2 * pods - 1
+    for _ in range(50):
+        cluster.settle()
+        cluster.bury()
+        for name, pod in cluster.pods.items():
+            if pod["status"].get("phase", "Pending") == "Pending":
+                cluster.gate(name, gated=False)
+        trains(9)
+        cluster.tick(6)
+    assert cluster.status["phase"] != "Failed", cluster.condition("Failed")
+    assert cluster.status["incarnations"]["worker-1"] > 1

@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from between import LONG
@@ -282,6 +284,29 @@ def test_t6_pods_that_are_not_of_the_rank_are_refused(credentials: Credentials, 
         assert len(lost) == 1
         assert rank.each(lambda group: group.agree("x", NUMBER, lambda: 1, sum)) == [2, 2]
         stranger._line.close()
+
+
+def test_an_error_of_one_member_may_follow_from_the_loss_of_another(credentials: Credentials) -> None:
+    """A broken collective raises `JaxRuntimeError`, or `ValueError` where a function is dispatched. An error that all
+    members have agreed on follows from none."""
+    slept: list[float] = []
+
+    def refused() -> int:
+        raise Refused("INVALID_ARGUMENT", "not the codec's bytes")
+
+    def waits(group: Members, error: Exception) -> bool:
+        slept.clear()
+        group.settle(error)
+        return bool(slept)
+
+    clock = SimpleNamespace(sleep=slept.append, monotonic=time.monotonic)
+    with rank_of(2, credentials) as rank, patch("backstay._transport._members._group.time", clock):
+        agreed = rank.each(lambda group: group.agree("x", NUMBER, refused, sum))
+        for group, error in zip(rank.members, agreed, strict=True):
+            assert isinstance(error, Refused)
+            assert not waits(group, error)
+            assert waits(group, ValueError("UNKNOWN: Gloo AllGather failed"))
+            assert waits(group, OSError())
 
 
 def test_a_pod_without_the_token_is_refused(credentials: Credentials) -> None:

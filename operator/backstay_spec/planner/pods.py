@@ -11,6 +11,7 @@ from backstay_spec import contract
 from backstay_spec.causes import (
     UNKNOWN_STATE,
     Blocked,
+    Cause,
     condition_of,
     has_ended,
     is_aborted,
@@ -21,6 +22,7 @@ from backstay_spec.causes import (
     parse_time,
     parsed,
     terminated_state,
+    verdict_of,
 )
 from backstay_spec.contract import TRAINED
 from backstay_spec.goodput import WorkerPod, is_measured
@@ -138,10 +140,11 @@ def together(pods: Sequence[PodView]) -> PodView:
     )
 
 
-def _how_late(pod: PodView) -> tuple[bool, bool, bool, int]:
+def _how_late(pod: PodView) -> tuple[bool, bool, bool, bool, int]:
     """Returns a sort key that has the pod with the cause of its rank's death first. JAX may abort the others with no
-    message, and they leave together with one that is deleted."""
-    return is_group_lost(pod.raw), may_have_left(pod.raw), is_aborted(pod.raw), pod.member
+    message, and they leave together with one that is deleted. Their scripts may fail because of one without memory."""
+    had_memory = verdict_of(pod.raw).cause is not Cause.OUT_OF_MEMORY
+    return is_group_lost(pod.raw), may_have_left(pod.raw), is_aborted(pod.raw), had_memory, pod.member
 
 
 def _ended_in_order(pod: PodView) -> bool:

@@ -260,6 +260,12 @@ def _is_placed(facts: Facts, pod: PodView) -> bool:
     return all(has_node(one) or one.started for one in pod.pods) and not facts.absent(pod.slot, pod.incarnation)
 
 
+def _lacked_room(facts: Facts, pod: PodView) -> bool:
+    """Returns whether a pod of the rank was refused, or got no node. A pod that is not there any more may have run."""
+    refused = any(name in facts.observed.refused for name in facts.absent(pod.slot, pod.incarnation))
+    return refused or not all(has_node(one) or one.started for one in pod.pods)
+
+
 def _without_room(record: Record, slot: Slot, after: Backoff | None, since: datetime | None = None) -> Backoff | None:
     """Returns the back-off after a death, which does not end the time without room for all pods of a rank."""
     since = _no_room_since(record.backoff.get(slot.key)) or since
@@ -436,7 +442,7 @@ def _die(facts: Facts, record: Record, pod: PodView, verdict: Verdict) -> Decisi
         death = FoundDead(slot.role, slot.index, pod.incarnation, pod.name, verdict.cause, charged=False)
         return Decision(record, Effects(deaths=(death,), failure=cost))
     backoff = cost.backoff
-    if pod.members and not _is_placed(facts, pod):
+    if pod.members and _lacked_room(facts, pod):
         backoff = _without_room(record, slot, backoff, _may_start_since(facts, pod))
     after = record.with_backoff(slot.key, backoff).with_death(slot, verdict.cause, charged=cost.charged)
     if cost.wait is None:

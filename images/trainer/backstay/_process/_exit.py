@@ -211,4 +211,5 @@ def end_process(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    os._exit(code)
+    with _WRITES:  # another thread may be writing the message with which it ends this process
+        os._exit(code)

@@ -39,14 +39,6 @@ _SETTLE: Final = 2.0
 _NOTHING: Final[Form[None]] = Form(lambda value: b"", lambda data: None)
 
 
-def _may_be_of_a_collective(error: BaseException | None) -> bool:
-    from jax.errors import JaxRuntimeError
-
-    while error is not None and not isinstance(error, JaxRuntimeError):
-        error = error.__cause__ or error.__context__
-    return error is not None
-
-
 class _Points:
     """Numbers the points of one member, and ends what it does at one that is broken."""
 
@@ -167,7 +159,11 @@ class Members(ABC):
 
     @abstractmethod
     def settle(self, error: BaseException) -> None:
-        """Wait some seconds for the loss of a member, if an error of a collective may follow from it."""
+        """Wait some seconds for the loss of a member, which the error may follow from.
+
+        A broken collective raises errors of several types, and a script may raise others from them. Only an error that
+        all members have agreed on does not follow from a loss.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -239,7 +235,7 @@ class _LinkedMember(Members):
         return error is self._raised
 
     def settle(self, error: BaseException) -> None:
-        if _may_be_of_a_collective(error):
+        if not self.has_raised(error):
             time.sleep(_SETTLE)
 
     def close(self) -> None:
