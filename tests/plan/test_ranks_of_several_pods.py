@@ -220,14 +220,21 @@ def test_a_pod_that_ended_because_of_another_one_is_not_the_cause(running, abort
     assert f"(pod {names[2]}) died: exit code 1: ValueError: bad batch" in event.message
 
 
-def test_a_pod_without_memory_is_the_cause_of_another_ones_exception(running):
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("cause", ["OutOfMemory", "NodeLost"])
+def test_a_pod_that_is_lost_is_the_cause_of_another_ones_exception(running, number, cause):
     """Gloo raises in the others, and the link to the lost pod may break later."""
     cluster = running(GROUPS)
     names = pods_of(cluster, 0)
-    cluster.end(names[0], 1, json.dumps({"reason": "ValueError", "message": "UNKNOWN: Gloo AllGather failed"}))
-    cluster.end(names[1], 137, reason="OOMKilled")
+    broken = json.dumps({"reason": "ValueError", "message": "UNKNOWN: Gloo AllGather failed"})
+    cluster.end(names[1 - number], 1, broken)
+    if cause == "OutOfMemory":
+        cluster.end(names[number], 137, reason="OOMKilled")
+    else:
+        cluster.end(names[number], 143)
+        cluster.disrupt(names[number], "DeletionByTaintManager")
     (death,) = cluster.plan().deaths
-    assert (death.pod, death.cause) == (names[1], "OutOfMemory")
+    assert (death.pod, death.cause, death.charged) == (names[number], cause, cause == "OutOfMemory")
 
 
 def test_the_pod_with_the_cause_stays_for_its_log(running):

@@ -422,7 +422,7 @@ def test_the_time_in_a_queue_does_not_count_for_a_rank_that_gave_its_node_back(m
     assert job.status["phase"] != "Failed", job.condition("Failed")
 
 
-@pytest.mark.parametrize("pods", [1, 2, 3])
+@pytest.mark.parametrize("pods", [2, 3])
 @pytest.mark.parametrize("obstacle", ["no node", "a full quota"])
 @pytest.mark.parametrize("observed", [True, False])
 def test_a_rank_that_loses_a_pod_after_hours_has_its_whole_time_to_start(pods, obstacle, observed):

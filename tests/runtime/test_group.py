@@ -146,6 +146,7 @@ def test_sigterm_of_one_pod_ends_its_rank_in_order(group: Any) -> None:
     (job.folder / "let").touch()
     job.may_end_with(SIGTERM_EXIT)
     assert [pod.wait() for pod in pods] == [SIGTERM_EXIT] * 2
+    assert not any("the loss of another pod" in pod.output() for pod in pods), "it delays the news of the end"
     again = job.rank(1, 2)
     assert [pod.wait() for pod in (*others, *again, server)] == [0] * 5
 
@@ -158,6 +159,7 @@ def test_an_exception_of_one_pods_script_is_reported_by_it_and_ends_the_other(gr
     leader.may_end_with(GROUP_LOST_EXIT, JAX_ABORTS)
     assert raises.may_end_with(1).wait() == 1
     assert raises.final_message()["message"] == "no batch"
+    assert "it may follow from the loss of another pod of this rank" in raises.output()
     ends_too(leader)
     assert server.process.poll() is None
 

@@ -294,7 +294,7 @@ def test_an_error_of_one_member_may_follow_from_the_loss_of_another(credentials:
     def refused() -> int:
         raise Refused("INVALID_ARGUMENT", "not the codec's bytes")
 
-    def waits(group: Members, error: Exception) -> bool:
+    def waits(group: Members, error: BaseException) -> bool:
         slept.clear()
         group.settle(error)
         return bool(slept)
@@ -307,6 +307,7 @@ def test_an_error_of_one_member_may_follow_from_the_loss_of_another(credentials:
             assert not waits(group, error)
             assert waits(group, ValueError("UNKNOWN: Gloo AllGather failed"))
             assert waits(group, OSError())
+            assert not waits(group, KeyboardInterrupt())
 
 
 def test_a_pod_without_the_token_is_refused(credentials: Credentials) -> None:

@@ -142,9 +142,10 @@ def together(pods: Sequence[PodView]) -> PodView:
 
 def _how_late(pod: PodView) -> tuple[bool, bool, bool, bool, int]:
     """Returns a sort key that has the pod with the cause of its rank's death first. JAX may abort the others with no
-    message, and they leave together with one that is deleted. Their scripts may fail because of one without memory."""
-    had_memory = verdict_of(pod.raw).cause is not Cause.OUT_OF_MEMORY
-    return is_group_lost(pod.raw), may_have_left(pod.raw), is_aborted(pod.raw), had_memory, pod.member
+    message, and they leave together with one that is deleted. Their scripts may fail because of one that was evicted
+    or had no memory: as in `verdict_of`, an exit code comes last."""
+    has_crashed = verdict_of(pod.raw).cause is Cause.CRASHED
+    return is_group_lost(pod.raw), may_have_left(pod.raw), is_aborted(pod.raw), has_crashed, pod.member
 
 
 def _ended_in_order(pod: PodView) -> bool:

@@ -257,13 +257,17 @@ def _with_room(facts: Facts, record: Record, pod: PodView) -> Record:
 
 
 def _is_placed(facts: Facts, pod: PodView) -> bool:
-    return all(has_node(one) or one.started for one in pod.pods) and not facts.absent(pod.slot, pod.incarnation)
+    return _have_nodes(pod) and not facts.absent(pod.slot, pod.incarnation)
+
+
+def _have_nodes(pod: PodView) -> bool:
+    return all(has_node(one) or one.started for one in pod.pods)
 
 
 def _lacked_room(facts: Facts, pod: PodView) -> bool:
     """Returns whether a pod of the rank was refused, or got no node. A pod that is not there any more may have run."""
     refused = any(name in facts.observed.refused for name in facts.absent(pod.slot, pod.incarnation))
-    return refused or not all(has_node(one) or one.started for one in pod.pods)
+    return refused or not _have_nodes(pod)
 
 
 def _without_room(record: Record, slot: Slot, after: Backoff | None, since: datetime | None = None) -> Backoff | None:
@@ -442,8 +446,9 @@ def _die(facts: Facts, record: Record, pod: PodView, verdict: Verdict) -> Decisi
         death = FoundDead(slot.role, slot.index, pod.incarnation, pod.name, verdict.cause, charged=False)
         return Decision(record, Effects(deaths=(death,), failure=cost))
     backoff = cost.backoff
-    if pod.members and _lacked_room(facts, pod):
-        backoff = _without_room(record, slot, backoff, _may_start_since(facts, pod))
+    if pod.members and not _is_placed(facts, pod):
+        since = _may_start_since(facts, pod) if _lacked_room(facts, pod) else None
+        backoff = _without_room(record, slot, backoff, since)
     after = record.with_backoff(slot.key, backoff).with_death(slot, verdict.cause, charged=cost.charged)
     if cost.wait is None:
         decided = _create(facts, after, slot, verdict.cause)

@@ -145,6 +145,8 @@ class Worker:
         except BackstayError as error:
             have_failed = self._members.has_raised(error)
             raise
+        except Stopped:  # the pods of the rank have agreed on it
+            raise
         except Exception as error:
             self._members.settle(error)
             raise

@@ -161,8 +161,8 @@ class Members(ABC):
     def settle(self, error: BaseException) -> None:
         """Wait some seconds for the loss of a member, which the error may follow from.
 
-        A broken collective raises errors of several types, and a script may raise others from them. Only an error that
-        all members have agreed on does not follow from a loss.
+        A broken collective raises errors of several types, and a script may raise others from them. An error that all
+        members have agreed on, and an interrupt, do not follow from a loss.
         """
 
     @abstractmethod
@@ -235,7 +235,10 @@ class _LinkedMember(Members):
         return error is self._raised
 
     def settle(self, error: BaseException) -> None:
-        if not self.has_raised(error):
+        if isinstance(error, Exception) and not self.has_raised(error):
+            _LOG.info(
+                "%s: it may follow from the loss of another pod of this rank; waiting for that", type(error).__name__
+            )
             time.sleep(_SETTLE)
 
     def close(self) -> None:
