@@ -106,9 +106,9 @@ def compare(members: int, axes: dict[str, int], sharding: Any, shards: int, code
     return compared
 
 
-def full(shape: tuple[int, ...], dtype: np.dtype[Any], device: Any) -> Any:
+def full(wanted: Any) -> Any:
     """Pinned memory that has no room for large arrays."""
-    return None if np.prod(shape) * dtype.itemsize > 100_000 else pinned_memory(shape, dtype, device)
+    return [] if any(np.prod(shape) * dtype.itemsize > 100_000 for shape, dtype, _ in wanted) else pinned_memory(wanted)
 
 
 def encode(members: int, axes: dict[str, int], shards: int, wire: Wire, sharding: str = "fsdp") -> int:

@@ -236,9 +236,8 @@ class _LinkedMember(Members):
 
     def settle(self, error: BaseException) -> None:
         if isinstance(error, Exception) and not self.has_raised(error):
-            _LOG.info(
-                "%s: it may follow from the loss of another pod of this rank; waiting for that", type(error).__name__
-            )
+            name = type(error).__name__
+            _LOG.info("%s may follow from the loss of another pod of this rank: waiting for the news of one", name)
             time.sleep(_SETTLE)
 
     def close(self) -> None:

@@ -226,7 +226,8 @@ class BufferSlot:
         direct = sorted(arrangement.direct)
         shapes = [(tree[leaf].shape, tree[leaf].dtype) for leaf in direct]
         shapes += [((area.size,), area.dtype) for area in arrangement.areas]
-        self._pinned = self._of_accelerator(shapes)  # arrays of JAX in the same memory, or nothing
+        # Arrays of JAX in the same memory, or nothing.
+        self._pinned = [] if device is None else pinned_memory([(*shape, device) for shape in shapes])
         memory = [view for _, view in self._pinned] or [
             aligned_empty(math.prod(shape) * dtype.itemsize).view(dtype) for shape, dtype in shapes
         ]
@@ -234,15 +235,6 @@ class BufferSlot:
         self._areas = memory[len(direct) :]
         self.blocks: list[list[Bytes]] = arrangement.receive_views(self._leaves, self._areas)
         self._lent: list[weakref.ref[np.ndarray]] = []
-
-    def _of_accelerator(self, shapes: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> list[tuple[Any, np.ndarray]]:
-        """Returns `pinned_memory` of each shape and dtype; nothing if one has none."""
-        found = []
-        for shape, dtype in shapes if self._device is not None else ():
-            if (made := pinned_memory(shape, dtype, self._device)) is None:
-                return []
-            found.append(made)
-        return found
 
     @property
     def in_use(self) -> bool:

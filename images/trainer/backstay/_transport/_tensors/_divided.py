@@ -233,12 +233,9 @@ class DividedArrangement:
         own: list[list[np.ndarray]] = []
         pinned: list[list[Any]] = []
         for rows in self._arrays:
-            made = [
-                None if self._on_host else pinned_memory((rows.padded // count,), rows.dtype, device)
-                for device in self.devices
-            ]
-            found = [one for one in made if one is not None]
-            if len(found) == count:
+            shape = (rows.padded // count,)
+            found = [] if self._on_host else pinned_memory([(shape, rows.dtype, device) for device in self.devices])
+            if found:
                 own.append([view for _, view in found])
                 pinned.append([array for array, _ in found])
             else:

@@ -91,24 +91,34 @@ def placed_from(arrays: Sequence[Any], devices: Sequence[Any]) -> list[Any]:
     return copies
 
 
-def pinned_memory(shape: tuple[int, ...], dtype: np.dtype[Any], device: Any) -> tuple[Any, Array] | None:
-    """Returns new pinned memory, or None if the device has none, or no room in it.
+def pinned_memory(wanted: Sequence[tuple[tuple[int, ...], np.dtype[Any], Any]]) -> list[tuple[Any, Array]]:
+    """Returns new pinned memory for all, or nothing if a device has none, or no room in it.
+
+    Args:
+        wanted: the shape, dtype and device of each array.
 
     Returns:
-        A `jax.Array` of this shape and dtype, and a writable 1-D view of its memory, which the array must outlive. A
-        copy of the array on the device has the values that were written before.
+        Of each a `jax.Array`, and a writable 1-D view of its memory, which the array must outlive. A copy of the array
+        on the device has the values that were written before.
     """
-    if not _has_pinned(device):
-        return None
-    try:
-        array = jax.device_put(np.zeros(shape, dtype), _place(device, _PINNED)).block_until_ready()
-    except jax.errors.JaxRuntimeError as error:
-        use_ordinary_memory(error)
-        return None
+    found = []
+    for shape, dtype, device in wanted:
+        if not _has_pinned(device):
+            return []
+        try:
+            array = jax.device_put(np.zeros(shape, dtype), _place(device, _PINNED)).block_until_ready()
+        except jax.errors.JaxRuntimeError as error:
+            use_ordinary_memory(error)
+            return []
+        found.append((array, _memory_of(array, dtype)))
+    return found
+
+
+def _memory_of(array: Any, dtype: np.dtype[Any]) -> Array:
     if not array.nbytes:
-        return array, np.empty(0, dtype)
+        return np.empty(0, dtype)
     memory = (c_uint8 * array.nbytes).from_address(array.unsafe_buffer_pointer())
-    return array, np.frombuffer(memory, np.uint8).view(dtype)
+    return np.frombuffer(memory, np.uint8).view(dtype)
 
 
 class DeviceArray:
