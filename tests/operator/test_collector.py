@@ -32,12 +32,10 @@ def thawed() -> Iterator[None]:
 def test_what_survived_is_not_visited_again_until_the_full_collection(virtual: Callable[..., Any]) -> None:
     async def story() -> None:
         gc.disable()
-        frozen = gc.get_freeze_count()
         old = Node()
         gone = weakref.ref(old)
         task = asyncio.create_task(ObjectCollector(period=10.0, rounds=3).run())
         await asyncio.sleep(1)
-        assert gc.get_freeze_count() > frozen
         assert not any(found is old for found in gc.get_objects())  # out of the collector's sight
         del old
         young = weakref.ref(Node())
