@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import yaml
+from programs import FOLDER, share_programs
 from tiers import PURE
 from xdist.scheduler import LoadScopeScheduling
 
@@ -41,6 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.mkdtemp(prefix="backstay-tests-", dir=os.environ.get("BACKSTAY_TEST_STATE"))
         os.environ["BACKSTAY_STATE"] = folder
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # its processes inherit the folder
+        config.add_cleanup(share_programs())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -94,25 +97,9 @@ def _no_default_loop() -> None:
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where training processes keep what JAX compiled, so that not each compiles the same model again."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    folder /= "compiled"
-    folder.mkdir(exist_ok=True)
-    return folder
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _compiled_once(compiled: Path) -> Generator[None]:
-    """Let the jobs of `backstay.testing` in all processes of pytest share that folder, too.
-
-    A process of pytest has imported JAX before, and JAX reads the variable at its import.
-    """
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("JAX_COMPILATION_CACHE_DIR", os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(compiled))
-        yield
+def compiled() -> Path:
+    """Where JAX keeps what it compiles, in all processes of the tests."""
+    return Path(os.environ[FOLDER])
 
 
 def pytest_xdist_auto_num_workers() -> int:
