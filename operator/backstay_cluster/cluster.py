@@ -49,6 +49,9 @@ EXTRA_ENV = {"BACKSTAY_BIND": "$(POD_IP)", "BACKSTAY_KEEP": "$(POD_LOGS)"}
 # The compilation cache that a pod shares with its replacement:
 # https://docs.jax.dev/en/latest/persistent_compilation_cache.html
 COMPILED_ENV = "JAX_COMPILATION_CACHE_DIR"
+# By default JAX has XLA keep some results for GPUs in the same folder, and its path is then a part of the name of each
+# entry. The entries of an earlier cluster, in another folder, would not be found. A program has these results in it.
+NAMES_ENV = {"JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none"}
 # Folders that end with the cluster. The data folder may be the user's project, which has no such names.
 COMPILED, _CONTROL_PLANE = ".compiled", ".control-plane"
 _FIRST_LINE = "# An embedded cluster of Backstay wrote this file, and removes it when it stops.\n"
@@ -129,6 +132,7 @@ class EmbeddedCluster:
         self._extra_env = {**EXTRA_ENV, **(extra_env or {})}
         self._base_env = {
             COMPILED_ENV: str(self.data_dir / COMPILED),
+            **NAMES_ENV,
             **(python_environment() if base_env is None else base_env),
         }
         self._preload = preload

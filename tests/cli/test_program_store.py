@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from backstay_client.embedded import program_store
+from backstay_cluster.cluster import COMPILED_ENV, NAMES_ENV
+
+SETTINGS = "import jax; jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)"
 
 
 def entry(folder: Path, name: str, size: int = 10, age: float = 0.0) -> None:
@@ -31,6 +36,17 @@ def test_entries_go_from_one_run_to_the_next(tmp_path: Path) -> None:
     assert program_store.seed(store, second) == 1
     assert names(second) == ["jit_loss"]
     assert program_store.keep(tmp_path / "no such run", store) == 0
+
+
+def test_the_name_of_an_entry_does_not_depend_on_the_folder_of_its_run(tmp_path: Path) -> None:
+    """Otherwise no run would find an entry of an earlier one."""
+    found = []
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        program = f"{SETTINGS}; jax.jit(lambda x: x + 1)(1.0)"
+        environ = os.environ | NAMES_ENV | {COMPILED_ENV: str(folder), "JAX_PLATFORMS": "cpu"}
+        subprocess.run([sys.executable, "-c", program], env=environ, check=True)
+        found.append(names(folder))
+    assert found[0] == found[1] != []
 
 
 def test_the_store_is_bounded_and_loses_the_oldest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

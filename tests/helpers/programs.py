@@ -15,9 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from backstay_client.embedded.program_store import keep, seed, store_in
+from backstay_cluster.cluster import NAMES_ENV
 
 FOLDER = "JAX_COMPILATION_CACHE_DIR"
 SETTINGS = {
+    **NAMES_ENV,
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }

@@ -278,12 +278,15 @@ async def test_an_api_server_that_is_away_costs_no_pod_and_no_status(tmp_path):
 
 
 async def test_what_one_pod_compiled_its_replacement_loads(cluster, driver):
-    """A shared place for JAX's persistent compilation cache, which a job may turn off."""
-    said = "echo [$JAX_COMPILATION_CACHE_DIR]"
+    """A shared place for JAX's persistent compilation cache, which a job may turn off.
+
+    The names of its entries do not depend on the place.
+    """
+    said = "echo [$JAX_COMPILATION_CACHE_DIR] $JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"
     first, second = await driver.pod(said), await driver.pod(said)
     off = await driver.pod(said, container={"env": [{"name": "JAX_COMPILATION_CACHE_DIR", "value": ""}]})
     for name in (first, second, off):
         await driver.phase(name, "Succeeded")
     logs = [await driver.log(name) for name in (first, second, off)]
     folder = cluster.logs_dir.parent / ".compiled"
-    assert [log.strip() for log in logs] == [f"[{folder}]", f"[{folder}]", "[]"]
+    assert [log.strip() for log in logs] == [f"[{folder}] none", f"[{folder}] none", "[] none"]
