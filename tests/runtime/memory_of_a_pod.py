@@ -41,7 +41,7 @@ if __name__ == "__main__":
         batches=lambda key: jnp.float32(key.step),
         optimizer=optax.sgd(0.1),
         sharding="fsdp",
-        steps=4,
+        steps=2,
     )
     for leaf in result.params.values():
         assert leaf.addressable_data(0).size * jax.device_count() == leaf.size
