@@ -103,8 +103,11 @@ def compiled() -> Path:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Returns two for each core, as tests with processes wait half of the time; not many, as each takes up to 2 GiB."""
-    return min(6, 2 * len(os.sched_getaffinity(0)))
+    """Returns two for each core, as tests with processes wait half of the time, and one that mostly waits.
+
+    They are not many, as each takes up to 2 GiB.
+    """
+    return min(6, 2 * len(os.sched_getaffinity(0)) + 1)
 
 
 # The longest tests begin first, so that at the end no process runs alone.

@@ -49,8 +49,8 @@ EXTRA_ENV = {"BACKSTAY_BIND": "$(POD_IP)", "BACKSTAY_KEEP": "$(POD_LOGS)"}
 # The compilation cache that a pod shares with its replacement:
 # https://docs.jax.dev/en/latest/persistent_compilation_cache.html
 COMPILED_ENV = "JAX_COMPILATION_CACHE_DIR"
-# By default JAX has XLA keep some results for GPUs in the same folder, and its path is then a part of the name of each
-# entry. The entries of an earlier cluster, in another folder, would not be found. A program has these results in it.
+# By default XLA keeps some results for GPUs in the same folder, and its path is then a part of the name of each entry.
+# The entries of an earlier cluster, in another folder, would not be found. An entry has these results in it, too.
 NAMES_ENV = {"JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none"}
 # Folders that end with the cluster. The data folder may be the user's project, which has no such names.
 COMPILED, _CONTROL_PLANE = ".compiled", ".control-plane"
