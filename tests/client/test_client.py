@@ -123,14 +123,6 @@ def test_a_job_that_is_deleted_ends_the_wait_for_it(client: Client, held: JobHan
     deleting.join()
 
 
-def test_a_wait_with_a_timeout_leaves_the_job_running(held: JobHandle, gate: Path) -> None:
-    with pytest.raises(TimeoutError, match=r"has not ended within 0\.2 s: it is Running at step 3, and continues"):
-        held.wait(0.2, progress=False)
-    assert held.status.phase == "Running"
-    gate.touch()
-    assert held.wait(progress=False).succeeded
-
-
 def test_workers_are_added_and_a_suspended_job_continues_from_its_checkpoint(
     client: Client, held: JobHandle, gate: Path
 ) -> None:
@@ -144,15 +136,6 @@ def test_workers_are_added_and_a_suspended_job_continues_from_its_checkpoint(
     gate.touch()
     held.resume()
     assert held.wait(progress=False).step == 40
-
-
-def test_logs_are_followed_until_the_job_ends(held: JobHandle, gate: Path) -> None:
-    lines = held.logs(follow=True, rank=0)
-    first = next(lines)
-    gate.touch()
-    found = [first, *lines]
-    assert "the rate is 0.1" in found
-    assert any("step 40/40" in line for line in found)
 
 
 async def test_the_blocking_client_works_inside_a_running_event_loop(client: Client, training: ModuleType) -> None:
@@ -277,7 +260,13 @@ with Client(sys.argv[1]) as client:
 """
 
 
-def test_ctrl_c_ends_the_wait_and_not_the_job(client: Client, held: JobHandle, gate: Path) -> None:
+def test_a_timeout_ctrl_c_and_a_deletion_of_another_job_leave_a_job_whose_logs_are_followed_to_its_end(
+    client: Client, held: JobHandle, gate: Path
+) -> None:
+    with pytest.raises(TimeoutError, match=r"has not ended within 0\.2 s: it is Running at step 3, and continues"):
+        held.wait(0.2, progress=False)
+    assert held.status.phase == "Running"
+
     words = [sys.executable, "-c", INTERRUPTED, str(kubeconfig_of(client)), held.name]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -288,13 +277,8 @@ def test_ctrl_c_ends_the_wait_and_not_the_job(client: Client, held: JobHandle, g
             assert process.returncode == 0
         finally:
             process.kill()
-    gate.touch()
-    assert held.wait(progress=False).succeeded
 
-
-def test_a_job_that_was_created_again_is_not_deleted(client: Client, held: JobHandle) -> None:
-    """T8: two programs; the other one deletes the job, and creates one of the same name, before the request arrives."""
-
+    # T8: two programs; the other one deletes the job, and creates one of the same name, before the request arrives.
     async def delete() -> None:
         async with ApiCalls.of_kubeconfig(kubeconfig_of(client)) as api:
             await api.delete_job(held.namespace, held.name, "the uid of the job before")
@@ -303,6 +287,14 @@ def test_a_job_that_was_created_again_is_not_deleted(client: Client, held: JobHa
         asyncio.run(delete())
     assert refused.value.code == 409
     assert held.status.phase == "Running"
+
+    lines = held.logs(follow=True, rank=0)
+    first = next(lines)
+    gate.touch()
+    found = [first, *lines]
+    assert "the rate is 0.1" in found
+    assert any("step 40/40" in line for line in found)
+    assert held.wait(progress=False).succeeded
 
 
 def processes_of(folder: Path, module: str) -> list[int]:
@@ -316,10 +308,18 @@ def processes_of(folder: Path, module: str) -> list[int]:
     return found
 
 
-def test_a_dead_api_server_ends_every_wait_with_its_reason(training: ModuleType, tmp_path: Path, gate: Path) -> None:
-    """T8: the owner of the cluster gets its death as an error, and another client that nothing answers."""
+def test_a_dead_api_server_ends_every_wait_with_its_reason(
+    training: ModuleType, tmp_path: Path, gate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T8: the owner of the cluster gets its death as an error, and another client that nothing answers.
+
+    O7: before, the environment is on no command line, which every user of a machine reads.
+    """
+    monkeypatch.setenv("FSSPEC_S3_SECRET", "not-for-others")
     folder = tmp_path / "run"
     with Client.local(folder) as owner, Client(folder / "backstay.kubeconfig") as other:
+        for pid in processes_of(folder, "backstay_cluster") + processes_of(folder, "backstay_operator"):
+            assert b"not-for-others" not in Path(f"/proc/{pid}/cmdline").read_bytes()
         job = owner.submit(training.train, workers=1, args={"hold": 3, "gate": str(gate)})
         same = other.job(job.name)
         until(lambda: (same.status.step or 0) >= 3)
@@ -341,15 +341,6 @@ print("started", flush=True)
 if sys.argv[2] == "sleeps":
     time.sleep(600)
 """
-
-
-def test_o7_the_environment_is_on_no_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every user of a machine reads command lines; the environment of a process only its own user."""
-    monkeypatch.setenv("FSSPEC_S3_SECRET", "not-for-others")
-    folder = tmp_path / "run"
-    with Client.local(folder):
-        for pid in processes_of(folder, "backstay_cluster") + processes_of(folder, "backstay_operator"):
-            assert b"not-for-others" not in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def test_two_runs_of_one_process_in_one_second_have_two_folders(tmp_path: Path) -> None:

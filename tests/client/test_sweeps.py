@@ -240,16 +240,16 @@ async def test_a_process_that_died_at_any_moment_is_continued_without_a_second_j
 ) -> None:
     """T3: the second process follows the jobs that still run, and counts the trials of the first."""
     with SweepStore(plan(), path) as store:
-        running = cluster.runner(store).run()
+        running = cluster.runner(store, trials=4).run()
         for _ in range(states):
             with contextlib.suppress(StopAsyncIteration):
                 await anext(running)
         # A killed process makes no further call. Closing the generator makes none either.
         await running.aclose()
     with SweepStore(plan(), path) as store:
-        trials = await finish(cluster.runner(store))
-    assert [one.state for one in trials] == ["COMPLETE"] * 6
-    assert cluster.started == [f"digits-{number}" for number in range(6)], "each job was started once"
+        trials = await finish(cluster.runner(store, trials=4))
+    assert [one.state for one in trials] == ["COMPLETE"] * 4
+    assert cluster.started == [f"digits-{number}" for number in range(4)], "each job was started once"
 
 
 async def test_a_trial_whose_job_was_not_started_or_is_gone_starts_again_with_the_same_arguments(
@@ -622,7 +622,7 @@ async def test_a_metric_of_the_status_is_not_replaced_by_values_of_training(path
 
 async def test_a_space_of_lists_is_a_grid_if_the_trials_are_enough(path: Path, cluster: FakeCluster) -> None:
     """Optuna's default sampler repeated some of five learning rates, and left others out."""
-    rates, widths = [0.1, 0.2, 0.3], [1, 2]
+    rates, widths = [0.1, 0.2], [1, 2]
     space = {"rate": rates, "width": widths}
     every = sorted((rate, width) for rate in rates for width in widths)
 
@@ -631,16 +631,16 @@ async def test_a_space_of_lists_is_a_grid_if_the_trials_are_enough(path: Path, c
             found = await finish(cluster.runner(store, trials=trials))
         return sorted((one.params["rate"], one.params["width"]) for one in found)
 
-    assert await trials_of(6, "exact") == every
-    assert await trials_of(20, "more") == every
-    assert await trials_of(20, "more") == every, "continued"
-    assert len(await trials_of(4, "fewer")) == 4
-    assert len(await trials_of(8, "fewer")) == 8, "it began with Optuna's sampler"
-    assert len(await trials_of(8, "own", optuna.samplers.RandomSampler(seed=0))) == 8
-    assert len(await trials_of(20, "own")) == 20, "it began with the sampler of the user"
-    assert await trials_of(6, "changed") == every
-    assert len(await trials_of(8, "changed", optuna.samplers.RandomSampler(seed=0))) == 8
-    assert len(await trials_of(9, "changed")) == 9, "the sampler of the user may have repeated choices"
+    assert await trials_of(4, "exact") == every
+    assert await trials_of(7, "more") == every
+    assert await trials_of(7, "more") == every, "continued"
+    assert len(await trials_of(3, "fewer")) == 3
+    assert len(await trials_of(5, "fewer")) == 5, "it began with Optuna's sampler"
+    assert len(await trials_of(5, "own", optuna.samplers.RandomSampler(seed=0))) == 5
+    assert len(await trials_of(7, "own")) == 7, "it began with the sampler of the user"
+    assert await trials_of(4, "changed") == every
+    assert len(await trials_of(5, "changed", optuna.samplers.RandomSampler(seed=0))) == 5
+    assert len(await trials_of(6, "changed")) == 6, "the sampler of the user may have repeated choices"
 
 
 async def test_a_sweep_ends_when_its_sampler_has_no_more(path: Path, cluster: FakeCluster) -> None:
@@ -792,9 +792,8 @@ from backstay_client import Client
 from training import train
 
 with Client(sys.argv[1]) as client:
-    result = client.sweep(train, {"rate": [0.1, 0.2, 0.3]}, name=sys.argv[2], storage=sys.argv[3], trials=3, parallel=2,
+    client.sweep(train, {"rate": [0.1, 0.2, 0.3]}, name=sys.argv[2], storage=sys.argv[3], trials=3, parallel=2,
         workers=1, args={"hold": 3, "gate": sys.argv[4]})
-    print(sorted(one.state for one in result.trials), flush=True)
 """
 
 
@@ -817,15 +816,17 @@ def test_a_sweep_whose_process_is_killed_is_continued_with_its_running_jobs(
     process.send_signal(signal.SIGKILL)
     process.wait(LONG)
     gate.touch()
-    again = subprocess.run(
-        words,
-        cwd=user_folder,
-        env={**os.environ, "PYTHONPATH": str(user_folder)},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=LONG,
+    again = client.sweep(  # as the same call in a new kernel; this process has imported JAX and Optuna
+        training.train,
+        {"rate": [0.1, 0.2, 0.3]},
+        name="killed",
+        storage=storage,
+        trials=3,
+        parallel=2,
+        workers=1,
+        args={"hold": 3, "gate": str(gate)},
     )
-    assert again.stdout == "['COMPLETE', 'COMPLETE', 'COMPLETE']\n"
+    assert [one.state for one in again.trials] == ["COMPLETE"] * 3
     found = {job.name: job.uid for job in jobs_of(client)}
     assert set(found) == {"killed-0", "killed-1", "killed-2"}
     assert {name: found[name] for name in uids} == uids, "the same jobs continued"
