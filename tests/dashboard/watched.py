@@ -93,8 +93,11 @@ def spec_of(folder: Path, faults: str) -> dict[str, Any]:
 
 
 def until(what: str, ask: Callable[[], T], seconds: float = 240.0) -> T:
-    """Ask until the answer is true; how long that takes is not judged, only that it ends."""
-    return between.until(ask, what, limit=seconds, ignoring=(OSError,))
+    """Ask until the answer is true; how long that takes is not judged, only that it ends.
+
+    An answer takes the time of Prometheus or of the API server, and changes with a scrape.
+    """
+    return between.until(ask, what, limit=seconds, pause=0.5, ignoring=(OSError,))
 
 
 class Cluster:

@@ -120,7 +120,8 @@ class Cluster:
         """
 
         try:
-            return until(holds, what, limit=seconds, ignoring=(aiohttp.ClientError, OSError))
+            # Each call asks the API server, which takes as much of a processor as a job that waits.
+            return until(holds, what, limit=seconds, pause=0.3, ignoring=(aiohttp.ClientError, OSError))
         except AssertionError as error:
             state = "" if job is None else f"\n{self.describe(job)}"
             raise AssertionError(f"{error}{state}") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from between import LONG, read_until
+from between import LONG, put, read_until
 
 pytestmark = pytest.mark.e2e
 
@@ -52,12 +53,20 @@ def kubeconfig(tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.tool("kubectl")
-def test_the_example_runs_with_backstay_up_and_the_kubectl_commands_of_the_readme(kubeconfig: str) -> None:
-    """It waited for a ConfigMap and a claim that do not exist."""
+def test_the_example_runs_with_backstay_up_and_the_kubectl_commands_of_the_readme(
+    kubeconfig: str, tmp_path: Path
+) -> None:
+    """It waited for a ConfigMap and a claim that do not exist. It has two workers, the least with a backup: each
+    imports a library that takes a second of a processor, and two more do the same. A few updates have the metrics."""
+    shutil.copytree(ROOT / "examples" / "digits", tmp_path / "examples" / "digits")
+    for name, large, small in (("job.yaml", "replicas: 4", "replicas: 2"), ("train.py", "steps=400", "steps=20")):
+        file = tmp_path / "examples" / "digits" / name
+        assert file.read_text().count(large) == 1
+        put(file, file.read_text().replace(large, small))
     environment = {**os.environ, "KUBECONFIG": kubeconfig}
 
     def run(*command: str) -> str:
-        done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=LONG)
+        done = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=LONG)
         assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}{done.stderr}"
         return done.stdout
 

@@ -31,10 +31,10 @@ def test_stopped_pods_are_stalled_and_a_deleted_worker_is_a_disruption(
         "parameterServers": {"replicas": 2},
         "workers": {"replicas": 3},
         "update": {"mode": "Sync", "backups": 1},
-        "checkpoint": {"uri": str(folder), "everySteps": 5},
+        "checkpoint": {"uri": str(folder), "everySeconds": 2},
     }
     # Slow until the last change has been seen: the job cannot end before, also on a slow machine.
-    name = submit(spec, env={"PAUSE": "0.5", "STEPS": "600", "GATE": str(gate)})
+    name = submit(spec, env={"PAUSE": "1", "STEPS": "300", "GATE": str(gate)})
 
     def pods_at(place: str) -> list[Any]:
         """Returns the pod of the newest incarnation; none while the incarnation is on record and its pod is not created
@@ -115,4 +115,4 @@ def test_stopped_pods_are_stalled_and_a_deleted_worker_is_a_disruption(
     assert "no heartbeat for" in event_texts
     assert "its server has not answered for" in event_texts
     assert "CheckpointFailed" in event_texts
-    assert backstay.load(str(folder)).step == 600
+    assert backstay.load(str(folder)).step == 300

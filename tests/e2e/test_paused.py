@@ -105,9 +105,9 @@ def test_what_stops_or_starves_together_with_its_observer_is_not_replaced(
         spec = {
             "parameterServers": {"replicas": 2, "standbys": standbys},
             "workers": {"replicas": 2},
-            "checkpoint": {"uri": str(tmp_path / f"ckpt-{standbys}"), "everySteps": 50},
+            "checkpoint": {"uri": str(tmp_path / f"ckpt-{standbys}"), "everySteps": 10},
         }
-        jobs.append(submit(spec, env={"PAUSE": "0.2", "STEPS": "100000", "GATE": str(tmp_path / "gate")}))
+        jobs.append(submit(spec, env={"PAUSE": "1", "STEPS": "100000", "GATE": str(tmp_path / "gate")}))
 
     def status(name: str) -> dict[str, Any]:
         found: dict[str, Any] = cluster.job(name).get("status", {})

@@ -28,6 +28,7 @@ def until(
     what: str = "",
     *,
     limit: float | None = None,
+    pause: float = _LONGEST_PAUSE,
     ignoring: tuple[type[BaseException], ...] = (),
 ) -> T:
     """Call `holds` until it returns something true, and return that.
@@ -35,20 +36,21 @@ def until(
     Args:
         what: the event, for the error.
         limit: seconds, in the place of `LIMIT`. A busy machine has more (`slack`).
+        pause: the most seconds between two calls; more where a call is work for several processes.
         ignoring: exceptions of `holds` after which it is called again.
 
     Raises:
         AssertionError: `holds` returned nothing true within the limit.
     """
     limit = LIMIT if limit is None else limit
-    began, pause = time.monotonic(), _PAUSE
+    began, after = time.monotonic(), _PAUSE
     while True:
         with contextlib.suppress(*ignoring):
             if found := holds():
                 return found
         _check(began, limit, what)
-        time.sleep(pause)
-        pause = min(1.2 * pause, _LONGEST_PAUSE)
+        time.sleep(after)
+        after = min(1.2 * after, pause)
 
 
 async def until_async(holds: Callable[[], T], what: str = "") -> T:
