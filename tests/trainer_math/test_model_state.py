@@ -110,17 +110,16 @@ def test_t4_the_plain_loop_averages_the_states_of_all_ranks(clip_norm):
         assert got.metrics == {"count": int(want[1]["count"]), "w": pytest.approx(float(want[0]["w"][0, 0]), rel=1e-9)}
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-def test_t4_shards_follow_the_plain_loop_with_state_over_a_checkpoint_of_other_shards(shards):
-    """Clipped; through a mean that a standby gets; half way through, the shards become four."""
+def test_t4_shards_follow_the_plain_loop_with_state_over_a_checkpoint_of_other_shards():
+    """Clipped; through a mean that a standby gets; half way through, three shards become four."""
     optimizer, clip_norm = optax.adamw(1e-2), 0.3
     with enable_x64():
         want = plain(50, optimizer, 5, clip_norm)
         model = init(jax.random.key(5))
         tree = describe(model, has_state=True)
         rule = analyse(optimizer, tree)
-        parts = partition(tree, rule, shards, 128)
-        engines = [ShardEngine(parts, shard, rule, model) for shard in range(shards)]
+        parts = partition(tree, rule, 3, 128)
+        engines = [ShardEngine(parts, shard, rule, model) for shard in range(3)]
         for engine in engines:
             engine.compile((WORLD,), clipped=True)
         gradient_of = GradientFn(Objective(loss, tree, has_rng=True, seed=5))

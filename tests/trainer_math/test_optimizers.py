@@ -1,4 +1,4 @@
-"""T4: through 1 and 3 shards every optimizer of optax gives what the plain loop gives, or is refused beforehand.
+"""T4: through 3 shards, or 1, every optimizer of optax gives what the plain loop gives, or is refused beforehand.
 
 The plain loop here is written out with optax alone; it shares no code with what it checks.
 """
@@ -236,22 +236,10 @@ ADVICE = {
 
 
 USABLE = sorted(name for name, (_, expected) in OPTIMIZERS.items() if expected != NEVER)
-USABLE_FLOAT32 = [
-    "adafactor",
-    "adam",
-    "adamw-masked",
-    "adaptive-grad-clip",
-    "apply-if-finite",
-    "clip-matrices-together",
-    "inject-hyperparams",
-    "lamb",
-    "momentum",
-    "multi-steps",
-    "multi-transform",
-    "noisy-sgd",
-    "schedule-free",
-]
-SHARDS = {CUT: (1, 3), WHOLE: (1, 3), REFUSED: (1,)}
+NEVER_USABLE = sorted(set(OPTIMIZERS) - {*USABLE, "monitor"})  # one process can compute the last
+# One for each kind of state: of other shapes, flags, hyperparameters and counts, moments, nested counts, and keys.
+USABLE_FLOAT32 = ["adafactor", "apply-if-finite", "inject-hyperparams", "lamb", "multi-steps", "noisy-sgd"]
+SHARDS = {CUT: 3, WHOLE: 3, REFUSED: 1}
 
 
 def make_params(name, dtype):
@@ -311,29 +299,30 @@ def quick_compiler():
 
 @pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize("name", USABLE)
-def test_t4_float64_over_50_steps(name):
+def test_t4_float64_over_12_steps(name):
+    """They contain three rounds of what is done every four steps, and the end of the first of two joined schedules.
+
+    `test_local` and `test_model_state` have 50 steps, and a single shard beside several.
+    """
     make, expected = OPTIMIZERS[name]
     with enable_x64():
         params = make_params(name, jnp.float64)
         tree = describe(params)
-        gradients = make_gradients(tree, 50)
+        gradients = make_gradients(tree, 12)
         rule = analyse(make(), tree)
-        engines = {}
-        for shards in SHARDS[expected]:
-            parts = partition(tree, rule, shards, block_bytes=512)
-            engines[shards] = [ShardEngine(parts, shard, rule, params) for shard in range(shards)]
+        assert_exact_or_refused(name, tree, rule)
+        parts = partition(tree, rule, SHARDS[expected], block_bytes=512)
+        engines = [ShardEngine(parts, shard, rule, params) for shard in range(SHARDS[expected])]
         step = plain_step(make())
         state = make().init(params)
         for leaves in gradients:
             params, state = step(params, state, tree.unflatten(leaves))
-            for group in engines.values():
-                for engine in group:
-                    engine.apply([blocks_of(engine, leaves)])
+            for engine in engines:
+                engine.apply([blocks_of(engine, leaves)])
         want = [np.asarray(leaf) for leaf in jax.tree.leaves(params)]
         assert all(np.isfinite(leaf).all() for leaf in want)
-        for group in engines.values():
-            for leaf, got, wanted in zip(tree.leaves, collect(tree, group), want, strict=True):
-                np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-12, err_msg=f"{leaf}, {len(group)} shards")
+        for leaf, got, wanted in zip(tree.leaves, collect(tree, engines), want, strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-12, err_msg=str(leaf))
 
 
 @pytest.mark.parametrize("name", USABLE_FLOAT32)
@@ -342,7 +331,7 @@ def test_t4_float32_update_by_update_from_equal_state(name):
     params = make_params(name, jnp.float32)
     tree = describe(params)
     rule = analyse(make(), tree)
-    shards = SHARDS[expected][-1]
+    shards = SHARDS[expected]
     parts = partition(tree, rule, shards, block_bytes=1024)
     step = plain_step(make())
     state = make().init(params)
@@ -383,16 +372,16 @@ def test_every_refusal_has_its_advice():
 
 
 @pytest.mark.filterwarnings("ignore")  # optax's own, of lookahead
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-def test_what_is_exact_on_shards_and_what_is_refused_with_true_advice(name):
-    make, expected = OPTIMIZERS[name]
-    tree = describe(make_params(name, jnp.float32))
-    if expected == NEVER:
-        with pytest.raises(OptimizerError, match=ADVICE[name]) as refused:
-            analyse(make(), tree)
-        assert "clip_norm" not in str(refused.value)
-        return
-    rule = analyse(make(), tree)
+@pytest.mark.parametrize("name", [*NEVER_USABLE, "monitor"])
+def test_what_no_server_computes_is_refused_with_true_advice(name):
+    with pytest.raises(OptimizerError, match=ADVICE[name]) as refused:
+        analyse(OPTIMIZERS[name][0](), describe(make_params(name, jnp.float32)))
+    assert "clip_norm" not in str(refused.value)
+
+
+def assert_exact_or_refused(name, tree, rule):
+    """On several shards. A refusal has true advice."""
+    expected = OPTIMIZERS[name][1]
     rule.check(1)
     if expected == REFUSED:
         with pytest.raises(OptimizerError, match=r"leaf \w+ depends on leaf [\w.]+ .*" + ADVICE[name]) as refused:
@@ -405,7 +394,7 @@ def test_what_is_exact_on_shards_and_what_is_refused_with_true_advice(name):
     assert sorted(leaf for group in rule.groups for leaf in group.leaves) == list(range(len(tree.leaves)))
 
 
-@pytest.mark.parametrize("name", ["momentum", "adamw-masked", "lamb"])
+@pytest.mark.parametrize("name", ["adamw-masked", "lamb"])
 def test_t4_bfloat16_update_by_update(name):
     """The optimizer's own arithmetic in bfloat16 is rounded by the compiler where it likes: so to its
     precision."""
@@ -428,9 +417,12 @@ def test_t4_bfloat16_update_by_update(name):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", sorted(set(ADVICE) - {"monitor"}))
+@pytest.mark.parametrize("name", ["clip-by-global-norm", "skip-large", *NEVER_USABLE])
 def test_one_process_explains_what_it_cannot_compute(name):
-    """`python train.py` gives the same advice, not a TypeError of optax. Alone, what mixes all leaves is computed."""
+    """`python train.py` gives the same advice, not a TypeError of optax. Alone, what mixes all leaves is computed.
+
+    Of the latter, one is a transformation and one is an object with such methods.
+    """
     make, expected = OPTIMIZERS[name]
     arguments = {
         "init": lambda _: make_params(name, jnp.float32),
