@@ -83,15 +83,27 @@ class Suite:
         return str(self._folder / "records" / "report.json")
 
 
-@pytest.mark.parametrize("processes", ["0", "2"])
-def test_a_test_that_passes_the_second_time_is_listed_as_flaky_and_the_run_passes(suite: Suite, processes: str) -> None:
-    code, output = suite.run(FLAKY.format(1) + "def test_good(): pass\n", "-n", processes)
+def test_tests_that_pass_the_second_time_are_listed_as_flaky_and_the_run_passes(suite: Suite) -> None:
+    """An error in a fixture counts, and names of parameters reach the second run as they are."""
+    tests = FLAKY.format(1) + "def test_good(): pass\n"
+    tests += "@pytest.fixture\ndef it():\n    yield\n    fails_once('teardown')\n\ndef test_uses(it): pass\n"
+    names = ["a::b[1] @x $X ü", "other"]
+    tests += f"@pytest.mark.parametrize('n', {names})\ndef test_it(n): fails_once('x')\n"
+    code, output = suite.run(tests, "-n", "0")
     assert code == 0, output
-    end = output[output.rindex("flaky: 1, of at most 3") :]
+    end = output[output.rindex("flaky: 3, of at most 3") :]
     assert "test_it.py::test_flaky_1\n    first failure: AssertionError: the first time" in end
+    assert "test_it.py::test_uses\n    first failure: teardown: AssertionError: the first time" in end
+    assert f"test_it.py::test_it[{names[0].encode('unicode_escape').decode()}]\n" in end
 
 
-def test_the_second_run_has_the_settings_of_the_first_one(suite: Suite, tmp_path: Path) -> None:
+def test_a_test_of_another_process_runs_once_more_too(suite: Suite) -> None:
+    code, output = suite.run(FLAKY.format(1) + "def test_good(): pass\n", "-n", "2")
+    assert code == 0, output
+    assert "test_it.py::test_flaky_1\n    first failure: AssertionError: the first time" in output
+
+
+def test_the_second_run_has_the_settings_and_the_options_of_the_first_one(suite: Suite, tmp_path: Path) -> None:
     """A folder below may have settings for runs in it."""
     (tmp_path / "pytest.ini").unlink()
     strict = "[tool.pytest.ini_options]\naddopts = '--strict-markers'\n"
@@ -100,77 +112,61 @@ def test_the_second_run_has_the_settings_of_the_first_one(suite: Suite, tmp_path
     inner.mkdir()
     (inner / "pyproject.toml").write_text(strict)
     (inner / "test_inner.py").write_text(f"{ONCE}\n@pytest.mark.here{FLAKY.format(1)}")
-    code, output = suite.run("def test_good(): pass\n")
-    assert code == 0, output
+    warns = "def test_warns():\n    import warnings\n    warnings.warn('an old name')\n"
+    code, output = suite.run(warns, "-W", "error", "-n", "0", "test_it.py", "inner")
+    assert code == 1, output
     assert "inner/test_inner.py::test_flaky_1\n    first failure: AssertionError: the first time" in output
+    assert "failed twice: 1\n  test_it.py::test_warns\n" in output
 
 
 def test_a_run_without_a_failure_runs_no_test_again(suite: Suite) -> None:
-    code, output = suite.run("def test_good(): pass\n")
-    assert code == 0
+    """A process that ends soon after the tests is not left behind."""
+    tests = "import subprocess\n\ndef test_ends(): subprocess.run('sleep 0.5 &', shell=True, start_new_session=True)\n"
+    code, output = suite.run(tests)
+    assert code == 0, output
     assert "once more" not in output
     assert "flaky" not in output
 
 
-def test_a_test_that_fails_twice_fails_the_run(suite: Suite) -> None:
-    code, output = suite.run(FLAKY.format(1) + "def test_bad(): raise ValueError('always')\n")
-    assert code == 1
-    assert "failed twice: 1\n  test_it.py::test_bad\n    first failure: ValueError: always" in output
+def test_a_test_that_fails_twice_or_leaves_something_behind_each_time_fails_the_run(suite: Suite) -> None:
+    tests = FLAKY.format(1) + "def test_bad(): raise ValueError('always')\n"
+    tests += "import tempfile\n\ndef test_leaves():\n    tempfile.mkdtemp('forgotten')\n    fails_once('x')\n"
+    code, output = suite.run(tests)
+    assert code == 1, output
+    assert "failed twice: 2\n  test_it.py::test_bad\n    first failure: ValueError: always" in output
+    assert "  test_it.py::test_leaves\n    first failure: AssertionError: the first time" in output
+    assert "beside the tests: 1\n  left behind by a test: the file " in output
     assert "flaky: 1" in output
 
 
-def test_more_than_three_flaky_tests_fail_the_run(suite: Suite) -> None:
-    code, output = suite.run("".join(FLAKY.format(number) for number in range(4)))
+def test_more_than_three_flaky_tests_fail_the_run_counted_over_all_with_one_record(suite: Suite) -> None:
+    tests = "".join(FLAKY.format(number) for number in range(4))
+    arguments = ("--report", suite.record())
+    assert suite.run(tests, *arguments, "-k", "flaky_0 or flaky_1")[0] == 0
+    code, output = suite.run(tests, *arguments, "-k", "flaky_2 or flaky_3")
     assert code == 1
     assert "flaky: 4" in output
 
 
-def test_runs_with_one_record_count_their_flaky_tests_together(suite: Suite) -> None:
-    tests = "".join(FLAKY.format(number) for number in range(5))
-    arguments = ("--report", suite.record())
-    assert suite.run(tests, *arguments, "-k", "flaky_0 or flaky_1")[0] == 0
-    assert suite.run(tests, *arguments, "-k", "flaky_2")[0] == 0
-    code, output = suite.run(tests, *arguments, "-k", "flaky_3 or flaky_4")
-    assert code == 1
-    assert "flaky: 5" in output
-
-
-def test_a_process_that_dies_in_a_test_counts_as_a_failure_of_the_test(suite: Suite) -> None:
-    tests = "def test_dies():\n    if not os.path.exists('died'): open('died', 'w').close(); os._exit(3)\n"
-    code, output = suite.run(tests, "-n", "1")
-    assert code == 0, output
-    assert "test_it.py::test_dies" in output[output.rindex("flaky: 1") :]
-
-
-def test_an_error_in_a_fixture_runs_once_more_too(suite: Suite) -> None:
-    tests = "@pytest.fixture\ndef it():\n    yield\n    fails_once('teardown')\n\ndef test_uses(it): pass\n"
-    code, output = suite.run(tests)
-    assert code == 0, output
-    assert "first failure: teardown: AssertionError: the first time" in output
-
-
 @pytest.mark.parametrize(
-    ("tests", "status"),
+    ("tests", "status", "reason"),
     [
-        ("import nothing_of_this_name\n", 2),  # is not collected
-        ("def test_stops(): pytest.exit('enough', 7)\n", 7),
-        ("", 5),  # no tests
-        ("def test_dies(): os._exit(0)\n", 3),  # the process of pytest itself
-        ("def test_skips_later():\n    fails_once('x') if not os.path.exists('x') else pytest.skip('later')\n", 1),
-        ("@pytest.mark.parametrize('n', range(21))\ndef test_many(n): fails_once(f'many-{n}')\n", 1),
+        ("import nothing_of_this_name\n", 2, "No module named 'nothing_of_this_name'"),  # is not collected
+        ("def test_stops(): pytest.exit('enough', 7)\n", 7, ""),
+        ("", 5, ""),  # no tests
+        # The process of pytest itself.
+        ("def test_dies(): os._exit(0)\n", 3, "it ended with exit status 0, without its results"),
+        ("def test_skips_later():\n    fails_once('x') if not os.path.exists('x') else pytest.skip('later')\n", 1, ""),
+        ("@pytest.mark.parametrize('n', range(21))\ndef test_many(n): fails_once(f'many-{n}')\n", 1, ""),
     ],
 )
-def test_a_run_that_stops_for_another_reason_fails_with_its_status(suite: Suite, tests: str, status: int) -> None:
-    code, output = suite.run(tests)
+def test_a_run_that_stops_for_another_reason_fails_with_its_status(
+    suite: Suite, tests: str, status: int, reason: str
+) -> None:
+    code, output = suite.run(tests, "--report", suite.record(), "-n", "0")
     assert code == status, output
     assert "flaky: 1" not in output
-
-
-def test_names_of_parameters_reach_the_second_run_as_they_are(suite: Suite) -> None:
-    tests = "@pytest.mark.parametrize('n', ['a::b', '[1]', 'a b', '@x', '$X', 'ü'])\ndef test_it(n): fails_once('x')\n"
-    code, output = suite.run(tests)
-    assert code == 0, output
-    assert "test_it[a::b]" in output[output.rindex("flaky: 1") :]
+    assert reason in str(json.loads(Path(suite.record()).read_text())["failed"])
 
 
 # A process has none of the tests' variables, and no parent that lives: it is known by what it descends from.
@@ -185,33 +181,39 @@ IMPORTS = "import left_in_process, socket, subprocess, tempfile, threading, time
 SOON = "left_in_process.ENDING = 0.0\n\n"  # to wait for what a test never ends
 
 
+ALL_LEAVE = "    " + "\n    ".join(LEAVES) + "\n"
+
+
 @pytest.mark.parametrize("processes", ["0", "1"])
-@pytest.mark.parametrize("code", LEAVES)
-def test_what_a_test_leaves_behind_fails_the_run(suite: Suite, code: str, processes: str) -> None:
+def test_what_a_test_leaves_behind_fails_the_run(suite: Suite, processes: str) -> None:
     """A second run of the test would not help: it is not tried."""
-    tests = f"{IMPORTS}{SOON}def test_leaves(): {code}\n"
+    tests = f"{IMPORTS}{SOON}def test_leaves():\n{ALL_LEAVE}"
     status, output = suite.run(tests, "--ending", "0.2", "-n", processes)
     assert status == 1, output
-    assert f"left behind by a test: {LEAVES[code]}" in output
+    for left in LEAVES.values():
+        assert f"left behind by a test: {left}" in output
     assert "once more" not in output
 
 
-@pytest.mark.parametrize("code", LEAVES)
-def test_what_a_flaky_test_leaves_behind_belongs_to_its_failure(suite: Suite, code: str) -> None:
+def test_what_a_flaky_test_leaves_behind_belongs_to_its_failure(suite: Suite) -> None:
     """A limit of time interrupts a test anywhere. Alone it leaves nothing, or that run fails."""
-    tests = f"{IMPORTS}{SOON}def test_leaves():\n    if not os.path.exists('x'): {code}\n    fails_once('x')\n"
+    begins = ALL_LEAVE.replace("    ", "        ")
+    tests = f"{IMPORTS}{SOON}def test_leaves():\n    if not os.path.exists('x'):\n{begins}    fails_once('x')\n"
     status, output = suite.run(tests, "--ending", "0.2")
     assert status == 0, output
     assert "flaky: 1" in output
-    assert f"first failure: AssertionError: the first time; left behind by a test: {LEAVES[code]}" in output
+    (line,) = [line for line in output.splitlines() if "first failure: AssertionError: the first time; left" in line]
+    for left in LEAVES.values():
+        assert f"; left behind by a test: {left}" in line
 
 
-@pytest.mark.parametrize("code", LEAVES)
-def test_what_another_test_leaves_behind_is_not_excused_by_a_flaky_one(suite: Suite, code: str) -> None:
-    tests = f"{IMPORTS}{SOON}def test_leaves(): {code}\n\ndef test_rests(): time.sleep(0.2)\n{FLAKY.format(1)}"
+def test_what_another_test_leaves_behind_is_not_excused_by_a_flaky_one(suite: Suite) -> None:
+    tests = f"{IMPORTS}{SOON}def test_leaves():\n{ALL_LEAVE}\ndef test_rests(): time.sleep(0.2)\n{FLAKY.format(1)}"
     status, output = suite.run(tests, "--ending", "0.2", "-n", "0")
     assert status == 1, output
-    assert f"beside the tests: 1\n  left behind by a test: {LEAVES[code]}" in output
+    end = output[output.rindex(f"beside the tests: {len(LEAVES)}\n") :]
+    for left in LEAVES.values():
+        assert f"  left behind by a test: {left}" in end
     assert "first failure: AssertionError: the first time\n" in output
 
 
@@ -220,6 +222,7 @@ def test_what_a_test_leaves_behind_as_its_process_dies_belongs_to_its_failure(su
     tests += "        subprocess.Popen(['sleep', '30'], env={}, start_new_session=True)\n        os._exit(3)\n"
     status, output = suite.run(tests, "--ending", "0.2", "-n", "1")
     assert status == 0, output
+    assert "test_it.py::test_dies" in output[output.rindex("flaky: 1") :]
     assert "crashed while running 'test_it.py::test_dies'; left behind by a test: the process sleep 30" in output
 
 
@@ -227,7 +230,6 @@ def test_what_a_test_leaves_behind_as_its_process_dies_belongs_to_its_failure(su
     ("end", "reason"),
     [
         ("def pytest_sessionfinish(): os._exit(9)", "exit status 9, before its results"),
-        ("def pytest_unconfigure(): os.kill(os.getpid(), 11)", "exit status -11, after its results"),
         ("import atexit\n    atexit.register(os._exit, 5)", "exit status 5, after its results"),
     ],
 )
@@ -267,32 +269,11 @@ def test_an_interrupt_ends_all_processes(suite: Suite, tmp_path: Path) -> None:
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
-def test_what_a_test_leaves_behind_each_time_fails_the_run(suite: Suite) -> None:
-    tests = "import tempfile\n\ndef test_leaves():\n    tempfile.mkdtemp('forgotten')\n    fails_once('x')\n"
-    status, output = suite.run(tests)
-    assert status == 1, output
-    assert "failed twice: 1\n" in output
-    assert "beside the tests: 1\n  left behind by a test: the file " in output
-
-
-def test_a_process_that_ends_soon_after_the_tests_is_not_left_behind(suite: Suite) -> None:
-    tests = "import subprocess\n\ndef test_ends(): subprocess.run('sleep 0.5 &', shell=True, start_new_session=True)\n"
-    status, output = suite.run(tests)
-    assert status == 0, output
-
-
 def test_a_run_in_which_tests_did_not_run_fails(suite: Suite) -> None:
     """The test that stopped the run passes the second time, and the others are still unknown."""
     status, output = suite.run(FLAKY.format(1) + "def test_unknown(): assert 0\n", "-x", "-n", "0")
     assert status == 1, output
     assert "did not run: 1 tests\n    first failure: the first is test_it.py::test_unknown" in output
-
-
-def test_the_second_run_has_the_options_of_the_first(suite: Suite) -> None:
-    tests = "def test_warns():\n    import warnings\n    warnings.warn('an old name')\n"
-    status, output = suite.run(tests, "-W", "error", "-n", "0", "test_it.py")
-    assert status == 1, output
-    assert "failed twice: 1" in output
 
 
 def test_a_thread_that_keeps_pytest_from_its_end_does_not_stop_the_run(suite: Suite) -> None:
@@ -301,18 +282,6 @@ def test_a_thread_that_keeps_pytest_from_its_end_does_not_stop_the_run(suite: Su
     status, output = suite.run(tests, "--ending", "0.5", "-n", "0")
     assert status == 1, output
     assert "left behind by a test: pytest itself, which a thread that is not a daemon kept from its end" in output
-
-
-@pytest.mark.parametrize(
-    ("tests", "reason"),
-    [
-        ("import nothing_of_this_name\n", "No module named 'nothing_of_this_name'"),
-        ("def test_dies(): os.kill(os.getpid(), 9)\n", "it ended with exit status -9, without its results"),
-    ],
-)
-def test_the_report_has_the_reason_of_a_run_that_did_not_end(suite: Suite, tests: str, reason: str) -> None:
-    suite.run(tests, "--report", suite.record(), "-n", "0")
-    assert reason in str(json.loads(Path(suite.record()).read_text())["failed"])
 
 
 def test_a_deleted_temporary_folder_is_named(suite: Suite) -> None:
