@@ -59,11 +59,18 @@ def bytes_of(contribution: Any, encoder: Encoder, *, applied: bool = True) -> li
 
 
 @pytest.mark.parametrize(
-    ("codec", "feedback"),
-    [("Exact", False), ("BFloat16", False), ("Int8", False), ("Int8", True), ("Int4", False), ("Int4", True)],
+    ("dtype", "codec", "feedback"),
+    [
+        (np.float32, "Exact", False),
+        (np.float32, "BFloat16", False),
+        (np.float32, "Int8", True),
+        (np.float32, "Int4", False),
+        (np.float32, "Int4", True),
+        (jnp.bfloat16, "Int8", False),
+        (jnp.bfloat16, "Int8", True),
+    ],
 )
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-def test_the_same_bytes_travel(codec: Any, feedback: bool, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_bytes_travel(dtype: Any, codec: Any, feedback: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """T4, over three contributions, of which the second one is not applied."""
     tree = tree_of(dtype)
     wire, spec = Wire(gradients=codec, error_feedback=feedback), describe(tree)

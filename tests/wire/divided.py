@@ -1,6 +1,6 @@
 """Divides models of six devices among the members of a rank in one process, and prints how many it has compared.
 
-usage: python divided.py parts|codes|optimized
+usage: python divided.py [optimized]
 """
 
 from __future__ import annotations
@@ -223,8 +223,8 @@ if __name__ == "__main__":
         (1, {"batch": 6}, 2, Wire(gradients="Int8"), "replicate"),
         (1, {"batch": 6}, 3, feedback),
     ]
-    if sys.argv[1] == "parts":
-        check_memory()
-        print(sum(compare(*case) for case in cases))
+    if sys.argv[1:] == ["optimized"]:
+        print(encode(*ways[1]))
     else:
-        print(sum(encode(*way) for way in (ways if sys.argv[1] == "codes" else ways[1:2])))
+        check_memory()
+        print(sum(compare(*case) for case in cases), sum(encode(*way) for way in ways))
