@@ -74,5 +74,6 @@ def shortened(text: str, limit: int = MAX_NOTE) -> str:
 
     Without control characters: the output of a script must not move the cursor of a terminal.
     """
-    text = "".join(c if c == "\n" or c.isprintable() else " " for c in text)
+    if not text.replace("\n", "").isprintable():  # few texts are not, and most of the time of a plan was here
+        text = "".join(c if c == "\n" or c.isprintable() else " " for c in text)
     return text if len(text) <= limit else "…" + text[-(limit - 1) :]

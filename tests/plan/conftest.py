@@ -68,10 +68,10 @@ class Cluster(SimulatedJob):
 
     def observed_now(self) -> Observed:
         self.memory.contact = self.contact()
-        pods, spec = (*self.pods.values(), *self.foreign), self.job.spec
-        status, workers = self.job.status, spec.workers
+        pods, job = (*self.pods.values(), *self.foreign), self.job
+        status, workers = job.status, job.spec.workers
         self.memory.prune(
-            self.job.metadata.name, status.incarnations, status.active, workers.replicas, workers.pods_per_rank
+            job.metadata.name, status.incarnations, status.active, workers.replicas, workers.pods_per_rank
         )
         return self.memory.observed(pods, self.services.values(), self.policies.values(), self.now)
 

@@ -79,7 +79,7 @@ def complete(job, pods):
     return counts.count(pods), sum(count for count in counts if count < pods)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)  # of 80 rooms and shapes
 @given(st.integers(0, 9), st.integers(1, 4), st.integers(2, 3), st.randoms(use_true_random=False))
 def test_as_many_ranks_are_complete_as_have_room(room, ranks, pods, order):
     job = limited(Quota(room), order, ranks, pods)
@@ -91,7 +91,7 @@ def test_as_many_ranks_are_complete_as_have_room(room, ranks, pods, order):
 
 
 @pytest.mark.parametrize("deadline", [60, 600])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_of_two_jobs_that_each_hold_half_of_a_rank_one_trains_before_its_deadline(deadline, seed):
     """The planner of a job does not see what other jobs need. So each gives its half back, at another time."""
     quota, order = Quota(0), random.Random(seed)
@@ -212,7 +212,7 @@ def begins_again(job, until):
         job.settle()
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize(
     ("room", "ranks", "pods", "update"), [(2, 3, 3, {"mode": "Async"}), (3, 4, 2, {"mode": "Sync", "backups": 2})]
 )
