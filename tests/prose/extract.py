@@ -121,11 +121,13 @@ def _docstring(text: str, first: int, part: str) -> Iterator[Paragraph]:
 
 
 def _python_comments(text: str) -> Iterator[Paragraph]:
+    if "#" not in text:
+        return
     collected: list[str] = []
     begin = 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type != tokenize.COMMENT:
-            if token.type not in (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
+            if collected and token.type not in (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
                 yield from _joined(collected, begin)
                 collected = []
             continue
