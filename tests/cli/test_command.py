@@ -539,6 +539,12 @@ def test_the_object_at_the_end_has_what_programs_need(tmp_path: Path) -> None:
     assert "\\x1b[31mred\\xff" in text
 
 
+def test_traffic_without_codecs_is_named_once(tmp_path: Path) -> None:
+    status = {**STATUS, "traffic": {"carried": 240.1, "exact": 240.0}}
+    view = view_of({"metadata": {"name": "a", "namespace": "default"}, "status": status}, [], [])
+    assert "  traffic 240 B per update and worker" in list(report.lines(view, 1.5, tmp_path))
+
+
 def test_the_event_of_the_end_is_left_to_the_report() -> None:
     """The report after the end has the same reason and message."""
     job = {"metadata": {"name": "a", "namespace": "default"}, "status": {**STATUS, "phase": "Failed"}}

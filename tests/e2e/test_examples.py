@@ -56,8 +56,11 @@ def kubeconfig(tmp_path: Path) -> Iterator[str]:
 def test_the_example_runs_with_backstay_up_and_the_kubectl_commands_of_the_readme(
     kubeconfig: str, tmp_path: Path
 ) -> None:
-    """It waited for a ConfigMap and a claim that do not exist. It has two workers, the least with a backup: each
-    imports a library that takes a second of a processor, and two more do the same. A few updates have the metrics."""
+    """It waited for a ConfigMap and a claim that do not exist.
+
+    It has two workers, the least with a backup, because each imports a library that takes a second of a processor. A
+    few updates have the metrics.
+    """
     shutil.copytree(ROOT / "examples" / "digits", tmp_path / "examples" / "digits")
     for name, large, small in (("job.yaml", "replicas: 4", "replicas: 2"), ("train.py", "steps=400", "steps=20")):
         file = tmp_path / "examples" / "digits" / name
