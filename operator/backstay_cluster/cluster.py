@@ -130,11 +130,9 @@ class EmbeddedCluster:
         self.node: Kubelet | None = None
         self._with_kubelet = kubelet
         self._extra_env = {**EXTRA_ENV, **(extra_env or {})}
-        self._base_env = {
-            COMPILED_ENV: str(self.data_dir / COMPILED),
-            **NAMES_ENV,
-            **(python_environment() if base_env is None else base_env),
-        }
+        base_env = python_environment() if base_env is None else base_env
+        own = {} if COMPILED_ENV in base_env else {COMPILED_ENV: str(self.data_dir / COMPILED), **NAMES_ENV}
+        self._base_env = {**own, **base_env}
         self._preload = preload
         self._runtime: ProcessRuntime | None = None
         self._block: LoopbackBlock | None = None

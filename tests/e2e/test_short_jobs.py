@@ -12,8 +12,8 @@ pytestmark = pytest.mark.e2e
 
 CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "1 update, 1 server": (1, 1, {}),
-    "30 updates, 3 servers, checkpoint": (30, 3, {"checkpoint": True}),
-    "5 updates, 2 servers, standbys, evaluator": (5, 2, {"checkpoint": True, "standbys": 1, "evaluator": {}}),
+    "30 updates, 3 servers, evaluator": (30, 3, {"checkpoint": True, "evaluator": {}}),
+    "5 updates, 2 servers, standbys": (5, 2, {"standbys": 1}),
 }
 
 

@@ -18,11 +18,11 @@ from backstay_client.embedded.program_store import keep, seed, store_in
 from backstay_cluster.cluster import NAMES_ENV
 
 FOLDER = "JAX_COMPILATION_CACHE_DIR"
-SETTINGS = {
-    **NAMES_ENV,
+SHORT_ONES_TOO = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
+SETTINGS = {**NAMES_ENV, **SHORT_ONES_TOO}
 
 
 def share_programs(store: Path | None = None) -> Callable[[], None]:
@@ -35,7 +35,8 @@ def share_programs(store: Path | None = None) -> Callable[[], None]:
         A function that keeps the new programs in the store, and deletes the folder and the variables.
     """
     if store is None:
-        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        home = os.environ.get("HOME") or tempfile.gettempdir()
+        cache = os.environ.get("XDG_CACHE_HOME") or Path(home, ".cache")
         store = store_in(Path(cache, "backstay-tests"))
     top = Path(tempfile.mkdtemp(prefix="backstay-tests-", dir=os.environ.get("BACKSTAY_TEST_STATE")))
     folder = top / "compiled"
@@ -44,8 +45,9 @@ def share_programs(store: Path | None = None) -> Callable[[], None]:
     os.environ.update({FOLDER: str(folder), **SETTINGS})
 
     def end() -> None:
-        delete_incomplete(folder, store)
-        keep(folder, store)
+        with contextlib.suppress(OSError):  # a store that this user may not use
+            delete_incomplete(folder, store)
+            keep(folder, store)
         shutil.rmtree(top, ignore_errors=True)
         for name, value in before.items():
             os.environ.pop(name, None)
@@ -59,8 +61,7 @@ def delete_incomplete(folder: Path, store: Path) -> None:
     """Delete the entries of processes that a test killed while they wrote; those of the store are complete."""
     for entry in folder.glob("*-cache"):
         if not (store / entry.name).exists() and not _complete(entry.read_bytes()):
-            with contextlib.suppress(FileNotFoundError):
-                entry.unlink()
+            entry.unlink()
 
 
 def _complete(entry: bytes) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from between import LONG, put
+from programs import SHORT_ONES_TOO
 
 from backstay.testing import Forker, Job, Pod
 from backstay_spec.manifests_pod import GRPC_LOG
@@ -72,7 +73,8 @@ class TinyJob(Job):
 @pytest.fixture(scope="session")
 def parent(compiled: Path) -> Iterator[Forker]:
     """Forks the pods of all these jobs."""
-    made = Forker({**os.environ, **LIBRARY, "JAX_COMPILATION_CACHE_DIR": str(compiled)})
+    environ = {name: value for name, value in os.environ.items() if name not in SHORT_ONES_TOO}  # a pod sets these
+    made = Forker({**environ, **LIBRARY, "JAX_COMPILATION_CACHE_DIR": str(compiled)})
     yield made
     made.close()
 

@@ -35,7 +35,7 @@ def page(server: Pod) -> str:
         ("fsdp", "rows", {"shards": 2, "workers": 2, "evaluator": True}),  # and a loss with random keys
         ("tensor", "local", {"shards": 2, "workers": 2, "wire": {"gradients": "Int8", "parameters": "BFloat16"}}),
         ("pipeline", "frozen", {"mode": "Async"}),
-        ("whole", "factored", {}),
+        ("whole", "factored", {"shards": 2}),
     ],
 )
 def test_t4_ranks_of_two_pods_train_as_ranks_of_one(

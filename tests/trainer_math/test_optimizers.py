@@ -299,16 +299,12 @@ def quick_compiler():
 
 @pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize("name", USABLE)
-def test_t4_float64_over_12_steps(name):
-    """They contain three rounds of what is done every four steps, and the end of the first of two joined schedules.
-
-    `test_local` and `test_model_state` have 50 steps, and a single shard beside several.
-    """
+def test_t4_float64_over_50_steps(name):
     make, expected = OPTIMIZERS[name]
     with enable_x64():
         params = make_params(name, jnp.float64)
         tree = describe(params)
-        gradients = make_gradients(tree, 12)
+        gradients = make_gradients(tree, 50)
         rule = analyse(make(), tree)
         assert_exact_or_refused(name, tree, rule)
         parts = partition(tree, rule, SHARDS[expected], block_bytes=512)
