@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from backstay_cluster.tests.limits import slack
 HELPERS = Path(__file__).resolve().parent / "helpers"
 sys.path.append(str(HELPERS))
 from surroundings import Surroundings, begun, living  # noqa: E402  # this program knows the folder without pytest
+from tiers import STORE  # noqa: E402
 
 PLUGIN = "left_in_process"
 MOST_FLAKY = 3
@@ -200,11 +201,14 @@ def record(ending: float, arguments: list[str]) -> int:
     return outcome.status
 
 
-def run(arguments: list[str], folder: Path, ending: float = 20.0) -> Outcome:
-    """Runs pytest in another process, and returns what happened; an internal error, if that process dies."""
+def run(arguments: list[str], folder: Path, ending: float = 20.0, environ: Mapping[str, str] | None = None) -> Outcome:
+    """Runs pytest in another process, and returns what happened; an internal error, if that process dies.
+
+    `environ`: variables for that process, besides those of this one.
+    """
     place = folder / "outcome.json"
     place.unlink(missing_ok=True)
-    env = {name: value for name, value in os.environ.items() if name not in _OF_WORKERS}
+    env = {name: value for name, value in os.environ.items() if name not in _OF_WORKERS} | {**(environ or {})}
     with Surroundings(ending) as surroundings:
         env |= {_OUTCOME: str(place), **surroundings.variables}
         command = [sys.executable, __file__, "--record", str(ending), *arguments]
@@ -252,7 +256,9 @@ def passes_alone(test: str, folder: Path, options: list[str], ending: float) -> 
     print(f"\nonce more, alone: {test}", flush=True)
     # The file of the first run, and not that of a folder with other settings, such as operator/backstay_cluster.
     here = ["-c", "pyproject.toml"] if Path("pyproject.toml").exists() else []
-    outcome = run([*options, *here, "-n", "0", test], folder, ending)
+    # Without the programs that the first run compiled: a failure of compiling would pass with them.
+    with tempfile.TemporaryDirectory(prefix="backstay-twice-") as store:
+        outcome = run([*options, *here, "-n", "0", test], folder, ending, {STORE: store})
     return outcome.status == pytest.ExitCode.OK and test in outcome.passed
 
 

@@ -14,6 +14,8 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+from tiers import STORE
+
 from backstay_client.embedded.program_store import keep, seed, store_in
 from backstay_cluster.cluster import NAMES_ENV
 
@@ -29,11 +31,14 @@ def share_programs(store: Path | None = None) -> Callable[[], None]:
     """Let this process and its children share a new folder of programs, before any of them has imported JAX.
 
     Args:
-        store: where the programs of earlier runs are; by default a folder of the user's cache.
+        store: where the programs of earlier runs are; by default the folder that `STORE` names, or one of the user's
+            cache.
 
     Returns:
         A function that keeps the new programs in the store, and deletes the folder and the variables.
     """
+    if store is None and (given := os.environ.get(STORE)):
+        store = Path(given)
     if store is None:
         home = os.environ.get("HOME") or tempfile.gettempdir()
         cache = os.environ.get("XDG_CACHE_HOME") or Path(home, ".cache")

@@ -1,4 +1,4 @@
-"""The folders of tests by what they need, and the compiler of most of them."""
+"""The folders of tests by what they need, the compiler of most of them, and where compiled programs are kept."""
 
 from __future__ import annotations
 
@@ -15,3 +15,6 @@ QUICK_COMPILER: Final = (
     "--xla_cpu_use_fusion_emitters=false",
     "--xla_cpu_parallel_codegen_split_count=1",
 )
+
+STORE: Final = "BACKSTAY_TEST_STORE"
+"""The variable with the folder where the tests find and keep what JAX compiled, if not the one in the user's cache."""

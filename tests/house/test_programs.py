@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from programs import FOLDER, share_programs
+from tiers import STORE
 
 
 def test_complete_programs_are_kept_and_the_next_run_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,7 +24,8 @@ def test_complete_programs_are_kept_and_the_next_run_has_them(tmp_path: Path, mo
     assert os.environ[FOLDER] == "before"
     assert not folder.parent.exists()
     assert [entry.name for entry in store.iterdir()] == ["whole-cache"]
-    end = share_programs(store)
+    monkeypatch.setenv(STORE, str(store))
+    end = share_programs()
     assert [entry.read_bytes() for entry in Path(os.environ[FOLDER]).iterdir()] == [whole]
     end()
     assert [entry.name for entry in store.iterdir()] == ["whole-cache"]

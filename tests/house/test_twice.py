@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from between import slack
+from tiers import STORE
 
 pytestmark = pytest.mark.timeout(60)  # each starts pytest a few times
 
@@ -98,7 +99,10 @@ def test_tests_that_pass_the_second_time_are_listed_as_flaky_and_the_run_passes(
 
 
 def test_a_test_of_another_process_runs_once_more_too(suite: Suite) -> None:
-    code, output = suite.run(FLAKY.format(1) + "def test_good(): pass\n", "-n", "2")
+    """It does not find the programs that the first run compiled: they could hide why it failed."""
+    no_programs = f"; assert os.listdir(os.environ['{STORE}']) == []\ndef test_good(): pass\n"
+    tests = FLAKY.format(1).rstrip() + no_programs
+    code, output = suite.run(tests, "-n", "2")
     assert code == 0, output
     assert "test_it.py::test_flaky_1\n    first failure: AssertionError: the first time" in output
 
