@@ -49,7 +49,7 @@ def test_the_adapters_of_the_transformer_leave_its_base(capsys, monkeypatch, tmp
     # Short texts: it reads the whole standard library, and evaluates on a tenth of the help texts.
     for number in range(2):
         (tmp_path / f"{number}.py").write_bytes(b"text " * 1000)
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr("sysconfig.get_path", lambda *_, **__: str(tmp_path))
     (tmp_path / "topics.py").write_bytes((importlib.resources.files("pydoc_data") / "topics.py").read_bytes()[:20_000])
     monkeypatch.setattr("importlib.resources.files", lambda package: tmp_path)
     base = importlib.import_module("train")

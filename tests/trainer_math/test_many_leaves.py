@@ -26,7 +26,7 @@ SHAPES = [(), (3,), (4, 5)]
 
 @contextmanager
 def compilations() -> Iterator[list[str]]:
-    """The names of the executables that JAX builds meanwhile, in this process without a cache of them on disk."""
+    """The names of the executables that JAX builds meanwhile in this process, or takes from the cache on disk."""
     names: list[str] = []
     active = True
 
