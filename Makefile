@@ -28,10 +28,13 @@ style: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+# .ci/run names a cache that other clones use too: it may be damaged. Each of both has its own, as their options differ.
 types: $(VENV)/.installed
-	$(BIN)/mypy
+	$(BIN)/mypy || { [ -n "$$MYPY_CACHE_DIR" ] && rm -rf "$$MYPY_CACHE_DIR" && $(BIN)/mypy; }
+types-of-bench: export MYPY_CACHE_DIR := $(if $(MYPY_CACHE_DIR),$(MYPY_CACHE_DIR)-of-bench)
+types-of-bench: CHECK := $(BIN)/mypy --config-file bench/mypy.ini
 types-of-bench: $(VENV)/.installed
-	$(BIN)/mypy --config-file bench/mypy.ini
+	$(CHECK) || { [ -n "$$MYPY_CACHE_DIR" ] && rm -rf "$$MYPY_CACHE_DIR" && $(CHECK); }
 
 collected: $(VENV)/.installed  ## compiles all tests, so that not each process of pytest-xdist does it
 	@mkdir -p .cache
