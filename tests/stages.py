@@ -62,7 +62,7 @@ def stages() -> list[Stage]:
     again = f"{LOCK} is unchanged" if hashlib.sha256(LOCK.read_bytes()).hexdigest() in digests else ""
     return [
         Stage("environment", ["make", ".venv/.installed"]),
-        Stage("lint and docs", ["make", "-j2", "-O", "lint", "docs", "collected"]),
+        Stage("lint and docs", ["make", "-j2", "-O", "collected", "lint", "docs"]),
         Stage("pure tests and bits", [*twice, *first], tests=True),
         Stage("tests", ["env", quick, *twice, *(f"--ignore={folder}" for folder in first)], tests=True),
         Stage("lowest", ["make", "lowest", f"REPORT=--report {REPORT}"], skip=again, tests=True),
