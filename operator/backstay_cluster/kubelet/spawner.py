@@ -23,6 +23,7 @@ import ctypes
 import errno
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -50,6 +51,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 RESET_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGCHLD)
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_MARKS = re.compile(rb"\0" + MARK.encode() + rb"=([^\0]*)")  # the environment of a forkserver is long
 
 
 class Request:
@@ -428,11 +430,10 @@ class Spawner:
         for pid in children(os.getpid()):
             if pid in self.ids:
                 continue
-            mark = f"{MARK}=".encode()
             with contextlib.suppress(OSError):
-                for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                    container = entry[len(mark) :].decode()
-                    if entry.startswith(mark) and not self.lives(container):
+                environ = b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+                for mark in _MARKS.findall(environ):
+                    if not self.lives(mark.decode(errors="replace")):
                         os.kill(pid, signal.SIGKILL)
 
     def lives(self, container: str) -> bool:

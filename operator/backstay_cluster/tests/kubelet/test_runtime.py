@@ -106,14 +106,20 @@ async def test_a_start_without_a_free_descriptor_fails_and_the_next_one_does_not
     assert len(list(Path("/proc/self/fd").iterdir())) <= before + 3, "the spawner, and what asyncio has"
 
 
-async def test_a_container_ends_with_its_main_process(runtime, pipe):
-    process = await runtime.start("a", ["sh", "-c", FAMILY], ENV, "/", pipe[1])
+@pytest.mark.parametrize("mark", ["", "KUBELET_CONTAINER_ID=b", "KUBELET_CONTAINER_ID=$(printf '\\377')"])
+async def test_a_container_ends_with_its_main_process(runtime, pipe, mark):
+    """A child may have changed the mark by which it is found, also to bytes that are no text."""
+    family = FAMILY.replace("setsid", f"{mark} setsid")
+    process = await runtime.start("a", ["sh", "-c", family], ENV, "/", pipe[1])
+    spawner = runtime.pid
     pids = await asyncio.to_thread(read_pids, pipe[0], 3)
     assert process.pid in pids
     runtime.kill(process, signal.SIGTERM)
     assert await process.exited == 143
     for pid in pids:
         await asyncio.to_thread(wait_gone, pid)
+    assert await (await runtime.start("c", ["true"], ENV, "/", pipe[1])).exited == 0
+    assert runtime.pid == spawner
 
 
 async def test_a_dead_spawner_takes_containers_along_and_is_replaced(runtime, pipe):
