@@ -87,6 +87,9 @@ class ForkServer:
         for name, value in preload.environ.items():
             os.environ.setdefault(name, value)
         started = dict(os.environ)
+        usual = gc.get_threshold()
+        gc.set_threshold(1_000_000)  # hardly anything that imports make is garbage
+        rare = gc.get_threshold()
         with _recorded_lookups(read, frozenset(preload.copying)):
             for name in preload.modules:
                 try:
@@ -106,6 +109,8 @@ class ForkServer:
         self._sensitive = Sensitive(read, preload.prefixes)
         self._tops = frozenset(name.partition(".")[0] for name in sys.modules) - {"__main__"}
         self._files = _module_files()
+        if gc.get_threshold() == rare:  # no module has set its own
+            gc.set_threshold(*usual)
         gc.collect()
         gc.freeze()  # a collection in a forked process must not copy the pages of the imported modules
 

@@ -87,7 +87,7 @@ def bench(tmp_path: Path) -> Bench:
 
 
 LOOK = """
-    import builtins, os, signal, sys, threading
+    import builtins, gc, os, signal, sys, threading
     module = vars(sys)["modules"]["__main__"]
     print(sys.argv, sys.orig_argv, sys.executable, sys.flags, vars(sys)["path"], sys.warnoptions)
     print(__name__, __file__, __doc__, __spec__, __package__, type(__loader__), __loader__.path, __cached__)
@@ -105,6 +105,7 @@ LOOK = """
     words = open("/proc/self/environ").read().rstrip("\\0").split("\\0")
     print(sorted(word for word in words if not word.startswith("KUBELET_CONTAINER_ID")))
     print(open("/proc/self/limits").read(), open("/proc/self/cgroup").read(), sys.getrecursionlimit())
+    print(gc.isenabled(), gc.get_threshold())
     print(sys.excepthook, sys.displayhook, sys.gettrace(), sys.getprofile(), os.getppid() > 1)
 """
 FAILS = """
