@@ -36,7 +36,7 @@ from backstay_rpc.credentials import Credentials
 from backstay_rpc.limits import MAX_CHUNK_BYTES
 from backstay_rpc.refusals import RefusalCode
 
-SIZES = st.integers(0, 200_000) | st.integers(0, 300)
+SIZES = st.integers(0, 200_000) | st.integers(0, 300) | st.integers(0, 9)
 BODIES = st.lists(st.tuples(SIZES, st.sampled_from(["place", "own", "refuse"])), max_size=6)
 PACKETS = 1000
 """The most packets of one example, and the rest is one more. All of several small frames arrive so byte by byte."""
