@@ -123,8 +123,8 @@ class Groups(LoadScopeScheduling):
     The end-to-end tests are one: they share a cluster, and two of their jobs at the same time are many processes. The
     tests of the command start their own clusters, and those of paused processes mostly wait: each of both is a group.
     Those with a real kube-apiserver are one, because a second one would take a core. The training jobs of tests/runtime
-    and the runs of pytest in tests/house are each alone. All others keep with those of their file, with which they
-    share fixtures and what JAX compiled.
+    and the runs of pytest in tests/house are each alone. The others in tests/house are one, and parse each file once.
+    All others keep with those of their file, with which they share fixtures and what JAX compiled.
     """
 
     _ALONE = ("tests/e2e/test_command.py", "tests/e2e/test_paused.py")
@@ -135,7 +135,9 @@ class Groups(LoadScopeScheduling):
             return "a real kube-apiserver"
         if nodeid.startswith("tests/e2e/") and not nodeid.startswith(self._ALONE):
             return "tests/e2e/"
-        return nodeid if nodeid.startswith(self._SINGLE) else nodeid.partition("::")[0]
+        if nodeid.startswith(self._SINGLE):
+            return nodeid
+        return "tests/house/" if nodeid.startswith("tests/house/") else nodeid.partition("::")[0]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Groups:

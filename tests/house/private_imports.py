@@ -1,7 +1,8 @@
 """Counts what tests import from private modules of packages that are not their own.
 
 A room of the trainer, such as `backstay._checkpoint`, offers the names in its `__all__` to other rooms. A test of
-another room uses these, or `backstay.testing`. `python tests/house/private_imports.py` prints the others.
+another room uses these, or `backstay.testing`. `PYTHONPATH=tests/helpers python tests/house/private_imports.py` prints
+the others.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import ast
 import importlib
 import importlib.util
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from sources import nodes_in, nodes_of
 
 TESTS = Path(__file__).parents[1]
 PACKAGES = (
@@ -80,23 +83,25 @@ def foreign_imports() -> Iterator[Import]:
     """Imports of private names, and of names in private modules of another room."""
     for file in sorted(TESTS.rglob("*.py")):
         homes = HOMES.get(file.relative_to(TESTS).parts[0], set())
-        for line, module, name in _imported(ast.parse(file.read_text(encoding="utf-8"))):
+        for line, module, name in _imported(nodes_of(file)):
             package, *modules = module.split(".")
             if package not in PACKAGES:
                 continue
             path = [*modules, name]
             private = [part for part in path if part.startswith("_") and not part.startswith("__")]
+            if not private:
+                continue
             is_object = _is_private_object(module, name)
-            if not private or (path[0] in homes and not is_object):
+            if path[0] in homes and not is_object:
                 continue
             offered = name in _all(package, path[0])
             if not (offered and len(modules) == 1):
                 yield Import(file, line, module, name, offered, is_object)
 
 
-def _imported(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
+def _imported(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str, str]]:
     """(line, module, name) of each import, also in programs that the test has as text, and of each patched name."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.ImportFrom(level=0, module=str(module)):
                 for alias in node.names:
@@ -111,7 +116,7 @@ def _imported(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
                 yield node.lineno, module, name
             case ast.Constant(value=str(text)) if "\n" in text and "import " in text:
                 try:
-                    program = ast.parse(textwrap.dedent(text))
+                    program = nodes_in(ast.parse(textwrap.dedent(text)))
                 except SyntaxError:  # it is prose
                     continue
                 for _, module, name in _imported(program):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sources import module_of
 
 ROOT = Path(__file__).parents[2]
 CHANGING = {"gzip", "os", "random", "secrets", "socket", "tempfile", "threading", "time", "uuid"}
@@ -34,10 +35,10 @@ def at_import(tree: ast.Module) -> Iterator[ast.AST]:
             waiting += ast.iter_child_nodes(node)
 
 
-def changing_values(source: str) -> list[int]:
+def changing_values(module: ast.Module) -> list[int]:
     """Returns the lines with a call, at import, whose result differs between two processes."""
     found = []
-    for node in at_import(ast.parse(source)):
+    for node in at_import(module):
         if not isinstance(node, ast.Call):
             continue
         called = ast.unparse(node.func)
@@ -52,7 +53,7 @@ def changing_values(source: str) -> list[int]:
 def test_no_name_of_a_test_depends_on_the_time_or_the_process() -> None:
     folders = (ROOT / "tests", ROOT / "operator" / "backstay_cluster" / "tests")
     files = [path for folder in folders for path in folder.rglob("test_*.py")]
-    found = {str(path.relative_to(ROOT)): changing_values(path.read_text()) for path in files}
+    found = {str(path.relative_to(ROOT)): changing_values(module_of(path)) for path in files}
     assert {path: lines for path, lines in found.items() if lines} == {}
 
 
@@ -69,8 +70,8 @@ def test_no_name_of_a_test_depends_on_the_time_or_the_process() -> None:
     ],
 )
 def test_a_value_that_changes_is_found_in_decorators_defaults_and_constants(value: str) -> None:
-    assert changing_values(f'@pytest.mark.parametrize("x", [{value}])\ndef test_it(x): pass\n') == [1]
-    assert changing_values(f"X = 1\nY = [{value}]\n") == [2]
-    assert changing_values(f"def test_it(x={value}): pass\n") == [1]
-    assert changing_values(f"class T:\n    x = {value}\n") == [2]
-    assert changing_values(f"def test_it():\n    x = {value}\n") == []
+    assert changing_values(ast.parse(f'@pytest.mark.parametrize("x", [{value}])\ndef test_it(x): pass\n')) == [1]
+    assert changing_values(ast.parse(f"X = 1\nY = [{value}]\n")) == [2]
+    assert changing_values(ast.parse(f"def test_it(x={value}): pass\n")) == [1]
+    assert changing_values(ast.parse(f"class T:\n    x = {value}\n")) == [2]
+    assert changing_values(ast.parse(f"def test_it():\n    x = {value}\n")) == []

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sources import module_of, nodes_of
 
 TRAINER = Path(__file__).parents[2] / "images" / "trainer" / "backstay"
 ROOMS = sorted(path.parent.name for path in TRAINER.glob("_*/__init__.py"))
@@ -18,7 +19,7 @@ def imports_of_other_rooms() -> Iterator[tuple[str, str, str]]:
     """(file, room, the imported module) for each name that the trainer imports from another room."""
     for file in sorted(TRAINER.rglob("*.py")):
         path = file.relative_to(TRAINER).with_suffix("").parts
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in nodes_of(file):
             if isinstance(node, ast.ImportFrom) and node.level == len(path) and node.module:
                 room = node.module.partition(".")[0]
                 if room in ROOMS and room not in path[:1]:
@@ -43,7 +44,7 @@ def test_a_type_checker_sees_the_names_that_are_loaded_when_they_are_first_used(
     assert module.__file__ is not None
     [block] = [
         node
-        for node in ast.parse(Path(module.__file__).read_text(encoding="utf-8")).body
+        for node in module_of(Path(module.__file__)).body
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
     ]
     seen = {

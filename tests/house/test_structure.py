@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
+
+from sources import comments_in, nodes_in, nodes_of
 
 from .test_house import MODULES, ROOT
 
@@ -21,14 +20,9 @@ BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandl
 SCRIPTS = sorted((ROOT / "bench").rglob("*.py"))
 
 
-@cache
-def tree_of(module: Path) -> ast.Module:
-    return ast.parse(module.read_text(encoding="utf-8"))
-
-
 def classes(module: Path) -> Iterator[ast.ClassDef]:
     """Yields every class of a module, also inside functions and classes."""
-    for node in ast.walk(tree_of(module)):
+    for node in nodes_of(module):
         if isinstance(node, ast.ClassDef):
             yield node
 
@@ -54,23 +48,21 @@ def test_a_constructor_has_at_most_seven_arguments() -> None:
 
 def branches(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Returns the number of places at which a reader has to consider two ways."""
-    nodes = list(ast.walk(function))
+    nodes = nodes_in(function)
     operators = sum(len(node.values) - 1 for node in nodes if isinstance(node, ast.BoolOp))
     return operators + sum(isinstance(node, BRANCHES) for node in nodes)
 
 
 def reasons(text: str) -> set[int]:
     """Returns the lines of a module with a sentence for readers, and not only with a word, or for tools."""
-    found = tokenize.generate_tokens(io.StringIO(text).readline)
-    comments = (token for token in found if token.type == tokenize.COMMENT)
-    said = [token for token in comments if not token.string.startswith(("# noqa", "# type:"))]
-    return {token.start[0] for token in said if len(re.findall(r"[A-Za-z]+", token.string)) >= LEAST_WORDS}
+    said = [(line, text) for line, text, _ in comments_in(text) if not text.startswith(("# noqa", "# type:"))]
+    return {line for line, text in said if len(re.findall(r"[A-Za-z]+", text)) >= LEAST_WORDS}
 
 
 def test_a_function_with_many_branches_has_a_comment_with_the_reason() -> None:
     found, large = [], 0
     for module in MODULES:
-        functions = (node for node in ast.walk(tree_of(module)) if isinstance(node, FUNCTIONS))
+        functions = (node for node in nodes_of(module) if isinstance(node, FUNCTIONS))
         if many := [node for node in functions if branches(node) > MOST_BRANCHES]:
             lines = reasons(module.read_text(encoding="utf-8"))
             without = (one for one in many if lines.isdisjoint(range(one.lineno, (one.end_lineno or 0) + 1)))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import between
 import pytest
 from between import LONG, read_until
+from sources import nodes_in, nodes_of
 
 ROOT = Path(__file__).parents[2]
 TESTS = (ROOT / "tests", ROOT / "operator" / "backstay_cluster" / "tests")
@@ -33,12 +34,22 @@ SHORT = 1.0
 """Up to so many seconds, the end of the wait is not a failure: the caller looks again."""
 
 
+def name_of(called: ast.expr) -> tuple[str, str]:
+    """Returns the last name of what is called, alone and with the name before it."""
+    match called:
+        case ast.Attribute(value=ast.Name(before), attr=name):
+            return name, f"{before}.{name}"
+        case ast.Attribute(attr=name) | ast.Name(id=name):
+            return name, name
+    return "", ""
+
+
 def given(node: ast.AST) -> Iterator[ast.expr]:
     """Yields the arguments that limit a wait, and what is added to the time or compared with it."""
     match node:
         case ast.Call():
-            name = ast.unparse(node.func)
-            place = WAITS.get(name, WAITS.get(name.rpartition(".")[2], len(node.args)))
+            name, longer = name_of(node.func)
+            place = WAITS.get(longer, WAITS.get(name, len(node.args)))
             counts = isinstance(node.args[0], ast.Constant) if place and node.args else False  # of events of a kind
             yield from [] if counts else node.args[place : place + 1]
             yield from (keyword.value for keyword in node.keywords if keyword.arg == "timeout")
@@ -49,10 +60,10 @@ def given(node: ast.AST) -> Iterator[ast.expr]:
             yield from (one.right for one in node.comparators if isinstance(one, ast.BinOp))
 
 
-def constants(tree: ast.Module) -> dict[str, ast.expr]:
+def constants(tree: ast.AST) -> dict[str, ast.expr]:
     """Returns the values of the module's names, each of one assignment."""
     found = {}
-    for node in tree.body:
+    for node in getattr(tree, "body", ()):
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             targets, values = (
@@ -64,12 +75,11 @@ def constants(tree: ast.Module) -> dict[str, ast.expr]:
     return found
 
 
-def limits(source: str) -> list[int]:
+def limits(nodes: Sequence[ast.AST]) -> list[int]:
     """Returns the lines of waits with a limit that is a number, or the name of one in this module."""
-    tree = ast.parse(source)
-    names = constants(tree)
+    names = constants(nodes[0])
     found = []
-    for node in ast.walk(tree):
+    for node in nodes:
         for one in given(node):
             value = names.get(one.id, one) if isinstance(one, ast.Name) else one
             number = value.value if isinstance(value, ast.Constant) else None
@@ -78,25 +88,30 @@ def limits(source: str) -> list[int]:
     return found
 
 
-def loops(source: str) -> list[int]:
+def loops(nodes: Sequence[ast.AST]) -> list[int]:
     """Returns the lines of loops that sleep until something holds, in functions that look at no clock."""
-    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    sleeping = [
+        loop
+        for loop in nodes
+        if isinstance(loop, ast.While) and "time.sleep(" in (text := ast.unparse(loop)) and ".recv(" not in text
+    ]
     return [
         loop.lineno
-        for function in functions
-        if not any(clock in ast.unparse(function) for clock in CLOCKS)
-        for loop in ast.walk(function)
-        if isinstance(loop, ast.While) and "time.sleep(" in ast.unparse(loop) and ".recv(" not in ast.unparse(loop)
+        for function in nodes
+        if sleeping and isinstance(function, ast.FunctionDef)
+        for loop in sleeping
+        if function.lineno < loop.lineno <= (function.end_lineno or 0)
+        and not any(clock in ast.unparse(function) for clock in CLOCKS)
     ]
 
 
-def jobless(source: str) -> list[int]:
+def jobless(nodes: Sequence[ast.AST]) -> list[int]:
     """Returns the lines of waits in functions with a job that do not look at its pods."""
     return [
         call.lineno
-        for function in ast.walk(ast.parse(source))
+        for function in nodes
         if isinstance(function, ast.FunctionDef) and {"job", "group"} & {arg.arg for arg in function.args.args}
-        for call in ast.walk(function)
+        for call in nodes_in(function)
         if isinstance(call, ast.Call) and ast.unparse(call.func) in ("until", "between.until")
     ]
 
@@ -108,19 +123,19 @@ def all_of(folders: tuple[Path, ...], pattern: str) -> list[Path]:
 def test_no_wait_has_a_short_limit() -> None:
     paths = all_of(FOLDERS, "*.py")
     paths.remove(ROOT / "tests" / "stages.py")  # it ends tests, and kills what takes longer
-    found = [f"{path.relative_to(ROOT)}:{line}" for path in paths for line in limits(path.read_text())]
+    found = [f"{path.relative_to(ROOT)}:{line}" for path in paths for line in limits(nodes_of(path))]
     assert not found, "write between.LONG, or a number times between.slack()"
 
 
 def test_no_loop_waits_without_end() -> None:
     paths = all_of(TESTS, "test_*.py")
-    found = [f"{path.relative_to(ROOT)}:{line}" for path in paths for line in loops(path.read_text())]
+    found = [f"{path.relative_to(ROOT)}:{line}" for path in paths for line in loops(nodes_of(path))]
     assert not found, "use between.until"
 
 
 def test_waits_for_a_job_end_when_a_pod_dies() -> None:
     paths = (ROOT / "tests" / "runtime").glob("test_*.py")
-    found = [f"{path.name}:{line}" for path in paths for line in jobless(path.read_text())]
+    found = [f"{path.name}:{line}" for path in paths for line in jobless(nodes_of(path))]
     assert not found, "use job.until"
 
 
@@ -144,7 +159,7 @@ def test_waits_for_a_job_end_when_a_pod_dies() -> None:
     ],
 )
 def test_a_short_limit_is_found(wait: str) -> None:
-    assert limits(wait) == [wait.count("\n") + 1]
+    assert limits(nodes_in(ast.parse(wait))) == [wait.count("\n") + 1]
 
 
 @pytest.mark.parametrize(
@@ -162,14 +177,19 @@ def test_a_short_limit_is_found(wait: str) -> None:
     ],
 )
 def test_a_limit_that_grows_is_not_found(wait: str) -> None:
-    assert not limits(wait)
+    assert not limits(nodes_in(ast.parse(wait)))
 
 
 def test_a_loop_without_end_and_a_wait_without_a_job_are_found() -> None:
-    assert loops("def test():\n    while not begun:\n        time.sleep(1)\n") == [2]
-    assert not loops("def test():\n    until(lambda: begun)\n")
-    assert jobless("def test(job):\n    until(lambda: begun)\n") == [2]
-    assert not jobless("def test(job):\n    job.until(lambda: begun, 'it begins')\n")
+    def found(rule: Callable[[Sequence[ast.AST]], list[int]], source: str) -> list[int]:
+        return rule(nodes_in(ast.parse(source)))
+
+    assert found(loops, "def test():\n    while not begun:\n        time.sleep(1)\n") == [2]
+    assert not found(loops, "def test():\n    until(lambda: begun)\n")
+    clocked = "def test():\n    end = time.monotonic() + 60\n    while not begun:\n        time.sleep(1)\n"
+    assert not found(loops, clocked)
+    assert found(jobless, "def test(job):\n    until(lambda: begun)\n") == [2]
+    assert not found(jobless, "def test(job):\n    job.until(lambda: begun, 'it begins')\n")
 
 
 def test_output_is_read_up_to_a_line_and_shown_when_it_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

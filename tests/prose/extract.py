@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import ast
-import io
 import re
 import textwrap
-import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
+
+from sources import comments_in, nodes_in
 
 # A comment that controls a tool, and section titles of a docstring in Google's style.
 _DIRECTIVE = re.compile(r"^(noqa|type:|pragma|fmt:|mypy:|ruff:|!|-\*-|isort|syntax=|@@|\{\{)")
@@ -52,7 +52,7 @@ def paragraphs(path: Path) -> list[Paragraph]:
     """
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
-        nodes = list(ast.walk(ast.parse(text)))
+        nodes = nodes_in(ast.parse(text))
         found = [*_docstrings(nodes), *_python_comments(text), *_names(nodes)]
         if "tests" not in path.parts:
             found += _messages(nodes)
@@ -121,22 +121,13 @@ def _docstring(text: str, first: int, part: str) -> Iterator[Paragraph]:
 
 
 def _python_comments(text: str) -> Iterator[Paragraph]:
-    if "#" not in text:
-        return
     collected: list[str] = []
     begin = 0
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type != tokenize.COMMENT:
-            if collected and token.type not in (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
-                yield from _joined(collected, begin)
-                collected = []
-            continue
-        row, column = token.start
-        words = token.string.lstrip("#").strip()
+    for row, comment, own_line in comments_in(text):
+        words = comment.lstrip("#").strip()
         words = re.sub(r"\s*#\s*noqa.*$", "", words)
         if _DIRECTIVE.match(words):
             words = words.partition("  # ")[2] or (words.partition("  ")[2] if words.startswith("noqa") else "")
-        own_line = not token.line[:column].strip()
         if collected and not (own_line and row == begin + len(collected)):
             yield from _joined(collected, begin)
             collected = []

@@ -21,6 +21,7 @@ from typing import Any
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 sys.path.insert(0, str(Path(__file__).parent))
 from extract import paragraphs
 
@@ -109,12 +110,10 @@ def check(files: Iterable[str], root: Path = ROOT) -> list[Finding]:
             prose = list(_of_markdown(text))
             found.update(Finding(name, line, "line_length", message) for line, message in _long_lines(text))
         else:
-            prose = [
-                Prose(one.line, _words(_inline(one.text.replace("``", "`"))), part=one.part)
-                for one in paragraphs(source)
-            ]
+            prose = [Prose(one.line, _words_of(one.text), part=one.part) for one in paragraphs(source)]
         for one in prose:
-            found.update(Finding(name, one.line, rule, message) for rule, message in judge(one))
+            broken = _broken(one.text, one.is_heading, one.part)
+            found.update(Finding(name, one.line, rule, message) for rule, message in broken)
     return sorted(found)
 
 
@@ -151,6 +150,11 @@ def judge(prose: Prose) -> Iterator[tuple[str, str]]:
         count = len(_WORD.findall(_LABEL.sub("", sentence)))
         if count > rules["sentence_length"]:
             yield "sentence_length", f"{count} words, at most {rules['sentence_length']}: {sentence[:60]!r}"
+
+
+@cache  # most paragraphs are names, which many files have
+def _broken(text: str, is_heading: bool, part: str) -> list[tuple[str, str]]:
+    return list(judge(Prose(0, text, is_heading, part)))
 
 
 @cache
@@ -192,8 +196,10 @@ def _of_markdown(text: str) -> Iterator[Prose]:
             yield Prose(line, _words(token.children or []), heading)
 
 
-def _inline(text: str) -> list[Token]:
-    return _MARKDOWN.parseInline(text)[0].children or []
+@cache  # as for `_broken`
+def _words_of(text: str) -> str:
+    """Returns the words of a paragraph of a source file."""
+    return _words(_MARKDOWN.parseInline(text.replace("``", "`"))[0].children or [])
 
 
 def _words(tokens: Iterable[Token]) -> str:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import sys
+import textwrap
+import tokenize
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from sources import comments_in
 
 HERE = Path(__file__).parent
 PLANTED = {
@@ -191,6 +195,33 @@ def test_an_exempt_file_may_not_get_worse_and_its_number_only_falls() -> None:
     assert {finding.file for finding in lint.new_findings(found, {"a.py": 1})} == {"a.py", "b.py"}
     assert lint.lowered(found, {"a.py": 5, "b.py": 1, "c.py": 3}) == {"a.py": 2, "b.py": 1}
     assert lint.lowered(found, {"a.py": 1}) == {"a.py": 1}
+
+
+def test_comments_are_those_that_the_tokenizer_finds() -> None:
+    source = textwrap.dedent(
+        r'''
+        #!first
+        x = "# no" + '# no' + f"{1}# no" + r"\"  # no "
+        y = """# no
+        # no \""" # no ""
+        # no """  # yes
+        z = (  # yes
+            "a" # yes
+            b'# no'  '\\'# yes
+            'it is \' # no \
+        # no'  # yes
+        )
+            # alone
+        '''
+    )
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    wanted = [
+        (token.start[0], token.string, not token.line[: token.start[1]].strip())
+        for token in tokens
+        if token.type == tokenize.COMMENT
+    ]
+    assert len(wanted) == 7
+    assert list(comments_in(source)) == wanted
 
 
 def test_no_file_has_new_findings() -> None:

@@ -32,7 +32,7 @@ def page(server: Pod) -> str:
 @pytest.mark.parametrize(
     ("kind", "more", "config"),
     [
-        ("fsdp", "rows", {"shards": 2, "workers": 2, "evaluator": True}),  # and a loss with random keys
+        ("fsdp", "rows", {"workers": 2, "evaluator": True}),  # and a loss with random keys
         ("tensor", "local", {"shards": 2, "workers": 2, "wire": {"gradients": "Int8", "parameters": "BFloat16"}}),
         ("pipeline", "frozen", {"mode": "Async"}),
         ("whole", "factored", {"shards": 2}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 from unittest.mock import patch
 
 import pytest
@@ -320,41 +321,64 @@ def test_a_pod_without_the_token_is_refused(credentials: Credentials) -> None:
         stranger._line.close()
 
 
+@pytest.fixture(scope="module")
+def starter() -> Iterator[socket.socket]:
+    """The end of a socket of a process that has imported what members need."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    program = [sys.executable, str(Path(__file__).with_name("member_of_a_rank.py"))]
+    with ours, subprocess.Popen(program, stdin=theirs) as process:
+        theirs.close()
+        yield ours
+        ours.close()
+        process.wait(LONG)
+
+
 @pytest.mark.parametrize("what", ["ends", "SIGKILL of a member", "SIGKILL of the leader", "SIGSTOP"])
-def test_t8_a_lost_process_ends_the_others(stack: ExitStack, what: str) -> None:
+def test_t8_a_lost_process_ends_the_others(stack: ExitStack, starter: socket.socket, what: str) -> None:
     """A kill shows in the connection, and a stop in the answers to pings. After an end in order, no process is lost."""
-    program = str(Path(__file__).with_name("member_of_a_rank.py"))
 
-    def start(member: int, *more: str) -> subprocess.Popen[str]:
-        command = [sys.executable, program, str(member), "3", TOKEN, "", "0.2", *more]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        stack.callback(process.communicate)
-        stack.callback(process.kill)
-        return process
+    def ended(pid: int) -> int:
+        starter.send(f"end {pid}".encode())
+        return int(starter.recv(64))
 
+    def start(member: int, *more: str) -> tuple[int, IO[str], IO[str]]:
+        (its_input, given), (taken, its_output) = os.pipe(), os.pipe()
+        socket.send_fds(starter, [" ".join([str(member), "3", TOKEN, "0.2", *more]).encode()], [its_input, its_output])
+        pid = int(starter.recv(64))
+        os.close(its_input)
+        os.close(its_output)
+        running.add(pid)
+        return pid, stack.enter_context(os.fdopen(given, "w")), stack.enter_context(os.fdopen(taken))
+
+    def end_all() -> None:
+        for pid in running:
+            os.kill(pid, signal.SIGKILL)
+            ended(pid)
+
+    running: set[int] = set()
+    stack.callback(end_all)
     leader = start(0)
-    address = f"127.0.0.1:{leader.stdout.readline().strip()}"
+    address = f"127.0.0.1:{leader[2].readline().strip()}"
     every = [leader, start(1, address), start(2, address)]
-    for process in every:
-        assert process.stdout.readline() == "running\n"
+    for _, _, output in every:
+        assert output.readline() == "running\n"
     killed = {"ends": None, "SIGKILL of the leader": 0}.get(what, 2)
     if killed is None:
-        leader.stdin.write("\n")
-        leader.stdin.flush()
+        leader[1].write("\n")
+        leader[1].flush()
     else:
-        os.kill(every[killed].pid, signal.SIGSTOP if what == "SIGSTOP" else signal.SIGKILL)
-    for member, process in enumerate(every):
+        os.kill(every[killed][0], signal.SIGSTOP if what == "SIGSTOP" else signal.SIGKILL)
+    for member, (pid, _, output) in enumerate(every):
         if member == killed:
             continue
-        text = process.stdout.read()
-        code = process.wait(LONG)
+        text = output.read()
+        code = ended(pid)
+        running.remove(pid)
         if killed is None:
             assert (text, code) == ("ended\n", 0)
         else:
             assert code == 81, text
             assert text.startswith(f"member {0 if member else killed} is lost: "), text
-    if what == "SIGSTOP":
-        every[killed].kill()
 
 
 class LeftInOrder:
