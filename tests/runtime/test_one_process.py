@@ -319,15 +319,12 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path, parent):
+def run(tmp_path, forked):
     """Starts the program in a forked process, or as a shell does if `new`.
 
     The exit code of a forked process is 128+n after signal n, and that of a new one is -n.
     """
     runs = []
-
-    def forked(argv, log):
-        return parent.start(argv, parent.environ, log)
 
     def started(argv, log):
         with log.open("w") as out:
