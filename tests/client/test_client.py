@@ -172,13 +172,16 @@ def kubeconfig_of(client: Client) -> Path:
     return Path(repr(client).rpartition(" in ")[2].rstrip(">")) / "backstay.kubeconfig"
 
 
+COUNTS = """
+import sys, numpy as np, optax, backstay
+backstay.train(init=lambda key: {'w': np.zeros((), 'float32')}, loss=lambda p, b: (p['w'] - b) ** 2,
+    batches=lambda key: np.float32(1), optimizer=optax.sgd(0.1), steps=int(sys.argv[1]))
+"""
+
+
 def test_a_script_a_yaml_file_and_a_mapping_are_submitted_too(client: Client, user_folder: Path) -> None:
     script = user_folder / "counts.py"
-    script.write_text(
-        "import sys, numpy as np, optax, backstay\n"
-        "backstay.train(init=lambda key: {'w': np.zeros((), 'float32')}, loss=lambda p, b: (p['w'] - b) ** 2,\n"
-        "    batches=lambda key: np.float32(1), optimizer=optax.sgd(0.1), steps=int(sys.argv[1]))\n"
-    )
+    put(script, COUNTS)
     place = {"uri": str(user_folder / "kept"), "everySteps": 2}
     job = client.submit(
         script, workers=1, args=[4], env={"COLOUR": "blue"}, labels={"team": "vision"}, checkpoint=place
@@ -337,6 +340,8 @@ OWNER = """
 import sys, time
 from backstay_client import Client
 client = Client.local(sys.argv[1])
+if sys.argv[2] == "trains":
+    client.submit("counts.py", workers=1, args=[3]).wait(progress=False)
 print("started", flush=True)
 if sys.argv[2] == "sleeps":
     time.sleep(600)
@@ -349,30 +354,39 @@ def test_two_runs_of_one_process_in_one_second_have_two_folders(tmp_path: Path) 
     assert all(folder.is_dir() for folder in folders)
 
 
-@pytest.mark.parametrize("end", ["returns", "SIGKILL"])
-def test_nothing_is_left_of_a_local_cluster_whose_process_ends_without_close(tmp_path: Path, end: str) -> None:
-    folder = tmp_path / "run"
-    words = [sys.executable, "-c", OWNER, str(folder), "sleeps" if end == "SIGKILL" else "returns"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+def owner_of(folder: Path, does: str) -> subprocess.Popen[str]:
+    """Returns a process with a local cluster, which has started."""
+    process = subprocess.Popen([sys.executable, "-c", OWNER, str(folder), does], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "started\n"
-    if end == "SIGKILL":
-        process.kill()
-    process.communicate(timeout=LONG)
+    return process
+
+
+def until_nothing_is_left(folder: Path) -> None:
     until(lambda: not [*processes_of(folder, "backstay_cluster"), *processes_of(folder, "backstay_operator")])
 
 
-def test_the_client_of_an_ended_run_reads_and_does_not_submit(
-    training: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_nothing_is_left_of_a_local_cluster_whose_process_is_killed(tmp_path: Path) -> None:
+    process = owner_of(tmp_path / "run", "sleeps")
+    process.kill()
+    process.communicate(timeout=LONG)
+    until_nothing_is_left(tmp_path / "run")
+
+
+def test_the_client_of_a_run_that_ended_without_close_reads_and_does_not_submit(
+    training: ModuleType, user_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client in the same folder reads the jobs of a local cluster after its end."""
+    """A client in the same folder reads the jobs of a local cluster after its end, and no process is left of it."""
     monkeypatch.setenv("BACKSTAY_STATE", str(tmp_path / "state"))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("KUBECONFIG", raising=False)
-    with Client.local(tmp_path / "run") as owner:
-        owner.submit(training.train, workers=1, args={"steps": 3}).wait(progress=False)
+    put(user_folder / "counts.py", COUNTS)
+    process = owner_of(tmp_path / "run", "trains")
+    process.communicate(timeout=LONG)
+    assert process.returncode == 0
+    until_nothing_is_left(tmp_path / "run")
     with Client() as later:
-        job = later.job("training")
+        job = later.job("counts")
         assert (job.status.phase, job.result().step, list(job.metrics().index)) == ("Succeeded", 3, [1, 2, 3])
         with pytest.raises(BadInput, match=r"can only be read: start a cluster with Client\.local\(\)"):
             later.submit(training.train)

@@ -19,7 +19,6 @@ import runpy
 import shlex
 import shutil
 import subprocess
-import sys
 import threading
 import tomllib
 from collections.abc import Callable, Iterator
@@ -34,6 +33,7 @@ from between import LONG, put
 from typer.testing import CliRunner
 
 import backstay
+from backstay import testing
 from backstay_cli.main import app
 from backstay_cluster.apiserver import ApiServer
 from backstay_spec.reasons import CONDITIONS
@@ -279,19 +279,15 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(workshop: Path, compiled: Path) -> Path:
-    """The job of docs/first-job.md has run, with checkpoints."""
+def trained(workshop: Path) -> Path:
+    """The job of docs/first-job.md has run, with checkpoints, and with the processes of docs/howto/test-your-script.md.
+
+    `tests/e2e/test_command.py` holds the command of the page.
+    """
     work = workshop / "work"
-    command = [sys.executable, "-m", "backstay_cli.main", "run", "--servers", "2", "--workers", "2"]
-    done = subprocess.run(
-        [*command, "--checkpoint", "checkpoints", "--data-dir", str(workshop / "run"), "train.py"],
-        cwd=work,
-        env={**os.environ, "JAX_COMPILATION_CACHE_DIR": str(compiled)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    # It sets a variable that JAX reads. Pages import it, and then other processes than these would fork their pods.
+    importlib.import_module("sklearn.datasets")
+    testing.run(work / "train.py", servers=2, workers=2, folder=work, checkpoint_every=100)
     return work
 
 

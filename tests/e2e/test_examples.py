@@ -29,6 +29,12 @@ def test_the_readme_prints_the_example_as_it_is() -> None:
     assert blocks[0].strip() in example
 
 
+DIGITS = """digits = SimpleNamespace(
+    images=np.random.default_rng(1).uniform(0, 16, (1797, 8, 8)), target=np.arange(1797) % 10
+)
+"""
+
+
 def kubectl_commands() -> list[list[str]]:
     """Returns the kubectl commands of the README."""
     lines = [line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
@@ -58,11 +64,17 @@ def test_the_example_runs_with_backstay_up_and_the_kubectl_commands_of_the_readm
 ) -> None:
     """It waited for a ConfigMap and a claim that do not exist.
 
-    It has two workers, the least with a backup, because each imports a library that takes a second of a processor. A
-    few updates have the metrics.
+    It has two workers, the least with a backup, and a few updates, which have the metrics. The digits are random: each
+    pod would import scikit-learn for them, which takes a second of a processor. `tests/serving/test_examples.py` trains
+    the example with its digits.
     """
     shutil.copytree(ROOT / "examples" / "digits", tmp_path / "examples" / "digits")
-    for name, large, small in (("job.yaml", "replicas: 4", "replicas: 2"), ("train.py", "steps=400", "steps=20")):
+    for name, large, small in (
+        ("job.yaml", "replicas: 4", "replicas: 2"),
+        ("train.py", "steps=400", "steps=20"),
+        ("train.py", "from sklearn.datasets import load_digits\n", "from types import SimpleNamespace\n"),
+        ("train.py", "digits = load_digits()\n", DIGITS),
+    ):
         file = tmp_path / "examples" / "digits" / name
         assert file.read_text().count(large) == 1
         put(file, file.read_text().replace(large, small))

@@ -15,7 +15,7 @@ import pytest
 from between import LONG, put
 from programs import SHORT_ONES_TOO
 
-from backstay.testing import Forker, Job, Pod
+from backstay.testing import Forker, Job, Pod, PodProcess
 from backstay_spec.manifests_pod import GRPC_LOG
 
 from .groups import GroupJob, trained
@@ -77,6 +77,15 @@ def parent(compiled: Path) -> Iterator[Forker]:
     made = Forker({**environ, **LIBRARY, "JAX_COMPILATION_CACHE_DIR": str(compiled)})
     yield made
     made.close()
+
+
+@pytest.fixture
+def forked(parent: Forker) -> Callable[[Sequence[str], Path], PodProcess]:
+    """Starts a command that writes its output into a file.
+
+    It is here because pods of a test file that has the word `environ` are not forked.
+    """
+    return lambda argv, output: parent.start(argv, parent.environ, output)
 
 
 @pytest.fixture

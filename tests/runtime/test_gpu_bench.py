@@ -19,11 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 QUICK = f"{os.environ.get('XLA_FLAGS', '')} {' '.join(QUICK_COMPILER)}".strip()
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the benchmark on a machine that shows its user two GPUs of more, and has none."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "2,3", "XLA_FLAGS": QUICK}
-    started = [sys.executable, "bench/gpu.py", "--size", "tiny", *arguments]
-    return subprocess.run(started, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+# Of a machine that shows its user two GPUs of more, and has none.
+SHOWN = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "2,3", "XLA_FLAGS": QUICK}
 
 
 def tables(text: str) -> list[dict[str, list[str]]]:
@@ -40,10 +37,20 @@ def tables(text: str) -> list[dict[str, list[str]]]:
     return found
 
 
-def test_each_part_of_the_benchmark_of_gpus_gives_numbers_on_the_cpu(tmp_path: Path) -> None:
+def test_each_part_of_the_benchmark_of_gpus_gives_numbers_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, which has imported JAX."""
     results = tmp_path / "table.txt"
-    ran = command("--tokens", "64", "--steps", "5", "--rows", "6", "--results", str(results))
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    for name, value in SHOWN.items():
+        monkeypatch.setenv(name, value)
+    arguments = ["--size", "tiny", "--tokens", "64", "--steps", "5", "--rows", "6", "--results", str(results)]
+    monkeypatch.setattr(sys, "argv", ["bench/gpu.py", *arguments])
+    code = importlib.import_module("gpu").main()
+    said = "".join(capsys.readouterr())
+    assert code == 0, said
     versions, copies, codecs, step, servers, bits, killed, mixed = tables(results.read_text())
 
     assert versions["CUDA_VISIBLE_DEVICES"] == ["2"], "one GPU is used: the first that the user chose"
@@ -65,7 +72,7 @@ def test_each_part_of_the_benchmark_of_gpus_gives_numbers_on_the_cpu(tmp_path: P
     assert float(step["step in JAX alone, Adam"][1]) == pytest.approx(64 * 837_504 / whole / 1e9, rel=0.05)
 
     names, row = servers["head"][1:], servers["4 local steps, Int8, 2 servers"]
-    assert row[0] != "failed", ran.stderr
+    assert row[0] != "failed", said
     cells = dict(zip(names, row, strict=True))
     all_of_it = float(cells["all"])
     assert float(cells["share"]) == pytest.approx(whole / all_of_it, rel=0.05, abs=0.01)
@@ -120,7 +127,8 @@ def test_all_times_of_a_row_are_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("wrong", [("--steps", "4"), ("--tokens", "0")])
 def test_arguments_without_a_result_are_refused(wrong: tuple[str, str]) -> None:
-    ran = command("--only", "versions", *wrong)
+    started = [sys.executable, "bench/gpu.py", "--size", "tiny", "--only", "versions", *wrong]
+    ran = subprocess.run(started, cwd=ROOT, env={**os.environ, **SHOWN}, capture_output=True, text=True, check=False)
     assert ran.returncode == 2, ran.stdout + ran.stderr
     assert wrong[0] in ran.stderr
     assert "Traceback" not in ran.stderr

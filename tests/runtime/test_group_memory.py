@@ -23,19 +23,16 @@ def grown(pod: Pod) -> int:
 def test_no_pod_of_a_rank_has_the_whole_model(group: Any, tmp_path: Path) -> None:
     """Neither while it trains, nor when it reads the last checkpoint after training."""
 
-    def ran(pods: int) -> tuple[GroupJob, list[int]]:
-        folder = str(tmp_path / f"checkpoints-{pods}")
-        job: GroupJob = group(
-            "", devices=4 // pods, command=(str(SCRIPT),), pods_per_rank=pods, checkpoint={"uri": folder}
-        )
+    def ran(pods: int, **config: Any) -> tuple[GroupJob, Pod, list[int]]:
+        job: GroupJob = group("", devices=4 // pods, command=(str(SCRIPT),), pods_per_rank=pods, **config)
         server, workers = job.server(0, 1), job.rank(0)
         assert [pod.wait() for pod in (*workers, server)] == [0] * (pods + 1)
-        words = server.final_message()
-        job.environment[contract.ENV_TRAINED] = json.dumps({name: words[name] for name in ("step", "checkpoint")})
-        return job, [grown(pod) for pod in workers]
+        return job, server, [grown(pod) for pod in workers]
 
-    _, [alone] = ran(1)
-    job, four = ran(4)
+    _, _, [alone] = ran(1)  # its server need not store what no pod reads
+    job, server, four = ran(4, checkpoint={"uri": str(tmp_path / "checkpoints")})
+    words = server.final_message()
+    job.environment[contract.ENV_TRAINED] = json.dumps({name: words[name] for name in ("step", "checkpoint")})
     again = job.rank(0, 2)  # after training
     assert [pod.wait() for pod in again] == [0] * 4
     print(alone, four, [grown(pod) for pod in again])

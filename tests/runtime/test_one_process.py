@@ -9,14 +9,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from between import LONG, put, read_until, until
+from between import LONG, put, until
 
 import backstay
 from backstay import StoreTo, testing
@@ -277,57 +279,75 @@ print("RESULT", result.step, result.params["w"].tolist())
 
 
 class Run:
-    """The program in a process, which stops where a batch waits."""
+    """The program in a process, which stops where a batch waits.
 
-    def __init__(self, place: Path, hold: int = 100) -> None:
-        self.place = place
+    Attributes:
+        log: the file with its output.
+    """
+
+    def __init__(self, place: Path, start: Callable[..., Any], hold: int) -> None:
+        self.place, self.log = place, place / f"log-{len(list(place.glob('log-*')))}"
         put(place / "program.py", PROGRAM)
         self.hold(hold)
         put(place / "at", "")
-        self.process = subprocess.Popen(
-            [sys.executable, str(place / "program.py"), str(place)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        self.process = start([sys.executable, str(place / "program.py"), str(place)], self.log)
 
     def hold(self, step: int) -> None:
         put(self.place / "hold", str(step))
 
     def until(self, at: str) -> None:
         def reached() -> bool:
-            assert self.process.poll() is None, self.process.communicate()[0]
+            assert self.process.poll() is None, self.log.read_text()
             return (self.place / "at").read_text() == at
 
         until(reached, f"it is at {at}")
 
+    def says(self, text: str) -> None:
+        """Wait until the output has this text."""
+
+        def said() -> bool:
+            ended, output = self.process.poll() is not None, self.log.read_text()
+            assert text in output or not ended, output
+            return text in output
+
+        until(said, f"it says {text!r}")
+
     def end(self) -> tuple[int, str]:
-        output = self.process.communicate(timeout=LONG)[0]
-        return self.process.returncode, output
+        """Returns the exit code and the output."""
+        code = self.process.wait(LONG)
+        return code, self.log.read_text()
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, forked):
+    """Starts the program in a forked process, or as a shell does if `new`.
+
+    The exit code of a forked process is 128+n after signal n, and that of a new one is -n.
+    """
     runs = []
 
-    def start(hold: int = 100) -> Run:
-        runs.append(Run(tmp_path, hold))
+    def started(argv, log):
+        with log.open("w") as out:
+            return subprocess.Popen(argv, stdout=out, stderr=out)
+
+    def start(hold: int = 100, *, place: Path = tmp_path, new: bool = False) -> Run:
+        runs.append(Run(place, started if new else forked, hold))
         return runs[-1]
 
     yield start
     for one in runs:
         one.process.kill()
-        one.process.communicate()
+        one.process.wait(LONG)
 
 
 def test_t7_ctrl_c_stores_and_says_where_and_the_same_command_continues(run, tmp_path) -> None:
-    first = run(hold=7)
+    first = run(hold=7, new=True)
     first.until("7")
     first.process.send_signal(signal.SIGINT)
-    noticed = read_until(first.process.stdout, "Press Ctrl-C again to end now")
+    first.says("Press Ctrl-C again to end now")
     first.hold(8)
     code, output = first.end()
-    assert code == -signal.SIGINT, noticed + output
+    assert code == -signal.SIGINT, output
     assert "KeyboardInterrupt: training ended after step 8, which is stored in " in output
     assert output.rstrip().endswith(": the same command continues")
     assert output.count('  File "') == 2, "the script's line and `train`: the sentence is what matters"
@@ -338,7 +358,7 @@ def test_t7_ctrl_c_stores_and_says_where_and_the_same_command_continues(run, tmp
     assert "continuing from the checkpoint of step 8: " in output
     assert "waiting" not in output, "the first process released the folder"
     (tmp_path / "plain").mkdir()
-    plain = Run(tmp_path / "plain").end()[1]
+    plain = run(place=tmp_path / "plain").end()[1]
     assert output.partition("RESULT")[2] == plain.partition("RESULT")[2]
 
 
@@ -346,19 +366,19 @@ def test_t8_a_second_ctrl_c_ends_immediately(run) -> None:
     first = run(hold=7)
     first.until("7")
     first.process.send_signal(signal.SIGINT)
-    read_until(first.process.stdout, "Press Ctrl-C again to end now")
+    first.says("Press Ctrl-C again to end now")
     first.process.send_signal(signal.SIGINT)
     code, output = first.end()
-    assert code == -signal.SIGINT, output
+    assert code == 128 + signal.SIGINT, output
     assert "is stored in" not in output
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_t8_other_signals_have_their_exit_code(run, number: int) -> None:
-    second = run(hold=5)
+    second = run(hold=5, new=number == signal.SIGTERM)
     second.until("5")
     second.process.send_signal(number)
-    read_until(second.process.stdout, "training stores a checkpoint after this update")
+    second.says("training stores a checkpoint after this update")
     second.hold(6)
     code, output = second.end()
     assert code == 128 + number, output
@@ -373,7 +393,7 @@ def test_t7_ctrl_c_in_the_last_evaluation_finds_the_last_update_stored(run, tmp_
     assert backstay.load(str(tmp_path / "folder")).step == 20
     first.process.send_signal(signal.SIGINT)
     code, output = first.end()
-    assert code == -signal.SIGINT, output
+    assert code == 128 + signal.SIGINT, output
 
 
 def test_t7_two_processes_do_not_share_a_folder(run, tmp_path) -> None:

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,8 @@ from between import LONG, put, until
 
 from backstay._checkpoint import CheckpointStore, Claim, JobIdentity, Manifest, ManifestLeaf, Origin, describe_structure
 from backstay._update import Entry, leaf_names
+from backstay.testing import Forker
+from backstay_spec.manifests_pod import GRPC_LOG
 
 HISTORY = "00000000000000aa"
 
@@ -103,58 +104,41 @@ class ServingProcess:
     """A process of a script that calls `backstay.serve`.
 
     Attributes:
-        lines: what it wrote to standard error.
+        log: the file with its output.
     """
 
-    def __init__(self, script: Path, checkpoint: Path, log: Any = subprocess.PIPE, **variables: str) -> None:
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("KUBERNETES_")}
-        self.process = subprocess.Popen(
-            [sys.executable, script.name],
-            cwd=script.parent,
-            env={
-                **environment,
-                "BACKSTAY_SERVE_CHECKPOINT": str(checkpoint),
-                "BACKSTAY_SERVE_HTTP_PORT": "0",
-                "BACKSTAY_SERVE_GRPC_PORT": "0",
-                "BACKSTAY_SERVE_DRAIN_SECONDS": "0",
-                **variables,
-            },
-            stderr=log,
-            text=True,
-        )
-        self.lines: list[str] = []
-        self._changed = threading.Condition()
+    def __init__(self, forker: Forker, script: Path, checkpoint: Path, log: Path, **variables: str) -> None:
+        self.log = log
+        environment = {
+            **forker.environ,
+            "BACKSTAY_SERVE_CHECKPOINT": str(checkpoint),
+            "BACKSTAY_SERVE_HTTP_PORT": "0",
+            "BACKSTAY_SERVE_GRPC_PORT": "0",
+            "BACKSTAY_SERVE_DRAIN_SECONDS": "0",
+            **variables,
+        }
         self._http = int(variables.get("BACKSTAY_SERVE_HTTP_PORT", "0"))
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        if self.process.stderr is not None:
-            self._reader.start()
+        self.process = forker.start([sys.executable, str(script)], environment, log)
 
     def close(self) -> None:
         """Kill the process if it runs."""
         self.process.kill()
-        self.process.wait()
-        if self.process.stderr is not None:
-            self._reader.join()
-            self.process.stderr.close()
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            with self._changed:
-                self.lines.append(line)
-                self._changed.notify_all()
-        with self._changed:
-            self.lines.append("")
-            self._changed.notify_all()
+        self.process.wait(LONG)
 
     def wait_for(self, text: str) -> str:
         """Returns the first line that has `text`. Fails when the process ends without it."""
-        with self._changed:
-            found = self._changed.wait_for(
-                lambda: next((line for line in self.lines if text in line), None) or self.lines[-1:] == [""], LONG
-            )
-        assert isinstance(found, str), f"no line with {text!r} in\n{''.join(self.lines)}"
-        return found
+
+        def found() -> str | None:
+            ended = self.process.poll() is not None
+            output = self.log.read_text()
+            lines = output.splitlines() if ended else output.split("\n")[:-1]  # the last one may be half a line
+            line = next((line for line in lines if text in line), None)
+            assert line is not None or not ended, f"no line with {text!r} in\n{output}"
+            return line
+
+        line = until(found, f"a line has {text!r}")
+        assert line is not None
+        return line
 
     def port(self, protocol: str) -> int:
         """Returns the port of HTTP or gRPC, once the process listens."""
@@ -200,13 +184,25 @@ def small(tmp_path: Path) -> Path:
     return script
 
 
+@pytest.fixture(scope="session")
+def forker(compiled: Path) -> Iterator[Forker]:
+    """Forks the serving processes. Those of `backstay serve` in test_examples.py import JAX themselves."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("KUBERNETES_")}
+    made = Forker(
+        {**environment, "JAX_COMPILATION_CACHE_DIR": str(compiled), **GRPC_LOG}, more=["backstay._serving._serve"]
+    )
+    yield made
+    made.close()
+
+
 @pytest.fixture
-def start() -> Iterator[Callable[..., ServingProcess]]:
+def start(forker: Forker, tmp_path: Path) -> Iterator[Callable[..., ServingProcess]]:
     """Starts serving processes, which end with the test."""
     started: list[ServingProcess] = []
 
-    def begin(script: Path, checkpoint: Path, **variables: Any) -> ServingProcess:
-        started.append(ServingProcess(script, checkpoint, **variables))
+    def begin(script: Path, checkpoint: Path, log: Path | None = None, **variables: Any) -> ServingProcess:
+        log = log or tmp_path / f"log-{len(started)}"
+        started.append(ServingProcess(forker, script, checkpoint, log, **variables))
         return started[-1]
 
     yield begin

@@ -300,8 +300,7 @@ def test_t8_a_full_disk_does_not_stop_answers(
     store(folder, 1, value_of(1))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with open("/dev/full", "w") as full:  # noqa: PTH123
-        process = start(small, folder, log=full, BACKSTAY_SERVE_HTTP_PORT=str(port))
+    process = start(small, folder, log=Path("/dev/full"), BACKSTAY_SERVE_HTTP_PORT=str(port))
 
     def served() -> str:
         try:
