@@ -59,6 +59,12 @@ def test_a_script_that_cannot_be_read_adds_nothing(tmp_path, text):
     assert preload({"spec": {"command": ["sh", "-c", "x"], "workingDir": "/"}}) == preload()
 
 
+def test_what_the_script_of_a_job_imports_is_imported_once(tmp_path):
+    (tmp_path / "train.py").write_text("from sklearn.datasets import load_digits\n")
+    job = {"spec": {"command": ["python", "train.py"], "workingDir": str(tmp_path)}}
+    assert "sklearn.datasets" in json.loads(preload(job))["modules"]
+
+
 def test_variables_of_the_job_that_take_effect_at_an_import_are_set_before_it():
     """With JAX_PLATFORMS in `spec.env` every pod would differ from the preloaded process, and none would be forked."""
     env = [

@@ -35,6 +35,7 @@ from backstay_client import (
 )
 from backstay_client.embedded.run_folder import new_folder
 from backstay_client.finding.clusters import account_of_pod
+from backstay_client.finding.known_runs import read_run
 from backstay_client.kube import ApiCalls
 from backstay_spec import contract
 
@@ -334,6 +335,10 @@ def test_a_dead_api_server_ends_every_wait_with_its_reason(
         with pytest.raises(SessionError, match="the cluster died"):
             job.wait(progress=False)
     until(lambda: not processes_of(folder, "backstay_operator"))
+    run = read_run(folder)
+    assert run is not None
+    assert not run.lives, "it is closed, though this process lives"
+    assert run.result()["reason"] == "Closed"
 
 
 OWNER = """

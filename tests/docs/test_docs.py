@@ -282,7 +282,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(workshop: Path) -> Path:
     """The job of docs/first-job.md has run, with checkpoints, and with the processes of docs/howto/test-your-script.md.
 
-    `tests/e2e/test_command.py` holds the command of the page.
+    `tests/e2e/test_command.py` runs other jobs with the command of the page.
     """
     work = workshop / "work"
     # It sets a variable that JAX reads. Pages import it, and then other processes than these would fork their pods.

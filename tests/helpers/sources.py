@@ -14,7 +14,10 @@ _STRING_OR_COMMENT = re.compile(rf"{_STRING}|(?P<comment>#[^\n]*)", re.DOTALL)
 
 
 def nodes_in(tree: ast.AST) -> list[ast.AST]:
-    """Returns a node and all below it, in the order of `ast.walk`, but for those without parts, such as operators."""
+    """Returns a node and all below it, in the order of `ast.walk`.
+
+    Those without parts are left out: operators, and statements such as `pass`.
+    """
     found = [tree]
     for node in found:  # it grows
         for name in node._fields:
@@ -28,9 +31,14 @@ def nodes_in(tree: ast.AST) -> list[ast.AST]:
 
 @cache
 def nodes_of(path: Path) -> list[ast.AST]:
-    """Returns the module of a file and all nodes in it. Tests of one process parse each file once."""
-    # Collections of garbage would look at all nodes again and again, which took longer than to parse them.
+    """Returns the module of a file and all nodes in it. Tests of one process parse each file once.
+
+    Those of all files take 0.4 GiB.
+    """
     nodes = nodes_in(ast.parse(path.read_text(encoding="utf-8")))
+    # Collections of garbage would look at all nodes again and again, which took longer than to parse them. This one
+    # looks at those of one file, and deletes what tests have left, which would be frozen too.
+    gc.collect()
     gc.freeze()
     return nodes
 
@@ -44,7 +52,8 @@ def module_of(path: Path) -> ast.Module:
 def comments_in(text: str) -> Iterator[tuple[int, str, bool]]:
     """Yields the line and the text of each comment of a Python file, and whether the comment is alone on the line.
 
-    It is much quicker than `tokenize`, and finds the same, as only strings have other marks of comments.
+    It is much quicker than `tokenize`, and finds the same: only strings have other marks of comments. In Python 3.11,
+    no string has its own mark within.
     """
     line, counted = 1, 0
     for found in _STRING_OR_COMMENT.finditer(text):

@@ -50,8 +50,8 @@ def test_a_module_has_a_docstring_and_stays_small() -> None:
     "imports",
     [
         {
-            "backstay_spec.plan": {"jax", "numpy", "grpc", "yaml", "kopf", "kubernetes", "aiohttp"},
             "backstay_client": {"aiohttp", "yaml", "jax", "kopf", "kubernetes"},
+            "backstay_spec.plan": {"jax", "numpy", "grpc", "yaml", "kopf", "kubernetes", "aiohttp"},
             "backstay_cli.main": {"jax", "kopf", "pyarrow", "backstay"},
             "backstay_operator.app": {"jax", "optax", "numpy", "pyarrow", "backstay"},
         },
@@ -63,7 +63,7 @@ def test_a_module_has_a_docstring_and_stays_small() -> None:
     ids=["without the trainer", "the trainer"],
 )
 def test_what_an_import_never_pulls_in(imports: dict[str, set[str]]) -> None:
-    """One process imports several modules, each after those that may have less."""
+    """One process imports several modules, so a module has what those before it have, too."""
     code = "import sys\n" + "".join(
         f"import {module}\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))\n" for module in imports
     )

@@ -128,6 +128,8 @@ class ServingProcess:
     def wait_for(self, text: str) -> str:
         """Returns the first line that has `text`. Fails when the process ends without it."""
 
+        assert self.log.is_file(), "what is read must have an end"
+
         def found() -> str | None:
             ended = self.process.poll() is not None
             output = self.log.read_text()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +20,6 @@ from between import LONG, put
 from typer.testing import CliRunner
 
 from backstay._serving._settings import VARIABLES, ServingPorts, ServingSettings
-from backstay.testing import Forker
 from backstay_cli.main import app
 
 ROOT = Path(__file__).parents[2]
@@ -89,17 +90,19 @@ def test_backstay_serve_refuses_invalid_arguments(tmp_path: Path) -> None:
 @pytest.mark.e2e
 @pytest.mark.tool("curl")
 def test_the_digits_are_trained_served_and_answered_to_curl(
-    tmp_path: Path, compiled: Path, forker: Forker, curl: Any, eventually: Callable[..., None]
+    tmp_path: Path, compiled: Path, curl: Any, eventually: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The commands of the page, with the example as it is in the repository."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(compiled)}
     train = (DIGITS / "train.py").read_text().replace("steps=400", "steps=60")
     put(tmp_path / "train.py", train)
     put(tmp_path / "serve.py", (DIGITS / "serve.py").read_text())
-    trained = tmp_path / "trained"
-    place = {**forker.environ, "BACKSTAY_CHECKPOINT": str(tmp_path / "ck")}
-    training = forker.start([sys.executable, str(tmp_path / "train.py")], place, trained)
-    assert training.wait(LONG) == 0, trained.read_text()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BACKSTAY_CHECKPOINT", "ck")
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", root.handlers[:])
+    monkeypatch.setattr(root, "level", root.level)
+    runpy.run_path("train.py", run_name="__main__")
     log = tmp_path / "log"
     with log.open("w") as out:
         served = subprocess.Popen(

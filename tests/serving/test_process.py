@@ -272,8 +272,8 @@ def test_o7_with_a_token_only_probes_and_metrics_are_open(
     import grpc
 
     store(tmp_path / "ck", 1, value_of(1))
-    put(tmp_path / "token", "secret\n")
-    process = start(small, tmp_path / "ck", BACKSTAY_SERVE_TOKEN_FILE=str(tmp_path / "token"))
+    put(tmp_path / "token.txt", "secret\n")  # a module has the name without an ending
+    process = start(small, tmp_path / "ck", BACKSTAY_SERVE_TOKEN_FILE=str(tmp_path / "token.txt"))
     process.until_served(1)
     for path in ("/v2/health/live", "/v2/health/ready", "/metrics", "/v2/models/small/ready"):
         assert process.call("GET", path)[0] == 200

@@ -59,6 +59,7 @@ def ends(credentials: Credentials) -> Iterator[tuple[socket.socket, Frames]]:
 
 @given(BODIES, st.integers(0, 60_000) | st.integers(0, 300), st.lists(st.integers(1, 300_000), min_size=1, max_size=5))
 @example([], 60_000, [300_000])
+@example([(9, "place"), (0, "own"), (7, "refuse"), (5, "own")], 20, [1])  # byte by byte
 def test_frames_are_the_same_however_their_bytes_arrive(
     credentials: Credentials, bodies: list[tuple[int, str]], message: int, cuts: list[int]
 ) -> None:

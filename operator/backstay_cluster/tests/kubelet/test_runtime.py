@@ -108,7 +108,7 @@ async def test_a_start_without_a_free_descriptor_fails_and_the_next_one_does_not
 
 @pytest.mark.parametrize("mark", ["", "KUBELET_CONTAINER_ID=b", "KUBELET_CONTAINER_ID=$(printf '\\377')"])
 async def test_a_container_ends_with_its_main_process(runtime, pipe, mark):
-    """A child may have changed the mark by which it is found, also to bytes that are no text."""
+    """A child may have changed the mark by which it is found, also to bytes that no text has."""
     family = FAMILY.replace("setsid", f"{mark} setsid")
     process = await runtime.start("a", ["sh", "-c", family], ENV, "/", pipe[1])
     spawner = runtime.pid
