@@ -69,7 +69,7 @@ def limit_of(nodeid: str) -> float:
 def pytest_collection_finish() -> None:
     """Exempt what lives to the end, such as modules and collected tests, from garbage collections.
 
-    Collections took up to a tenth of the time of a process.
+    Collections took up to a tenth of the time of a process. Those of what tests make are rarer than usual.
     """
     gc.collect()
     gc.freeze()
@@ -104,15 +104,16 @@ def compiled() -> Path:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Returns two for each core, as tests with processes wait half of the time, and one that mostly waits.
+    """Returns two for each core, as tests with processes wait half of the time, and two that mostly wait.
 
     They are not many, as each takes up to 2 GiB.
     """
-    return min(6, 2 * len(os.sched_getaffinity(0)) + 1)
+    return min(6, 2 * len(os.sched_getaffinity(0)) + 2)
 
 
 # The longest tests begin first, so that at the end no process runs alone.
 FIRST = ("tests/e2e/", "tests/trainer_math/test_engine.py", "tests/operator/", "tests/trainer_math/")
+FIRST += ("operator/backstay_cluster/", "tests/runtime/test_standby.py", "tests/runtime/test_timeline.py")
 # These mostly wait for processes.
 WAITING = "tests/runtime/"
 
@@ -153,7 +154,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
-    waiting = [item for item in items if item.nodeid.startswith(WAITING)]
+    waiting = sorted((item for item in items if item.nodeid.startswith(WAITING)), key=rank)
     others = sorted((item for item in items if not item.nodeid.startswith(WAITING)), key=rank)
     begun: dict[str, int] = {}  # the place in `others` of the first test of each file, which the others follow
     for number, item in enumerate(others):
