@@ -114,7 +114,7 @@ def pytest_xdist_auto_num_workers() -> int:
 # The longest tests begin first, so that at the end no process runs alone.
 FIRST = ("tests/e2e/", "tests/trainer_math/test_engine.py", "tests/operator/", "tests/trainer_math/")
 FIRST += ("operator/backstay_cluster/", "tests/runtime/test_standby.py", "tests/runtime/test_timeline.py")
-FIRST += ("tests/testing/", "tests/serving/test_process.py", "tests/simulator/")
+FIRST += ("tests/docs/test_docs.py", "tests/testing/", "tests/serving/test_process.py", "tests/simulator/")
 # These mostly wait for processes.
 WAITING = "tests/runtime/"
 
