@@ -208,7 +208,7 @@ def run(arguments: list[str], folder: Path, ending: float = 20.0, environ: Mappi
     """
     place = folder / "outcome.json"
     place.unlink(missing_ok=True)
-    env = {name: value for name, value in os.environ.items() if name not in _OF_WORKERS} | {**(environ or {})}
+    env = {name: value for name, value in os.environ.items() if name not in _OF_WORKERS} | dict(environ or {})
     with Surroundings(ending) as surroundings:
         env |= {_OUTCOME: str(place), **surroundings.variables}
         command = [sys.executable, __file__, "--record", str(ending), *arguments]
