@@ -6,8 +6,8 @@ A test that then passes is flaky: the last lines of the output name it, with the
 three flaky tests do not fail the run, all runs with the same FILE taken together. The run fails if a test fails twice.
 It also fails if pytest stops for another reason, such as a collection error, a crash or an interrupt. It fails too if
 something is left behind (`surroundings.py`, `left_in_process.py`), except by a flaky test, and if a process of pytest
-dies. Processes have SECONDS to end, 20 by default, and more on a busy machine. FILE sums up all runs (`Report`), for
-the summary of `tests/stages.py`.
+dies. A failure is printed when it happens, and more than twenty end the run. Processes have SECONDS to end, 20 by
+default, and more on a busy machine. FILE sums up all runs (`Report`), for the summary of `tests/stages.py`.
 """
 
 from __future__ import annotations
@@ -110,6 +110,10 @@ class Recorder:
         self._began: dict[str, float] = {}
         self._workers: list[Any] = []
         self._crashed: set[str] = set()  # the workers whose end is the failure of a test
+        self._plugins: pytest.PytestPluginManager
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        self._plugins = config.pluginmanager
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._began[nodeid] = time.time()
@@ -117,8 +121,10 @@ class Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         seconds, failed = self.outcome.seconds, self.outcome.failed
         seconds[report.nodeid] = round(seconds.get(report.nodeid, 0.0) + report.duration, 3)
-        if report.failed:
-            failed.setdefault(report.nodeid, reason(report))
+        if report.failed and report.nodeid not in failed:
+            failed[report.nodeid] = reason(report)
+            if (terminal := self._plugins.getplugin("terminalreporter")) is not None:  # no summary ends a killed run
+                terminal.write(f"\nfailed: {report.nodeid}: {failed[report.nodeid]}\n", flush=True)
         elif report.passed and report.when == "call":
             self.outcome.passed.append(report.nodeid)
         elif report.skipped:
@@ -128,6 +134,12 @@ class Recorder:
         elif report.when != "call" and report.nodeid in failed:  # its end, or that of its process
             known = begun(os.getppid(), self._temporary, self._began.get(report.nodeid, time.time()))
             self.outcome.begun[report.nodeid] = known
+
+    def pytest_runtest_logfinish(self) -> None:
+        if len(self.outcome.failed) > MOST_AGAIN:
+            # `--maxfail` would let each process of pytest-xdist run what it has been given already. If each job waits
+            # until it fails, that takes many minutes.
+            pytest.exit(f"more than {MOST_AGAIN} tests failed")
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
@@ -222,6 +234,9 @@ def run(arguments: list[str], folder: Path, ending: float = 20.0, environ: Mappi
     if status not in (None, outcome.status):
         outcome.faults[ITSELF] = f"it ended with exit status {status}, after its results"
         outcome.status = int(pytest.ExitCode.INTERNAL_ERROR)
+    if len(outcome.failed) > MOST_AGAIN:  # it was ended, with the processes that ran: what they left has that cause
+        outcome.status = int(pytest.ExitCode.TESTS_FAILED)
+        return outcome
     unknown = [test for test in outcome.collected if test not in outcome.seconds]
     if unknown and outcome.status in RAN:
         outcome.faults[f"did not run: {len(unknown)} tests"] = f"the first is {unknown[0]}"
@@ -303,7 +318,9 @@ def judge(first: Outcome, report: Report, folder: Path, options: Sequence[str] =
     again = first.status == pytest.ExitCode.TESTS_FAILED and (first.failed or first.faults) and not first.uncollected
     if not again or len(first.failed) > MOST_AGAIN:
         if again:
-            print(f"\n{len(first.failed)} tests failed: none of more than {MOST_AGAIN} runs once more.")
+            unknown = len(set(first.collected) - set(first.seconds))
+            not_run = f", and {unknown} did not begin" if unknown else ""
+            print(f"\n{len(first.failed)} tests failed{not_run}: none of more than {MOST_AGAIN} runs once more.")
         report.failed |= {**first.uncollected, **first.failed, **first.faults}
         report_failed("beside the tests", first.faults)
         return first.status

@@ -37,7 +37,6 @@ def test_t8_a_killed_worker_0_is_replaced_and_the_job_waits_for_its_script(
     assert cluster.job(name)["status"]["phase"] == "Running"
     gate.touch()
     status = cluster.wait_for_end(name)
-    assert status["phase"] == "Succeeded", cluster.describe(name)
     assert cluster.condition(name, "AfterTrainingComplete")["status"] == "True"
     assert not (tmp_path / "1").exists()
     assert status["step"] == backstay.load(str(tmp_path / "ckpt")).step == 40
@@ -51,8 +50,7 @@ def test_t8_a_script_that_is_deleted_while_it_exports_is_not_run_again(
     name = submit(spec, env={"BEHAVE": "export", "EXPORT": str(tmp_path), "GATE": str(tmp_path / "never")})
     cluster.wait(f"{name} exports", (tmp_path / "1").exists)
     cluster.delete_pod(leader(cluster, name))
-    status = cluster.wait_for_end(name)
-    assert status["phase"] == "Succeeded", cluster.describe(name)
+    cluster.wait_for_end(name)
     assert cluster.condition(name, "AfterTrainingComplete")["reason"] == "PodLost"
     cluster.wait(  # events are sent after the status is written
         "the loss is an event", lambda: "AfterTrainingLost" in {event["reason"] for event in cluster.events(name)}
@@ -65,8 +63,8 @@ def test_an_export_that_fails_fails_the_job_and_is_repeated_by_the_next_one(
 ) -> None:
     """The traceback is in the condition; another start finds the training complete, and runs the code again."""
     spec = {"workers": {"replicas": 1}, "checkpoint": {"uri": str(tmp_path / "ckpt")}}
-    name = submit(spec, env={"BEHAVE": "export-fails"})
-    assert cluster.wait_for_end(name)["phase"] == "Failed", cluster.describe(name)
+    name = submit(spec, env={"BEHAVE": "export-fails"}, fails=True)
+    cluster.wait_for_end(name)
     failed = cluster.condition(name, "Failed")
     assert failed["reason"] == "AfterTrainingFailed"
     assert failed["message"].endswith("KeyError: 'no such bucket'")
@@ -78,9 +76,8 @@ def test_o4_a_script_that_raises_in_all_pods_fails_the_job_immediately(
     cluster: Any, submit: Submit, workers: int
 ) -> None:
     """O4: with budgets left; each slot has died at most twice when the job fails."""
-    name = submit({"workers": {"replicas": workers}}, env={"BEHAVE": "raise"})
+    name = submit({"workers": {"replicas": workers}}, env={"BEHAVE": "raise"}, fails=True)
     status = cluster.wait_for_end(name)
-    assert status["phase"] == "Failed", cluster.describe(name)
     failed = cluster.condition(name, "Failed")
     assert failed["reason"] == "ScriptFailed"
     assert failed["message"].endswith("RuntimeError: boom at import")

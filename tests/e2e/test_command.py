@@ -9,9 +9,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from between import LONG, put, read_until, until
@@ -87,6 +88,30 @@ def start(
     return process
 
 
+def ended(process: subprocess.Popen[str], *, fails: bool = False) -> tuple[str, str]:
+    """Returns what a command that ends writes to its two outputs. Only if it `fails` may a pod end with an error: the
+    operator would replace such a pod again and again."""
+    said: tuple[list[str], list[str]] = ([], [])
+
+    def read(stream: IO[str], lines: list[str]) -> None:
+        with contextlib.suppress(ValueError):  # the test has failed, and closed it
+            lines += stream
+
+    streams = [one for one in (process.stdout, process.stderr) if one is not None]
+    readers = [threading.Thread(target=read, args=args, daemon=True) for args in zip(streams, said, strict=True)]
+    for reader in readers:
+        reader.start()
+
+    def over() -> bool:
+        died = [line for lines in said for line in lines if re.search(r"\bdied: exit code (?!\d+ \(SIG)", line)]
+        assert fails or not died, "".join([*died, *said[0], *said[1]])
+        return not any(reader.is_alive() for reader in readers)
+
+    until(over, "the command has ended", limit=LONG)
+    process.wait(LONG)
+    return "".join(said[0]), "".join(said[1])
+
+
 def script_of(text: str, script: Path) -> Path:
     """Writes a script that imports tiny.py, and puts that beside it: pods of one that changes `sys.path` are slow."""
     put(script, text)
@@ -112,7 +137,7 @@ def test_json_output_is_one_object_and_text_output_reports_the_failed_evaluation
     script = script_of(SAYS_NAN, tmp_path / "tïny trainer.py")
     written = tmp_path / "trace.json"
     options = ["--workers", "1", "--output", "json", "--trace", str(written)]
-    out, err = start(folder, script, *options).communicate(timeout=LONG)
+    out, err = ended(start(folder, script, *options))
     seen = json.loads(out)
     assert (seen["phase"], seen["reason"], seen["step"]) == ("Succeeded", "Completed", 40), err
     assert (seen["metrics"], sorted(seen["trainMetrics"])) == ({}, ["rmse"])
@@ -140,7 +165,7 @@ def test_a_loss_that_is_nan_is_a_failed_job_and_no_traceback(folder: Path, tmp_p
     """Exit status 1, the reason with step and rank, and nothing left."""
     script = script_of(SAYS_NAN, tmp_path / "nan.py")
     process = start(folder, script, "--servers", "1", "--workers", "1", arguments=["nan"])
-    out, err = process.communicate(timeout=LONG)
+    out, err = ended(process, fails=True)
     assert process.returncode == 1, err
     assert "NonFiniteGradients" in out
     assert "rank 0" in out
@@ -162,7 +187,7 @@ def test_the_example_with_ranks_of_two_pods_runs(folder: Path, tmp_path: Path) -
         text = file.read_text()
         assert text.count(large) == 1, large
         put(file, text.replace(large, small))
-    out, err = start(folder, job, "--output", "json").communicate(timeout=LONG)
+    out, err = ended(start(folder, job, "--output", "json"))
     seen = json.loads(out)
     assert (seen["phase"], seen["step"]) == ("Succeeded", 2), err
     slots = ["server 0", "server 1", "worker 0.0", "worker 0.1"]
@@ -189,7 +214,7 @@ def test_the_reported_traffic_is_what_the_kernel_counted_on_the_sockets(folder: 
         "json",
     ]
     script = SCRIPT.parents[2] / "wire" / "counted.py"
-    out, err = start(folder, script, *options, arguments=[str(steps), str(written)]).communicate(timeout=LONG)
+    out, err = ended(start(folder, script, *options, arguments=[str(steps), str(written)]))
     traffic = json.loads(out)["traffic"]
     assert 1.0 <= int(written.read_text()) / (steps * traffic["carried"]) <= 1.02, (traffic, written.read_text())
     assert traffic["exact"] == pytest.approx(2 * 4 * 300_100, rel=1e-3)
@@ -226,7 +251,7 @@ def test_no_process_outlives_the_command(folder: Path, number: signal.Signals) -
     assert len(processes(folder)) > 4
     assert status_of(folder, "status")["phase"] in {"Pending", "Starting", "Running"}
     process.send_signal(number)
-    out, err = process.communicate(timeout=LONG)
+    out, err = ended(process)
     if number == signal.SIGINT:
         assert process.returncode == 130, err
         assert "nothing is left running" in out
@@ -257,7 +282,7 @@ def test_a_script_has_its_environment_and_after_ctrl_c_the_same_command_continue
     process = start(folder, script, *options, env=slow, arguments=["--lr", "0.1"])
     said = read_until(process.stdout, r"step [\d,]+ of [\d,]+  (time left [\d:]+  )?loss")
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=LONG)
+    out, err = ended(process)
     said += out
     assert process.returncode == 130, err
     assert "worker 0 | MYENV hello ADDED 1 ['--lr', '0.1']" in said
@@ -277,7 +302,7 @@ def test_a_script_has_its_environment_and_after_ctrl_c_the_same_command_continue
         job = client.job("shows")
         until(lambda: (job.status.step or 0) > step)  # there is something to store
         job.suspend(wait=False)
-    out, err = again.communicate(timeout=LONG)
+    out, err = ended(again)
     err = said + err
     assert again.returncode == 130, err
     assert f"Continued: training continues from the checkpoint of step {step}" in err

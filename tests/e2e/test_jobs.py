@@ -39,12 +39,6 @@ def assert_close(left: Any, right: Any) -> None:
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-5)
 
 
-def ended(cluster: Any, name: str, phase: str) -> dict[str, Any]:
-    status: dict[str, Any] = cluster.wait_for_end(name)
-    assert status["phase"] == phase, cluster.describe(name)
-    return status
-
-
 def test_t4_a_worker_that_is_killed_changes_nothing_but_the_time(
     cluster: Any, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,7 +49,7 @@ def test_t4_a_worker_that_is_killed_changes_nothing_but_the_time(
         "checkpoint": {"uri": str(tmp_path / "ckpt"), "everySteps": 15},
     }
     name = submit(spec, env={"BEHAVE": "suicide"})
-    status = ended(cluster, name, "Succeeded")
+    status = cluster.wait_for_end(name)
     assert status["step"] == 40
     assert status["roles"]["Worker"]["restarts"] == 1
     assert cluster.deaths_with_cause(name) == [("worker-1", 1, "Crashed")]
@@ -101,7 +95,7 @@ def test_t2_with_a_backup_an_update_never_waits_for_the_worker_that_hangs(
     for pid in cluster.processes(victim):
         os.kill(pid, signal.SIGSTOP)
     gate.touch()
-    status = ended(cluster, name, "Succeeded")
+    status = cluster.wait_for_end(name)
     assert status["step"] == 40
     cluster.kill(victim)  # it cannot receive the request to stop, and the job's end would wait for it
 
@@ -115,7 +109,7 @@ def test_async_ends_with_every_update_counted(cluster: Any, submit: Submit, tmp_
         "checkpoint": {"uri": str(tmp_path / "ckpt")},
     }
     name = submit(spec)
-    status = ended(cluster, name, "Succeeded")
+    status = cluster.wait_for_end(name)
     assert status["step"] == 40
     assert backstay.load(str(tmp_path / "ckpt")).step == 40
 
@@ -130,16 +124,16 @@ def test_an_evaluator_evaluates_and_a_second_run_is_already_complete(
         "checkpoint": {"uri": str(tmp_path / "ckpt")},
     }
     name = submit(spec)
-    status = ended(cluster, name, "Succeeded")
+    status = cluster.wait_for_end(name)
     assert set(status["metrics"]) == {"norm"}
-    other = submit(spec)
-    ended(cluster, other, "Failed")
+    other = submit(spec, fails=True)
+    cluster.wait_for_end(other)
     refusal = cluster.condition(other, "Failed")
     assert refusal["reason"] == "CheckpointOfAnotherJob"
     assert f"/{name} with seed 3 (step 40)" in refusal["message"]
     cluster.delete(name)
     again = submit(spec, name=name)  # with another uid
-    status = ended(cluster, again, "Succeeded")
+    status = cluster.wait_for_end(again)
     assert cluster.condition(again, "Succeeded")["reason"] == "AlreadyComplete"
     assert status["step"] == 40
 
@@ -155,8 +149,8 @@ def test_an_evaluator_evaluates_and_a_second_run_is_already_complete(
 def test_o4_a_script_that_does_not_train_fails_the_job_with_the_reason(
     cluster: Any, submit: Submit, behave: str, says: str
 ) -> None:
-    name = submit(ONE_EACH, env={"BEHAVE": behave})
-    status = ended(cluster, name, "Failed")
+    name = submit(ONE_EACH, env={"BEHAVE": behave}, fails=True)
+    status = cluster.wait_for_end(name)
     texts = json.dumps(status["conditions"]) + json.dumps([event["message"] for event in cluster.events(name)])
     texts += json.dumps([event["reason"] for event in cluster.events(name)])
     texts += "".join(cluster.log(pod["metadata"]["name"]) for pod in cluster.pods(name))
@@ -165,16 +159,16 @@ def test_o4_a_script_that_does_not_train_fails_the_job_with_the_reason(
 
 def test_other_shapes_are_refused_at_joining_and_name_the_leaf(cluster: Any, submit: Submit) -> None:
     spec = {"parameterServers": {"replicas": 1}, "workers": {"replicas": 2, "maxRestarts": 0}}
-    name = submit(spec, env={"BEHAVE": "shapes"})
-    ended(cluster, name, "Failed")
+    name = submit(spec, env={"BEHAVE": "shapes"}, fails=True)
+    cluster.wait_for_end(name)
     message = cluster.condition(name, "Failed")["message"]
     assert "w is float32[5,3] on the server and float32[6,3] in the caller" in message, cluster.describe(name)
 
 
 def test_gradients_that_are_not_finite_fail_the_job_with_step_and_rank(cluster: Any, submit: Submit) -> None:
     spec = {"workers": {"replicas": 2}, "update": {"maxNonFinite": 2}}
-    name = submit(spec, env={"BEHAVE": "nan"})
-    ended(cluster, name, "Failed")
+    name = submit(spec, env={"BEHAVE": "nan"}, fails=True)
+    cluster.wait_for_end(name)
     message = cluster.condition(name, "Failed")["message"]
     assert "rank 1" in message, cluster.describe(name)
     assert "6" in message
@@ -182,8 +176,8 @@ def test_gradients_that_are_not_finite_fail_the_job_with_step_and_rank(cluster: 
 
 def test_an_invalid_image_name_fails_the_job_immediately(cluster: Any, submit: Submit) -> None:
     """O4: failures that a retry cannot fix."""
-    name = submit({"image": "x:::y"})
-    ended(cluster, name, "Failed")
+    name = submit({"image": "x:::y"}, fails=True)
+    cluster.wait_for_end(name)
     assert "InvalidImageName" in json.dumps(cluster.condition(name, "Failed"))
 
 
@@ -213,7 +207,7 @@ def test_suspend_and_resume_lose_nothing_and_scale_follows(cluster: Any, submit:
     cluster.wait("pods run", lambda: cluster.condition(name, "Running")["status"] == "True")
     assert cluster.condition(name, "Training")["status"] == "False", cluster.describe(name)
     gate.touch()
-    status = ended(cluster, name, "Succeeded")
+    status = cluster.wait_for_end(name)
     assert status["step"] == 40
     assert "resum" in "".join(cluster.log(pod["metadata"]["name"]).lower() for pod in cluster.pods(name)), (
         cluster.describe(name)
@@ -235,7 +229,7 @@ def test_t7_a_server_that_is_killed_restarts_from_the_newest_checkpoint(
     cluster.wait("there is a checkpoint", lambda: folder.exists() and any(folder.glob("*.manifest.json")))
     cluster.kill(next(p["metadata"]["name"] for p in cluster.pods(name) if "-ps-1-" in p["metadata"]["name"]))
     gate.touch()
-    status = ended(cluster, name, "Succeeded")
+    status = cluster.wait_for_end(name)
     ((slot, _, cause),) = cluster.deaths_with_cause(name)
     assert (slot, cause) == ("parameter-server-1", "Crashed"), cluster.describe(name)
     assert status["roles"]["Worker"]["restarts"] == 0, cluster.describe(name)
@@ -243,3 +237,9 @@ def test_t7_a_server_that_is_killed_restarts_from_the_newest_checkpoint(
     stored = backstay.load(str(folder))
     assert stored.step == 40
     assert_close(stored.params, reference(2, monkeypatch))
+
+
+def test_a_wait_ends_with_the_pod_that_has_ended_with_an_error(cluster: Any, submit: Submit) -> None:
+    name = submit(ONE_EACH, env={"BEHAVE": "binary"})
+    with pytest.raises(AssertionError, match=rf"\A{name}-\S+ ended with exit code 3:\n"):
+        cluster.wait("it never holds", lambda: False)

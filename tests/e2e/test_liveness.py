@@ -105,7 +105,6 @@ def test_stopped_pods_are_stalled_and_a_deleted_worker_is_a_disruption(
     cluster.wait("training goes on in a new term", lambda: status().get("term", 0) > term)
     put(gate, "")
     ended = cluster.wait_for_end(name)
-    assert ended["phase"] == "Succeeded", cluster.describe(name)
     roles = ended["roles"]
     assert (roles["Worker"]["restarts"], roles["Worker"]["disruptions"]) == (1, 1), cluster.describe(name)
     deaths = cluster.deaths(name)

@@ -128,7 +128,7 @@ def test_what_stops_or_starves_together_with_its_observer_is_not_replaced(
         return {pod["uid"]: pod["name"] for pod in found}
 
     for name in jobs:
-        cluster.wait(f"{name} trains", trains(name, 3), 120, name)
+        cluster.wait(f"{name} trains", trains(name, 3), 120)
     before = pods()
     assert len(before) == 4 + 6
     servers = [pid for pod in before.values() if "-ps-" in pod for pid in cluster.processes(pod)]
@@ -139,7 +139,7 @@ def test_what_stops_or_starves_together_with_its_observer_is_not_replaced(
 
     def all_alive(what: str) -> None:
         for name in jobs:
-            cluster.wait(f"{name} trains on after: {what}", trains(name, status(name).get("step", 0) + 3), 150, name)
+            cluster.wait(f"{name} trains on after: {what}", trains(name, status(name).get("step", 0) + 3), 150)
         assert pods() == before, what + "".join(f"\n{cluster.describe(name)}" for name in jobs)
 
     with stopped([operator]):

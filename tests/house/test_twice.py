@@ -262,13 +262,29 @@ def test_threads_of_libraries_and_sockets_that_do_not_listen_are_not_left_behind
     assert status == 0, output
 
 
+def test_a_run_ends_soon_after_many_failures(suite: Suite) -> None:
+    """Each failure has its line when it happens, and what a process has left as it was killed adds none."""
+    tests = "import pytest, subprocess, time\n\n@pytest.mark.parametrize('n', range(90))\ndef test_it(n):\n"
+    tests += "    if os.environ['PYTEST_XDIST_WORKER'] == 'gw0':\n"
+    tests += "        subprocess.Popen(['sleep', '600'], env={}, start_new_session=True)\n        time.sleep(600)\n"
+    tests += "    raise ValueError(f'number {n}')\n"
+    status, output = suite.run(tests, "--report", suite.record(), "-n", "2")
+    assert status == 1, output
+    failed = json.loads(Path(suite.record()).read_text())["failed"]
+    assert len(failed) == 21
+    assert all(f"\nfailed: {test}: {reason}\n" in output for test, reason in failed.items())
+    assert "21 tests failed, and 68 did not begin" in output
+    assert "once more, alone" not in output
+
+
 def test_an_interrupt_ends_all_processes(suite: Suite, tmp_path: Path) -> None:
     tests = "import signal, subprocess, time\n\ndef test_waits():\n"
     tests += "    it = subprocess.Popen(['sleep', '600'], env={}, start_new_session=True)\n"
     tests += "    pathlib.Path('begun').write_text(str(it.pid))\n    os.rename('begun', 'pid')\n"
     tests += "    os.kill(os.getppid(), signal.SIGTERM)\n    time.sleep(600)\n"
-    status, output = suite.run(tests, "-n", "0")
+    status, output = suite.run("def test_bad(): raise ValueError('known')\n" + tests, "-n", "0")
     assert status != 0, output
+    assert "\nfailed: test_it.py::test_bad: ValueError: known\n" in output
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
