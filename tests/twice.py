@@ -63,6 +63,7 @@ class Outcome:
     begun: dict[str, list[str]] = field(default_factory=dict)  # a failed test -> keys of what began during it
     faults: dict[str, str] = field(default_factory=dict)  # what no second run of a test can repair -> the reason
     excuses: dict[str, list[str]] = field(default_factory=dict)  # a fault -> the failed tests that may be its cause
+    cut: bool = False  # ended with its processes, because more than MOST_AGAIN tests failed
 
     def add_left(self, what: str, tests: list[str]) -> None:
         """Something was left behind, during these failed tests."""
@@ -139,6 +140,7 @@ class Recorder:
         if len(self.outcome.failed) > MOST_AGAIN:
             # `--maxfail` would let each process of pytest-xdist run what it has been given already. If each job waits
             # until it fails, that takes many minutes.
+            self.outcome.cut = True
             pytest.exit(f"more than {MOST_AGAIN} tests failed")
 
     @pytest.hookimpl(optionalhook=True)
@@ -225,18 +227,19 @@ def run(arguments: list[str], folder: Path, ending: float = 20.0, environ: Mappi
         env |= {_OUTCOME: str(place), **surroundings.variables}
         command = [sys.executable, __file__, "--record", str(ending), *arguments]
         status = ended(subprocess.Popen(command, env=env), place, ending)
-        left = surroundings.left()
-    if not place.exists():
-        return Outcome(faults={ITSELF: f"it ended with exit status {status}, without its results"})
-    outcome = Outcome(**json.loads(place.read_text()))
+        if not place.exists():
+            return Outcome(faults={ITSELF: f"it ended with exit status {status}, without its results"})
+        outcome = Outcome(**json.loads(place.read_text()))
+        if outcome.cut:  # its processes left what they had
+            outcome.left = []
+        left = {} if outcome.cut else surroundings.left()
     if status is None and not outcome.left:
         outcome.add_left(f"{ITSELF}, which a thread that is not a daemon kept from its end", [])
     if status not in (None, outcome.status):
         outcome.faults[ITSELF] = f"it ended with exit status {status}, after its results"
         outcome.status = int(pytest.ExitCode.INTERNAL_ERROR)
-    if len(outcome.failed) > MOST_AGAIN:  # it was ended, with the processes that ran: what they left has that cause
+    if outcome.cut:
         outcome.status = int(pytest.ExitCode.TESTS_FAILED)
-        return outcome
     unknown = [test for test in outcome.collected if test not in outcome.seconds]
     if unknown and outcome.status in RAN:
         outcome.faults[f"did not run: {len(unknown)} tests"] = f"the first is {unknown[0]}"
@@ -318,9 +321,7 @@ def judge(first: Outcome, report: Report, folder: Path, options: Sequence[str] =
     again = first.status == pytest.ExitCode.TESTS_FAILED and (first.failed or first.faults) and not first.uncollected
     if not again or len(first.failed) > MOST_AGAIN:
         if again:
-            unknown = len(set(first.collected) - set(first.seconds))
-            not_run = f", and {unknown} did not begin" if unknown else ""
-            print(f"\n{len(first.failed)} tests failed{not_run}: none of more than {MOST_AGAIN} runs once more.")
+            print(f"\n{len(first.failed)} tests failed: none of more than {MOST_AGAIN} runs once more.")
         report.failed |= {**first.uncollected, **first.failed, **first.faults}
         report_failed("beside the tests", first.faults)
         return first.status

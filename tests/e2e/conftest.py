@@ -32,6 +32,9 @@ from backstay_spec.causes import Cause
 
 T = TypeVar("T")
 SCRIPTS = Path(__file__).parent / "scripts"
+WAIT = 180.0
+PAUSE = 0.3  # each call asks the API server, which takes as much of a processor as a job that waits
+NO_ANSWER = (aiohttp.ClientError, OSError)
 _names = itertools.count()
 
 
@@ -106,7 +109,7 @@ class Cluster:
         self._fails.pop(name, None)
         with contextlib.suppress(ApiRequestError):
             self.run(self.api.request("DELETE", path, propagationPolicy="Background"))
-        self.wait(f"the pods of {name} are gone", lambda: not self.pods(name))
+        until(lambda: not self.pods(name), f"the pods of {name} are gone", limit=WAIT, pause=PAUSE, ignoring=NO_ANSWER)
 
     def delete_pod(self, pod: str) -> None:
         """Delete a pod as `kubectl delete pod` does."""
@@ -116,13 +119,12 @@ class Cluster:
 
         self.run(send())
 
-    def wait(self, what: str, holds: Callable[[], Any], seconds: float = 180) -> Any:
+    def wait(self, what: str, holds: Callable[[], Any], seconds: float = WAIT) -> Any:
         """Wait until `holds` gives something true; how long that takes is not judged, only that it ends.
 
         A pod that ends with an error ends it too, unless the job `fails`: the operator would replace such a pod again
         and again. The message then begins with that pod. The state of each job follows.
         """
-        # Each call asks the API server, which takes as much of a processor as a job that waits.
         checks = itertools.count()
 
         def once() -> Any:
@@ -131,7 +133,7 @@ class Cluster:
             return found
 
         try:
-            return until(once, what, limit=seconds, pause=0.3, ignoring=(aiohttp.ClientError, OSError))
+            return until(once, what, limit=seconds, pause=PAUSE, ignoring=NO_ANSWER)
         except AssertionError as error:
             states = "".join(f"\n{self.describe(job)}" for job in self._fails)
             raise AssertionError(f"{error}{states}") from None
@@ -140,6 +142,8 @@ class Cluster:
         """Raise an AssertionError about a pod that has ended with an error, if it is not of a job that fails."""
         for job in [name for name, fails in self._fails.items() if not fails]:
             for pod in self.pods(job):
+                if "deletionTimestamp" in pod["metadata"]:  # its exit code is how it handles SIGTERM
+                    continue
                 for container in pod["status"].get("containerStatuses", ()):
                     code = container.get("state", {}).get("terminated", {}).get("exitCode", 0)
                     # Tests kill pods with signals.
@@ -160,6 +164,12 @@ class Cluster:
 
     def describe(self, name: str) -> str:
         """Returns the state of a job that failed a test, for people."""
+        try:
+            return self._describe(name)
+        except (*NO_ANSWER, ApiRequestError) as error:
+            return f"{name}: {error!r}"
+
+    def _describe(self, name: str) -> str:
         lines = [json.dumps(self.job(name).get("status", {}), indent=1)]
         lines += [f"{event['reason']}: {event['message']}" for event in self.events(name)]
         for pod in self.pods(name):
@@ -278,12 +288,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture
 def submit(cluster: Cluster) -> Iterator[Callable[..., str]]:
     """Submit jobs that are deleted after the test."""
-    names: list[str] = []
+    with contextlib.ExitStack() as jobs:
 
-    def one(spec: dict[str, Any], **options: Any) -> str:
-        names.append(cluster.submit(spec, **options))
-        return names[-1]
+        def one(spec: dict[str, Any], **options: Any) -> str:
+            name = cluster.submit(spec, **options)
+            jobs.callback(cluster.delete, name)
+            return name
 
-    yield one
-    for name in names:
-        cluster.delete(name)
+        yield one

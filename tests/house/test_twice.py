@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -270,10 +271,10 @@ def test_a_run_ends_soon_after_many_failures(suite: Suite) -> None:
     tests += "    raise ValueError(f'number {n}')\n"
     status, output = suite.run(tests, "--report", suite.record(), "-n", "2")
     assert status == 1, output
-    failed = json.loads(Path(suite.record()).read_text())["failed"]
+    *failed, (others, _) = json.loads(Path(suite.record()).read_text())["failed"].items()
     assert len(failed) == 21
-    assert all(f"\nfailed: {test}: {reason}\n" in output for test, reason in failed.items())
-    assert "21 tests failed, and 68 did not begin" in output
+    assert all(f"\nfailed: {test}: {reason}\n" in output for test, reason in failed)
+    assert re.fullmatch("did not run: 6[89] tests", others)
     assert "once more, alone" not in output
 
 
