@@ -322,7 +322,7 @@ def judge(first: Outcome, report: Report, folder: Path, options: Sequence[str] =
     if not again or len(first.failed) > MOST_AGAIN:
         if again:
             print(f"\n{len(first.failed)} tests failed: none of more than {MOST_AGAIN} runs once more.")
-        report.failed |= {**first.uncollected, **first.failed, **first.faults}
+        report.failed |= {**first.uncollected, **first.faults, **first.failed}
         report_failed("beside the tests", first.faults)
         return first.status
     twice = {test: why for test, why in first.failed.items() if not passes_alone(test, folder, list(options), ending)}

@@ -271,7 +271,7 @@ def test_a_run_ends_soon_after_many_failures(suite: Suite) -> None:
     tests += "    raise ValueError(f'number {n}')\n"
     status, output = suite.run(tests, "--report", suite.record(), "-n", "2")
     assert status == 1, output
-    *failed, (others, _) = json.loads(Path(suite.record()).read_text())["failed"].items()
+    (others, _), *failed = json.loads(Path(suite.record()).read_text())["failed"].items()
     assert len(failed) == 21
     assert all(f"\nfailed: {test}: {reason}\n" in output for test, reason in failed)
     assert re.fullmatch("did not run: 6[89] tests", others)
