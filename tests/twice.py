@@ -95,9 +95,9 @@ class Report:
 
 def write(path: Path, content: object) -> None:
     """Write JSON, so that a reader finds all of it or no file."""
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(content))
-    unfinished.replace(path)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(content))
+    part.replace(path)
 
 
 class Recorder:

@@ -19,7 +19,7 @@ import pytest
 import typer
 import yaml
 from aiohttp import web
-from between import LONG
+from between import LONG, put
 from digits import PAGE, PODS, job, stamp
 from rich.console import Console
 from trace_format import check, spans, timeline
@@ -56,7 +56,7 @@ def kubeconfig(path: Path, server: str, **more: Any) -> Path:
         "clusters": [{"name": "c", "cluster": {"server": server}}],
         "users": [{"name": "u", "user": {"token": "secret"}}],
     }
-    path.write_text(yaml.safe_dump(config))
+    put(path, yaml.safe_dump(config))
     return path
 
 
@@ -177,7 +177,7 @@ def test_a_token_that_has_expired_is_replaced(
             "interactiveMode": "Never",
         }
     }
-    own.write_text(yaml.safe_dump(config))
+    put(own, yaml.safe_dump(config))
 
     async def call() -> None:
         async with open_cluster(Where()) as found:
@@ -200,7 +200,7 @@ def test_a_token_that_has_expired_is_replaced(
 
 def test_the_account_of_a_pod_is_read_again(cluster: FakeApi, tmp_path: Path) -> None:
     token = tmp_path / "token"
-    token.write_text("one")
+    put(token, "one")
     url = yaml.safe_load((tmp_path / "config").read_text())["clusters"][0]["cluster"]["server"]
 
     async def call() -> None:
@@ -276,7 +276,7 @@ def test_a_folder_that_was_deleted_is_named_only_where_it_is_needed(cluster: Fak
     place = tmp_path / "gone"
     place.mkdir()
     script = tmp_path / "train.py"
-    script.write_text("")
+    put(script, "")
 
     def ended(*arguments: str) -> subprocess.CompletedProcess[str]:
         inside = (
@@ -305,9 +305,7 @@ def test_the_timeline_is_read_from_the_server_else_beside_the_checkpoints(cluste
     assert result.exit_code == 2
     assert "no timeline of the job digits was found" in result.stderr
     cluster.status = {"checkpoint": {"uri": f"file://{tmp_path}/step-200", "step": 200}}
-    (tmp_path / "trace-000000000001-u-1.pb.gz").write_bytes(
-        gzip.compress(timeline(spans("worker", 0, step_of(0, "f"))))
-    )
+    put(tmp_path / "trace-000000000001-u-1.pb.gz", gzip.compress(timeline(spans("worker", 0, step_of(0, "f")))))
     result = RUNNER.invoke(app, ["trace", "-o", str(out)])
     assert result.exit_code == 0, result.stderr
     assert f"from {tmp_path}/trace-000000000001-u-1.pb.gz" in result.stdout
@@ -334,9 +332,9 @@ def test_the_history_of_a_job_has_what_its_status_has_dropped(cluster: FakeApi, 
         assert text in said.stdout, said.stdout
     old = {"time": stamp(-1000), "type": "Warning", "reason": "Evicted", "message": "died long ago", "slot": "worker-0"}
     record = {"job": "digits", "namespace": "default", "uid": "u", "unixSeconds": 1.0, "status": {"history": [old]}}
-    (tmp_path / "history-000000000001-u.json").write_text(json.dumps(record))
-    (tmp_path / "history-000000000002-other.json").write_text(json.dumps({**record, "uid": "other"}))
-    (tmp_path / "history-000000000003-u.json").write_text("{")
+    put(tmp_path / "history-000000000001-u.json", json.dumps(record))
+    put(tmp_path / "history-000000000002-other.json", json.dumps({**record, "uid": "other"}))
+    put(tmp_path / "history-000000000003-u.json", "{")
     cluster.status = {"checkpoint": {"uri": f"{tmp_path}/step-200", "step": 200}}
     found = json.loads(RUNNER.invoke(app, ["history", "-o", "json"]).stdout)
     assert [entry["reason"] for entry in found["history"]][:2] == ["Evicted", "Running"]
@@ -390,7 +388,7 @@ def test_an_error_without_a_text_is_named(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_file_that_is_not_a_kubeconfig_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "empty").write_text("")
+    put(tmp_path / "empty", "")
     refused = RUNNER.invoke(app, ["list", "--kubeconfig", str(tmp_path / "empty")])
     assert refused.exit_code == 2
     assert "empty cannot be read: it is not a kubeconfig" in refused.stderr
@@ -421,7 +419,7 @@ def test_a_kubeconfig_with_a_client_certificate_is_used(tmp_path: Path) -> None:
     config = yaml.safe_load(path.read_text())
     garbage = base64.b64encode(b"-----BEGIN CERTIFICATE-----").decode()
     config["users"][0]["user"] = {"client-certificate-data": garbage, "client-key-data": garbage}
-    path.write_text(yaml.safe_dump(config))
+    put(path, yaml.safe_dump(config))
     result = RUNNER.invoke(app, ["list", "--kubeconfig", str(path)])
     assert result.exit_code == 2
     assert "cannot be used" in result.stderr

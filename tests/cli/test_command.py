@@ -14,6 +14,7 @@ from typing import IO, Any, cast
 
 import pytest
 import yaml
+from between import put
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -51,7 +52,7 @@ def test_every_example_is_a_right_job(path: Path) -> None:
 def test_all_mistakes_of_a_file_are_named_with_their_paths(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     wrong = {**JOB, "spec": {**JOB["spec"], "workers": {"replica": 3}, "update": {"mode": "Sink"}}}
-    path.write_text(yaml.safe_dump(wrong))
+    put(path, yaml.safe_dump(wrong))
     result = RUNNER.invoke(app, ["validate", str(path)])
     assert result.exit_code == 2
     assert "spec.workers.replica" in result.stderr
@@ -84,7 +85,7 @@ def test_all_mistakes_of_a_file_are_named_with_their_paths(tmp_path: Path) -> No
 )
 def test_a_file_without_a_job_is_refused_with_the_reason(tmp_path: Path, content: bytes, says: str) -> None:
     path = tmp_path / "job.yaml"
-    path.write_bytes(content)
+    put(path, content)
     with pytest.raises(BadInput, match=says):
         read_job(path)
 
@@ -108,7 +109,7 @@ def test_a_file_without_a_job_is_refused_with_the_reason(tmp_path: Path, content
 )
 def test_an_object_beside_the_job_of_an_invalid_form_is_named(tmp_path: Path, other: object, says: str) -> None:
     path = tmp_path / "job.yaml"
-    path.write_text("\n---\n".join([EXAMPLES[0].read_text(), yaml.safe_dump(other)]))
+    put(path, "\n---\n".join([EXAMPLES[0].read_text(), yaml.safe_dump(other)]))
     with pytest.raises(BadInput, match=says):
         read_job(path)
 
@@ -155,7 +156,7 @@ def test_a_checkpoint_folder_that_no_package_opens_is_refused_before_the_job(scr
 @settings(deadline=None, max_examples=60)
 def test_no_text_makes_the_reader_fail_otherwise(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     path = tmp_path_factory.mktemp("y") / "job.yaml"
-    path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    put(path, text.encode(errors="surrogatepass"))
     with pytest.raises(BadInput):
         read_job(path)
 
@@ -169,7 +170,7 @@ def test_a_missing_file_and_a_missing_script(tmp_path: Path) -> None:
 
 def test_print_job_gives_a_file_that_runs(tmp_path: Path) -> None:
     script = tmp_path / "my_Net 2.py"
-    script.write_text("")
+    put(script, "")
     options = ["--servers", "2", "--workers", "3", "--backups", "1", "--mode", "Sync", "--print-job"]
     result = RUNNER.invoke(app, ["run", *options, str(script), "--", "--lr", "0.1"])
     assert result.exit_code == 0, result.stderr
@@ -184,7 +185,7 @@ def test_print_job_gives_a_file_that_runs(tmp_path: Path) -> None:
 @settings(deadline=None, max_examples=60)
 def test_any_script_name_makes_a_name_that_a_job_may_have(tmp_path_factory: pytest.TempPathFactory, stem: str) -> None:
     script = tmp_path_factory.mktemp("s") / (stem[:60].encode()[:60].decode(errors="ignore") + ".py")
-    script.write_text("")
+    put(script, "")
     job_of_script(script, ScriptOptions(workers=1, mode="Async"))
 
 
@@ -200,7 +201,7 @@ def printed(*arguments: str, **more: Any) -> dict[str, Any]:
 @pytest.fixture
 def script(tmp_path: Path) -> str:
     path = tmp_path / "net.py"
-    path.write_text("")
+    put(path, "")
     return str(path)
 
 
@@ -235,7 +236,7 @@ def test_an_option_of_backstay_after_a_script_is_refused(script: str, option: st
 
 def test_options_may_follow_a_file_which_has_no_arguments(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
-    path.write_text(yaml.safe_dump(JOB))
+    put(path, yaml.safe_dump(JOB))
     result = RUNNER.invoke(app, ["run", str(path), "--print-job"])
     assert (result.exit_code, yaml.safe_load(result.stdout)) == (0, JOB)
     for extra in (["--lr", "3"], ["data.csv"]):
@@ -315,7 +316,7 @@ def test_a_relative_checkpoint_of_a_file_starts_at_its_folder(tmp_path: Path) ->
     """A cluster cannot read it, and `validate` reports that."""
     path = tmp_path / "job.yaml"
     relative = {**JOB, "spec": {**JOB["spec"], "checkpoint": {"uri": "out/ck"}}}
-    path.write_text(yaml.safe_dump(relative))
+    put(path, yaml.safe_dump(relative))
     assert read_job(path)["spec"]["checkpoint"]["uri"] == str(tmp_path / "out" / "ck")
     assert printed(str(path))["spec"]["checkpoint"]["uri"] == str(tmp_path / "out" / "ck")
     result = RUNNER.invoke(app, ["validate", str(path)])
@@ -324,14 +325,14 @@ def test_a_relative_checkpoint_of_a_file_starts_at_its_folder(tmp_path: Path) ->
     with pytest.raises(SpecErrors, match="only `backstay run` accepts a relative one"):
         parse_job(relative)
     for uri in ("s3://bucket/ck", "/ck", "file:///ck"):
-        path.write_text(yaml.safe_dump({**JOB, "spec": {**JOB["spec"], "checkpoint": {"uri": uri}}}))
+        put(path, yaml.safe_dump({**JOB, "spec": {**JOB["spec"], "checkpoint": {"uri": uri}}}))
         assert read_job(path)["spec"]["checkpoint"]["uri"] == uri
         assert "note" not in RUNNER.invoke(app, ["validate", str(path)]).stdout
 
 
 def test_a_notebook_a_script_and_a_folder_are_refused_with_their_kind(script: str, tmp_path: Path) -> None:
     notebook = tmp_path / "my notes.ipynb"
-    notebook.write_text('{"cells": []}')
+    put(notebook, '{"cells": []}')
     for command in ("run", "validate"):
         result = RUNNER.invoke(app, [command, str(notebook)])
         assert (result.exit_code, result.stdout) == (2, "")
@@ -347,7 +348,7 @@ def test_a_notebook_a_script_and_a_folder_are_refused_with_their_kind(script: st
 
 def test_options_of_scripts_are_refused_for_files(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
-    path.write_text(yaml.safe_dump(JOB))
+    put(path, yaml.safe_dump(JOB))
     result = RUNNER.invoke(app, ["run", str(path), "--workers", "3"])
     assert result.exit_code == 2
     assert "--workers" in result.stderr
@@ -377,7 +378,7 @@ def test_validate_warns_of_fields_that_a_pod_does_not_have(tmp_path: Path) -> No
     path = tmp_path / "job.yaml"
 
     def validate(spec: dict[str, object]) -> list[str]:
-        path.write_text(yaml.safe_dump({**JOB, "spec": {**JOB["spec"], **spec}}))
+        put(path, yaml.safe_dump({**JOB, "spec": {**JOB["spec"], **spec}}))
         result = RUNNER.invoke(app, ["validate", str(path)])
         assert result.exit_code == 0, result.output
         return [line for line in result.stdout.splitlines() if "warning" in line]
@@ -399,7 +400,7 @@ def test_validate_warns_of_fields_that_a_pod_does_not_have(tmp_path: Path) -> No
 
 def test_an_invalid_option_is_named_and_not_the_field_that_it_sets(tmp_path: Path) -> None:
     script = tmp_path / "tr.py"
-    script.write_text("")
+    put(script, "")
 
     def refused(*words: str) -> str:
         result = RUNNER.invoke(app, ["run", *words, str(script)])
@@ -431,7 +432,7 @@ def test_modes_and_codecs_may_have_any_case(mode: str, codec: str, data: st.Data
 def test_a_script_runs_in_the_current_folder_as_with_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only on this machine, `--print-job` prints a job for a cluster, where the script is in a flat folder."""
     (tmp_path / "src").mkdir()
-    (tmp_path / "src" / "tr.py").write_text("")
+    put(tmp_path / "src" / "tr.py", "")
     monkeypatch.chdir(tmp_path)
     job = job_of_script(Path("src/tr.py"), arguments=["--lr", "1"])
     assert job["spec"]["command"] == ["python", "tr.py", "--lr", "1"]
@@ -527,7 +528,7 @@ def test_the_object_at_the_end_has_what_programs_need(tmp_path: Path) -> None:
     log.parent.mkdir(parents=True)
     log.write_bytes(b"fine\n\x1b[31mred\xff\n")
     prepared = log.with_name("prep.log")
-    prepared.write_text("no data\n")
+    put(prepared, "no data\n")
     ended = {"name": "prep", "state": {"terminated": {"exitCode": 3, "reason": "Error"}}}
     view.pods[0]["status"]["initContainerStatuses"] = [ended]
     text = "\n".join(report.lines(view, 1.5, tmp_path))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from between import put
 from hypothesis import given
 from hypothesis import strategies as st
 from trace_format import check, spans, timeline
@@ -134,7 +135,7 @@ STRANGE = st.fixed_dictionaries(
 @given(st.lists(STRANGE | TREES, max_size=4))
 def test_no_event_of_another_format_breaks_the_trace(tmp_path_factory: pytest.TempPathFactory, strange: Any) -> None:
     file = tmp_path_factory.mktemp("profile") / "host.trace.json"
-    file.write_text(json.dumps({"traceEvents": [*strange, *annotated({1: (0.0, 0.1)})]}))
+    put(file, json.dumps({"traceEvents": [*strange, *annotated({1: (0.0, 0.1)})]}))
     job = read(timeline(computed({1: (10.0, 10.2)})))
     with contextlib.suppress(BadInput):  # its steps do not fit
         job, _ = joined(job, read_profile(file), 0)
@@ -163,6 +164,6 @@ def test_a_file_that_is_too_large_when_it_is_decompressed_is_refused() -> None:
 def test_a_file_that_is_not_a_profile_is_named(content: bytes, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"has no \*.trace.json.gz"):
         read_profile(tmp_path)
-    (tmp_path / "host.trace.json.gz").write_bytes(content)
+    put(tmp_path / "host.trace.json.gz", content)
     with pytest.raises(BadInput, match=r"host.trace.json.gz is not a trace"):
         read_profile(tmp_path)

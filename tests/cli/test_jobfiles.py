@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from between import put
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,7 +36,7 @@ JOB = "apiVersion: backstay.dev/v1alpha1\nkind: TrainingJob\nmetadata: {name: a}
 def write(tmp_path: Path):
     def made(text: str, name: str = "job.yaml") -> Path:
         file = tmp_path / name
-        file.write_text(text)
+        put(file, text)
         return file
 
     return made
@@ -111,9 +112,9 @@ def test_a_script_is_known_by_its_name_or_its_content(write, name: str, text: st
 )
 def test_a_script_is_read_in_the_encoding_in_which_python_reads_it(tmp_path: Path, content: bytes) -> None:
     script = tmp_path / "train"
-    script.write_bytes(content)
+    put(script, content)
     assert is_script(script)
-    script.write_bytes(b"x = '\xe9'\n")
+    put(script, b"x = '\xe9'\n")
     assert not is_script(script)
 
 
@@ -142,7 +143,7 @@ def test_a_job_that_would_wait_indefinitely_is_refused(write) -> None:
 
 def test_files_that_will_be_written_are_tried_and_left_as_they_were(tmp_path: Path) -> None:
     old = tmp_path / "old"
-    old.write_text("kept")
+    put(old, "kept")
     refuse_unwritable(old, "--trace")
     refuse_unwritable(tmp_path / "new", "--trace")
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("old", "kept")]
@@ -152,7 +153,7 @@ def test_files_that_will_be_written_are_tried_and_left_as_they_were(tmp_path: Pa
 
 
 def test_a_folder_that_cannot_be_written_names_the_option(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+    put(tmp_path / "file", "")
     """Not each caller has one."""
     with pytest.raises(BadInput, match=f"in {tmp_path}/file/runs.*: .*Name another one with --data-dir"):
         new_folder("a", tmp_path / "file", option="--data-dir")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from between import put
 from digits import PODS, job
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,7 +50,7 @@ def end(run: KnownRun) -> None:
     """Make the run's process one that has ended."""
     record = run.as_record()
     record["process"] = vars(DEAD)
-    (run.folder / "run.json").write_text(json.dumps(record))
+    put(run.folder / "run.json", json.dumps(record))
 
 
 def started_of(pid: int) -> int:
@@ -91,13 +92,13 @@ def test_records_of_deleted_folders_are_dropped_and_damaged_ones_ignored(home: P
         register(home / name, job())
     assert stat.S_IMODE((home / "a" / "run.json").stat().st_mode) == 0o600, "a command may contain a secret"
     (home / "a" / "run.json").unlink()
-    (home / "b" / "run.json").write_text('{"job": ')
+    put(home / "b" / "run.json", '{"job": ')
     assert [run.folder.name for run in known_runs()] == ["c"]
     assert len(list((home / "state" / "runs").iterdir())) == 2, "only the record of the deleted run is removed"
 
 
 def test_a_run_is_known_in_its_folder_without_a_state_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (home / "file").write_text("")
+    put(home / "file", "")
     monkeypatch.setenv("BACKSTAY_STATE", str(home / "file"))
     run = register(home / "here" / ".backstay" / "runs" / "digits-1", job())
     assert known_runs() == []
@@ -109,7 +110,7 @@ def test_two_runs_in_one_folder_at_the_same_time_are_refused(home: Path) -> None
     record = run.as_record()
     parent = ProcessMark(os.getppid(), 0, ProcessMark.current().system)
     record["process"] = vars(replace(parent, started=started_of(parent.pid)))
-    (run.folder / "run.json").write_text(json.dumps(record))
+    put(run.folder / "run.json", json.dumps(record))
     with pytest.raises(BadInput, match=rf"is in use by the job digits \(process {parent.pid}\): name another one"):
         register(home / "data", job())
     end(run)
@@ -258,7 +259,7 @@ def test_a_run_that_was_killed_is_stopped_though_a_server_stored_a_history(home:
     record = {"job": meta["name"], "namespace": "default", "uid": meta["uid"], "unixSeconds": 1.0}
     Path(uri).mkdir()
     history = {**record, "status": {"phase": "Starting", "history": []}}
-    (Path(uri) / f"history-000000000001-{meta['uid']}.json").write_text(json.dumps(history))
+    put(Path(uri) / f"history-000000000001-{meta['uid']}.json", json.dumps(history))
     (run.folder / "result.json").unlink(missing_ok=True)
     shown = json.loads(RUNNER.invoke(app, ["history", str(run.folder), "-o", "json"]).stdout)
     assert shown["phase"] == "Stopped"
@@ -286,7 +287,7 @@ def test_a_users_cluster_is_listed_with_a_note_about_runs_on_this_machine(home: 
     ended_run(home / "data", job())
     config = home / "home" / ".kube" / "config"
     config.parent.mkdir(parents=True)
-    config.write_text("{}")
+    put(config, "{}")
     refused = RUNNER.invoke(app, ["list"])
     assert refused.exit_code == 2
     assert "has no context" in refused.stderr, "the cluster of ~/.kube/config is asked"

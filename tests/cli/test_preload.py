@@ -6,6 +6,7 @@ import json
 import sys
 
 import pytest
+from between import put
 
 from backstay_client.code.sources import of_script
 from backstay_client.embedded.preload import PREFIXES, TRAINER, imports_of, preload
@@ -36,11 +37,11 @@ def later():
 
 def test_imports_of_a_script_are_those_of_installed_distributions(tmp_path):
     """Not the standard library's, not the user's own, not what connects at import, not what may never run."""
-    (tmp_path / "train.py").write_text(SCRIPT)
-    (tmp_path / "nearby.py").write_text("import rich.text, train\n")
+    put(tmp_path / "train.py", SCRIPT)
+    put(tmp_path / "nearby.py", "import rich.text, train\n")
     (tmp_path / "package").mkdir()
-    (tmp_path / "package/__init__.py").write_text("import aiohttp\n")
-    (tmp_path / "yaml.py").write_text("import typer\n")  # the user's own, which hides the installed one
+    put(tmp_path / "package/__init__.py", "import aiohttp\n")
+    put(tmp_path / "yaml.py", "import typer\n")  # the user's own, which hides the installed one
     assert sorted(imports_of(tmp_path / "train.py")) == [
         "aiohttp",
         "rich.text",
@@ -53,14 +54,14 @@ def test_imports_of_a_script_are_those_of_installed_distributions(tmp_path):
 @pytest.mark.parametrize("text", ["def (", "\0", None])
 def test_a_script_that_cannot_be_read_adds_nothing(tmp_path, text):
     if text is not None:
-        (tmp_path / "train.py").write_text(text)
+        put(tmp_path / "train.py", text)
     job = {"spec": {"command": ["python", "train.py"], "workingDir": str(tmp_path)}}
     assert preload(job) == preload()
     assert preload({"spec": {"command": ["sh", "-c", "x"], "workingDir": "/"}}) == preload()
 
 
 def test_what_the_script_of_a_job_imports_is_imported_once(tmp_path):
-    (tmp_path / "train.py").write_text("from sklearn.datasets import load_digits\n")
+    put(tmp_path / "train.py", "from sklearn.datasets import load_digits\n")
     job = {"spec": {"command": ["python", "train.py"], "workingDir": str(tmp_path)}}
     assert "sklearn.datasets" in json.loads(preload(job))["modules"]
 
@@ -123,15 +124,15 @@ server.stop(None)
 async def test_the_trainer_works_in_a_forked_process(tmp_path, capfd):
     """Nothing that it imports is left to import; no thread, backend or random number is shared; JAX, BLAS, data
     streams and gRPC work after the fork, in two processes. A variable that is the script's own changes nothing."""
-    (tmp_path / "looks.py").write_text('import os; os.environ.get("A_NAME", "")\n' + LOOKS)
+    put(tmp_path / "looks.py", 'import os; os.environ.get("A_NAME", "")\n' + LOOKS)
     environ = {**python_environment(), "A_NAME": "x"}
     wanted = Preload(**json.loads(preload()))
     runtime = ProcessRuntime(preload=wanted, base_env=environ)
     outputs = []
     try:
         for number in range(2):
-            file = tmp_path / f"{number}.log"
-            with file.open("wb") as log:
+            output = tmp_path / f"{number}.log"
+            with output.open("wb") as log:
                 process = await runtime.start(
                     f"{number:032x}",
                     ["python", "looks.py"],
@@ -139,8 +140,9 @@ async def test_the_trainer_works_in_a_forked_process(tmp_path, capfd):
                     str(tmp_path),
                     log.fileno(),
                 )
-            assert await process.exited == 0, file.read_text()
-            said = [line for line in file.read_text().splitlines() if "chttp2_transport" not in line]  # gRPC's own log
+            assert await process.exited == 0, output.read_text()
+            lines = output.read_text().splitlines()
+            said = [line for line in lines if "chttp2_transport" not in line]  # gRPC's own log
             outputs.append(" ".join(said).split())
     finally:
         await runtime.close()
@@ -155,12 +157,12 @@ async def test_the_trainer_works_in_a_forked_process(tmp_path, capfd):
 @pytest.mark.parametrize(("line", "forked"), [("", True), ("import os; os.environ['XLA_FLAGS'] = ''\n", False)])
 def test_a_submitted_script_is_forked(tmp_path, line, forked):
     """Unless it changes the environment. The program that starts it adds a finder to the import system."""
-    (tmp_path / "train.py").write_text("import inside\n")
-    (tmp_path / "inside.py").write_text(line)
+    put(tmp_path / "train.py", "import inside\n")
+    put(tmp_path / "inside.py", line)
     folder = tmp_path / "volume"
     folder.mkdir()
     for name, content in of_script(tmp_path / "train.py").files.items():
-        (folder / name).write_bytes(content)
+        put(folder / name, content)
     program = Program(sys.executable, (), str(folder), file=str(folder / "backstay_entry.py"))
     reason = unsafe_reason(program, Sensitive((), PREFIXES), json.loads(preload())["finders"])
     assert (reason is None) == forked, reason

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from between import put
 
 from backstay_client.embedded import program_store
 from backstay_cluster.cluster import COMPILED_ENV, NAMES_ENV
@@ -18,7 +19,7 @@ SETTINGS = "import jax; jax.config.update('jax_persistent_cache_min_compile_time
 def entry(folder: Path, name: str, size: int = 10, age: float = 0.0) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-cache"
-    path.write_bytes(bytes(size))
+    put(path, bytes(size))
     os.utime(path, (1_700_000_000 - age, 1_700_000_000 - age))
 
 
@@ -68,7 +69,7 @@ def test_two_runs_that_end_at_the_same_time_keep_their_programs(tmp_path: Path) 
 
 def test_another_processor_has_its_own_store(tmp_path: Path) -> None:
     def info(text: str) -> Path:
-        (tmp_path / "cpuinfo").write_text(text)
+        put(tmp_path / "cpuinfo", text)
         return program_store.store_in(tmp_path, tmp_path / "cpuinfo")
 
     one = info("processor : 0\nmodel name : A\nflags : avx avx2\ncpu MHz : 2000\n")

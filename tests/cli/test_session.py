@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from between import until_async
+from between import put, until_async
 
 from backstay_client.embedded import session
 
@@ -28,7 +28,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(session, "RESTART_SECONDS", 0.0)
 
     def write(seconds: float) -> str:
-        (tmp_path / "short_lived.py").write_text(SCRIPT.format(seconds=seconds))
+        put(tmp_path / "short_lived.py", SCRIPT.format(seconds=seconds))
         return "short_lived"
 
     return write

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from between import LONG
+from between import LONG, put
 from hypothesis import given
 from hypothesis import strategies as st
 from trace_format import check, spans, step, timeline
@@ -166,8 +166,8 @@ def test_bytes_that_are_not_a_timeline_are_refused(data: bytes, tmp_path: Path) 
 def test_the_newest_stored_timeline_of_a_folder_is_written(tmp_path: Path) -> None:
     for number, point in ((1, "old"), (2, "new")):
         content = timeline(spans(SERVER, 0, [(point, 1.0, 2.0, 1)]))
-        (tmp_path / f"trace-{number:012d}-abc-1.pb.gz").write_bytes(gzip.compress(content))
-    (tmp_path / "trace-of-somebody.json").write_text("{}")
+        put(tmp_path / f"trace-{number:012d}-abc-1.pb.gz", gzip.compress(content))
+    put(tmp_path / "trace-of-somebody.json", "{}")
     out = tmp_path / "out.json"
     result = CliRunner().invoke(app, ["trace", "--from", str(tmp_path), "-o", str(out)])
     assert result.exit_code == 0, result.output
@@ -186,7 +186,7 @@ def test_a_job_of_an_embedded_cluster_keeps_its_own_timeline(tmp_path: Path) -> 
         folder = tmp_path / "default" / f"{job}-ps-0-1-abcde"
         folder.mkdir(parents=True)
         content = timeline(spans(SERVER, 0, [(point, 1.0, 2.0, 1)]))
-        (folder / f"trace-{number:012d}-abc-1.pb.gz").write_bytes(gzip.compress(content))
+        put(folder / f"trace-{number:012d}-abc-1.pb.gz", gzip.compress(content))
     lines: list[str] = []
     out = tmp_path / "out.json"
     job_of_run = {"metadata": {"namespace": "default", "name": "digits"}}
@@ -217,7 +217,7 @@ def test_a_pipe_is_written_and_a_link_stays(tmp_path: Path) -> None:
     content = timeline(spans(SERVER, 0, [("apply", 1.0, 2.0, 1)]))
     pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "trace.json"
     os.mkfifo(pipe)
-    file.write_text("old")
+    put(file, "old")
     link.symlink_to(file)
     refuse_unwritable(pipe, "--trace")
     got: list[bytes] = []
@@ -250,8 +250,8 @@ def test_what_a_server_has_stored_before_it_was_killed_is_in_the_trace_of_its_su
         dropped=10,
     )
     for number, (incarnation, data) in enumerate([(1, before), (2, after)]):
-        (tmp_path / f"trace-00000000000{number}-u-{incarnation}.pb.gz").write_bytes(gzip.compress(data))
-    (tmp_path / "trace-000000000000-u-3.pb.gz").write_bytes(b"torn")
+        put(tmp_path / f"trace-00000000000{number}-u-{incarnation}.pb.gz", gzip.compress(data))
+    put(tmp_path / "trace-000000000000-u-3.pb.gz", b"torn")
     written = trace_of_file(str(tmp_path), tmp_path / "out.json")
     shown = {pod.shown: pod for pod in written.job.pods}
     assert list(shown) == ["server 0", "server 0 #2", "worker 0", "worker 1"]

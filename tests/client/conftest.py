@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from between import put
 
 from backstay_client import Client
 
@@ -79,7 +80,7 @@ def written(user_folder: Path) -> Callable[[str, str], ModuleType]:
     def write(name: str, text: str) -> ModuleType:
         path = user_folder.joinpath(*name.split(".")).with_suffix(".py")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        put(path, text)
         importlib.invalidate_caches()
         return importlib.import_module(name)
 

@@ -399,7 +399,7 @@ def test_the_client_of_a_run_that_ended_without_close_reads_and_does_not_submit(
 
 def test_the_account_of_a_pod_is_found(tmp_path: Path) -> None:
     for name, text in (("token", "secret\n"), ("namespace", "research\n")):
-        (tmp_path / name).write_text(text)
+        put(tmp_path / name, text)
     variables = {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "443"}
     account = account_of_pod(variables, tmp_path)
     assert account is not None

@@ -15,7 +15,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from between import LONG
+from between import LONG, put
 
 from backstay_client import BadInput
 from backstay_client.code.cells import names_from_outside
@@ -30,7 +30,7 @@ def started(sources: SourceFiles, folder: Path, arguments: object = None) -> str
     found = sources.config_map("code", "default")
     folder.mkdir(exist_ok=True)
     for key, text in found["data"].items():
-        (folder / key).write_text(text)
+        put(folder / key, text)
     _, *words = sources.command(arguments)  # type: ignore[arg-type]
     done = subprocess.run(
         [sys.executable, *(word.replace("$$(", "$(") for word in words)],
@@ -51,14 +51,14 @@ def test_a_script_travels_with_the_modules_beside_it_and_not_with_those_of_this_
     assert written("shared_name", "WHERE = 'this process'\n").WHERE == "this process"
     folder = tmp_path / "jobs"
     folder.mkdir()
-    (folder / "shared_name.py").write_text("WHERE = 'beside the script'\n")
+    put(folder / "shared_name.py", "WHERE = 'beside the script'\n")
     (folder / "jax").mkdir()  # Python prefers an installed package to a folder without __init__.py
-    (folder / "jax" / "numpy.py").write_text("raise AssertionError\n")
+    put(folder / "jax" / "numpy.py", "raise AssertionError\n")
     script = folder / "job.py"
-    script.write_text("import jax.numpy\nimport shared_name\n\nprint(shared_name.WHERE)\n")
+    put(script, "import jax.numpy\nimport shared_name\n\nprint(shared_name.WHERE)\n")
     found = of_script(script)
     assert "raise AssertionError" not in str(found.config_map("code", "default")["data"])
-    script.write_text("import shared_name\n\nprint(shared_name.WHERE)\n")
+    put(script, "import shared_name\n\nprint(shared_name.WHERE)\n")
     assert started(of_script(script), tmp_path / "pod") == "beside the script\n"
 
 
@@ -67,7 +67,7 @@ def test_a_function_of_a_package_travels_with_what_its_module_imports(
 ) -> None:
     """Relative imports, packages with and without `__init__.py`, and imports inside functions work in the pod."""
     (user_folder / "models").mkdir()
-    (user_folder / "models" / "__init__.py").write_text("WIDTH = 3\n")
+    put(user_folder / "models" / "__init__.py", "WIDTH = 3\n")
     written("spaces.inner.deep", "DEPTH = 5\n")
     written("models.net", "from . import WIDTH\n")
     written("models.parts", "")
@@ -104,16 +104,16 @@ def test_a_folder_that_the_user_put_on_the_path_travels_too(
 ) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
-    (shared / "lab_tools.py").write_text("VALUE = 7\n")
+    put(shared / "lab_tools.py", "VALUE = 7\n")
     monkeypatch.syspath_prepend(str(shared))
     module = written("uses_tools", "import lab_tools\n\n\ndef train():\n    print(lab_tools.VALUE)\n")
     assert started(of_function(module.train), tmp_path / "pod") == "7\n"
 
 
 def test_a_script_runs_as_main_with_its_arguments(user_folder: Path, tmp_path: Path) -> None:
-    (user_folder / "beside.py").write_text("X = 2\n")
+    put(user_folder / "beside.py", "X = 2\n")
     script = user_folder / "my-script.py"
-    script.write_text("import sys\nimport beside\nprint(__name__, sys.argv[1:], beside.X)\n")
+    put(script, "import sys\nimport beside\nprint(__name__, sys.argv[1:], beside.X)\n")
     sources = of_script(script)
     assert sources.name == "my-script"
     arguments = {"learning_rate": 0.1, "fast": True, "slow": False, "text": "$(HOME)"}
@@ -165,7 +165,7 @@ def test_functions_that_a_pod_cannot_import_are_refused_with_a_remedy(written: W
     module.train = lambda: None
     with pytest.raises(BadInput, match="the module objects has another object under the name train"):
         of_function(before)
-    Path("bad.py").write_text("def (:\n")
+    put(Path("bad.py"), "def (:\n")
     with pytest.raises(BadInput, match=r"bad\.py, line 1: .*: the code cannot be read"):
         of_script(Path("bad.py"))
 
@@ -181,7 +181,7 @@ def cell(text: str) -> tuple[Callable[..., object], dict[str, ModuleType]]:
 
 
 def test_a_self_contained_function_of_a_notebook_cell_travels_alone(user_folder: Path, tmp_path: Path) -> None:
-    (user_folder / "beside.py").write_text("X = 2\n")
+    put(user_folder / "beside.py", "X = 2\n")
     function, loaded = cell(
         "LIMIT = 3\n\n\ndef train(rate: 'Unknown' = 0.1, *rest):\n    import beside\n"
         "    n = len([i for i in range(4)])\n    def inner(): return n + beside.X\n    print(rate, inner())\n"
@@ -223,10 +223,11 @@ def test_a_function_without_a_known_source_is_refused() -> None:
 
 def test_a_function_of_the_main_script_is_imported_under_the_name_of_its_file(user_folder: Path) -> None:
     """Pods import the script that submitted its own function, and so do not submit again."""
-    (user_folder / "submit_me.py").write_text(
+    put(
+        user_folder / "submit_me.py",
         "from backstay_client.code.sources import of_function\n\n\ndef train():\n    print('trained', __name__)\n\n\n"
         "if __name__ == '__main__':\n    import json\n    found = of_function(train)\n"
-        "    print(found.name, json.loads(found.files['backstay_modules.json'])['main'], sorted(found.files))\n"
+        "    print(found.name, json.loads(found.files['backstay_modules.json'])['main'], sorted(found.files))\n",
     )
     done = subprocess.run([sys.executable, "submit_me.py"], capture_output=True, text=True, timeout=LONG, check=True)
     assert done.stdout == "submit-me submit_me ['backstay_entry.py', 'backstay_modules.json', 'submit_me.py']\n"

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optuna
 import pytest
-from between import LONG, until
+from between import LONG, put, until
 
 from backstay_client import (
     BadInput,
@@ -161,7 +161,7 @@ def path(tmp_path: Path, tables: bytes) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as folder:
         file = Path(folder) / "sweeps" / "digits.db"
         file.parent.mkdir()
-        file.write_bytes(tables)
+        put(file, tables)
         yield file
 
 
@@ -709,7 +709,7 @@ def test_a_file_with_another_plan_is_refused_with_the_difference(path: Path) -> 
         with pytest.raises(BadInput, match=error):
             SweepStore(plan(**changed), path)
     damaged = path.with_name("damaged.db")
-    damaged.write_bytes(b"not a database, but a text" * 100)
+    put(damaged, b"not a database, but a text" * 100)
     with pytest.raises(BadInput, match="is not a file of Optuna in SQLite"):
         SweepStore(plan(), damaged)
     folder = path.with_name("folder.db")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pandas
 import pytest
-from between import LONG
+from between import LONG, put
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -217,7 +217,7 @@ def test_windows_of_tokens_begin_anywhere_and_no_token_is_used_twice_in_an_epoch
 
 def test_token_files_that_cannot_be_used(tmp_path: Path) -> None:
     odd = tmp_path / "odd.bin"
-    odd.write_bytes(b"abc")
+    put(odd, b"abc")
     with pytest.raises(ConfigurationError, match="has 3 bytes: must be whole tokens of uint16"):
         TokenFile(odd, 4)
     with pytest.raises(ConfigurationError, match="has 3 tokens, fewer than one window of 4"):

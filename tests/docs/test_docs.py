@@ -17,7 +17,6 @@ import os
 import re
 import runpy
 import shlex
-import shutil
 import subprocess
 import threading
 import tomllib
@@ -131,14 +130,14 @@ def recorded(block: Block, folder: Path) -> list[list[str]]:
     programs, log = folder / "programs", folder / "commands"
     programs.mkdir(exist_ok=True)
     for name in PROGRAMS:
-        (programs / name).write_text(_RECORDER.format(log=log))
+        put(programs / name, _RECORDER.format(log=log))
         (programs / name).chmod(0o755)
     log.write_text("")
     work = folder / "work"
     # The tutorials use a clone of the repository and its virtual environment.
     for activate in (work / ".venv" / "bin" / "activate", work / "backstay" / ".venv" / "bin" / "activate"):
         activate.parent.mkdir(parents=True, exist_ok=True)
-        activate.write_text("")
+        put(activate, "")
     done = subprocess.run(
         # `kill` is a builtin of bash, which the recorder must replace.
         ["/bin/bash", "-e", "-c", "enable -n kill\n" + block.text],
@@ -271,8 +270,8 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for page in PAGES:
         for block in blocks(page):
             if block.title:
-                (work / block.title).write_text(block.text)
-    shutil.copy(ROOT / "examples" / "digits" / "job.yaml", work)
+                put(work / block.title, block.text)
+    put(work / "job.yaml", (ROOT / "examples" / "digits" / "job.yaml").read_text())
     for name in ("examples", "helm", "images", "Dockerfile", "bench", "tests"):
         (work / name).symlink_to(ROOT / name)
     return folder

@@ -33,6 +33,7 @@ def test_o10_short_jobs_succeed(cluster: Any, submit: Callable[..., str], tmp_pa
     for case, name in jobs.items():
         status = cluster.wait_for_end(name)
         assert status["step"] == CASES[case][0], f"{case}\n{cluster.describe(name)}"
+        assert [entry["reason"] for entry in status["history"]][-2:] == ["Trained", "Succeeded"], case
         assert not cluster.deaths_with_cause(name), case
         interrupted = "TrainingInterrupted" in {event["reason"] for event in cluster.events(name)}
         assert not interrupted or cluster.deaths(name), case

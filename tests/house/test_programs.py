@@ -7,6 +7,7 @@ import zlib
 from pathlib import Path
 
 import pytest
+from between import put
 from programs import FOLDER, share_programs
 from tiers import STORE
 
@@ -19,7 +20,7 @@ def test_complete_programs_are_kept_and_the_next_run_has_them(tmp_path: Path, mo
     end = share_programs(store)
     folder = Path(os.environ[FOLDER])
     for name, content in {"whole": whole, "torn": whole[:-1], "empty": b"", "other": b"no program"}.items():
-        (folder / f"{name}-cache").write_bytes(content)
+        put(folder / f"{name}-cache", content)
     end()
     assert os.environ[FOLDER] == "before"
     assert not folder.parent.exists()

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from between import LONG, until
+from between import LONG, put, until
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def stages(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Modul
 def report(stages: Any, **parts: Any) -> None:
     """Write the report of the tests."""
     content = {"passed": 5000, "skipped": 3, "flaky": {}, "failed": {}, "seconds": {}, **parts}
-    stages.REPORT.write_text(json.dumps(content))
+    put(stages.REPORT, json.dumps(content))
 
 
 def ended(stages: Any, name: str, status: int, *, tests: bool = True, lines: int = 0) -> Any:
@@ -97,7 +97,7 @@ def test_an_interrupt_ends_the_processes_of_the_stage_and_shows_the_summary(
     root: Path, tmp_path: Path, signals: tuple[signal.Signals, ...]
 ) -> None:
     """Also those that make waits for, and those that the interrupt of a terminal would not reach."""
-    (tmp_path / "Makefile").write_text("slow:\n\t@trap '' INT; echo $$$$ > begun; mv begun pid; sleep 600\n")
+    put(tmp_path / "Makefile", "slow:\n\t@trap '' INT; echo $$$$ > begun; mv begun pid; sleep 600\n")
     code = f"""
 import sys; sys.path.insert(0, {str(root / "tests")!r})
 import pathlib, stages
@@ -130,11 +130,11 @@ def test_the_lowest_versions_are_tested_when_their_lock_has_changed(
 ) -> None:
     passed = tmp_path / "lowest.txt"
     monkeypatch.setattr(stages, "PASSED", passed)
-    passed.write_text("0" * 64)
+    put(passed, "0" * 64)
     assert not stages.stages()[-1].skip
-    passed.write_text(hashlib.sha256(stages.LOCK.read_bytes()).hexdigest() + "  requirements.lowest.lock\n")
+    put(passed, hashlib.sha256(stages.LOCK.read_bytes()).hexdigest() + "  requirements.lowest.lock\n")
     assert stages.stages()[-1].skip
-    passed.write_text(f"# not passed: {hashlib.sha256(stages.LOCK.read_bytes()).hexdigest()}\n")
+    put(passed, f"# not passed: {hashlib.sha256(stages.LOCK.read_bytes()).hexdigest()}\n")
     assert not stages.stages()[-1].skip
     passed.unlink()
     assert not stages.stages()[-1].skip

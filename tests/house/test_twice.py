@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from between import slack
+from between import put, slack
 from tiers import STORE
 
 pytestmark = pytest.mark.timeout(60)  # each starts pytest a few times
@@ -44,11 +44,11 @@ class Suite:
         self._program = program
         self._folder = folder
         self._group: int | None = None
-        (folder / "pytest.ini").write_text("[pytest]\n")
+        put(folder / "pytest.ini", "[pytest]\n")
 
     def run(self, tests: str, *arguments: str) -> tuple[int, str]:
         """Returns the exit status and the output of the program on a file with these tests."""
-        (self._folder / "test_it.py").write_text(ONCE + tests)
+        put(self._folder / "test_it.py", ONCE + tests)
         temporary = self._folder / "temporary"
         temporary.mkdir(exist_ok=True)
         env = {
@@ -112,11 +112,11 @@ def test_the_second_run_has_the_settings_and_the_options_of_the_first_one(suite:
     """A folder below may have settings for runs in it."""
     (tmp_path / "pytest.ini").unlink()
     strict = "[tool.pytest.ini_options]\naddopts = '--strict-markers'\n"
-    (tmp_path / "pyproject.toml").write_text(f"{strict}markers = ['here']\n")
+    put(tmp_path / "pyproject.toml", f"{strict}markers = ['here']\n")
     inner = tmp_path / "inner"
     inner.mkdir()
-    (inner / "pyproject.toml").write_text(strict)
-    (inner / "test_inner.py").write_text(f"{ONCE}\n@pytest.mark.here{FLAKY.format(1)}")
+    put(inner / "pyproject.toml", strict)
+    put(inner / "test_inner.py", f"{ONCE}\n@pytest.mark.here{FLAKY.format(1)}")
     warns = "def test_warns():\n    import warnings\n    warnings.warn('an old name')\n"
     code, output = suite.run(warns, "-W", "error", "-n", "0", "test_it.py", "inner")
     assert code == 1, output
@@ -239,7 +239,7 @@ def test_what_a_test_leaves_behind_as_its_process_dies_belongs_to_its_failure(su
     ],
 )
 def test_a_process_that_dies_after_its_tests_fails_the_run(suite: Suite, tmp_path: Path, end: str, reason: str) -> None:
-    (tmp_path / "conftest.py").write_text(f"import os\n\nif 'PYTEST_XDIST_WORKER' in os.environ:\n    {end}\n")
+    put(tmp_path / "conftest.py", f"import os\n\nif 'PYTEST_XDIST_WORKER' in os.environ:\n    {end}\n")
     status, output = suite.run("def test_good(): pass\n", "-n", "1", "--max-worker-restart", "0")
     assert status == 1, output
     assert f"the process gw0 of pytest\n    first failure: {reason}" in output
@@ -249,7 +249,7 @@ def test_a_process_that_dies_after_its_tests_fails_the_run(suite: Suite, tmp_pat
 def test_a_process_has_time_for_its_last_work(suite: Suite, tmp_path: Path) -> None:
     """execnet interrupts a process that works 5 s after the request to end, and later kills it."""
     slow = "def pytest_unconfigure():\n        time.sleep(6)\n        open('ended', 'w').close()"
-    (tmp_path / "conftest.py").write_text(f"import os, time\n\nif 'PYTEST_XDIST_WORKER' in os.environ:\n    {slow}\n")
+    put(tmp_path / "conftest.py", f"import os, time\n\nif 'PYTEST_XDIST_WORKER' in os.environ:\n    {slow}\n")
     status, output = suite.run("def test_good(): pass\n", "-n", "1")
     assert status == 0, output
     assert (tmp_path / "ended").exists()

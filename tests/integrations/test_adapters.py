@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from between import put
 from flax import linen as nn
 from flax import nnx
 
@@ -48,9 +49,9 @@ def test_the_adapters_of_the_transformer_leave_its_base(capsys, monkeypatch, tmp
     monkeypatch.setattr("sys.argv", ["lora.py", "--base", str(tmp_path / "base"), "--steps", "2"])
     # Short texts: it reads the whole standard library, and evaluates on a tenth of the help texts.
     for number in range(2):
-        (tmp_path / f"{number}.py").write_bytes(b"text " * 1000)
+        put(tmp_path / f"{number}.py", b"text " * 1000)
     monkeypatch.setattr("sysconfig.get_path", lambda *_, **__: str(tmp_path))
-    (tmp_path / "topics.py").write_bytes((importlib.resources.files("pydoc_data") / "topics.py").read_bytes()[:20_000])
+    put(tmp_path / "topics.py", (importlib.resources.files("pydoc_data") / "topics.py").read_bytes()[:20_000])
     monkeypatch.setattr("importlib.resources.files", lambda package: tmp_path)
     base = importlib.import_module("train")
     none = {"batches": lambda key: np.zeros(1, np.float32), "loss": lambda params, batch: 0 * params["norm"].sum()}

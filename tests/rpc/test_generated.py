@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from between import put
 from google.protobuf.descriptor_pb2 import DescriptorProto
 
 from backstay_rpc import AUTHORIZATION, bearer, control_pb2
@@ -17,7 +17,7 @@ PACKAGE = Path(control_pb2.__file__).parent
 def test_generated_code_is_fresh(tmp_path: Path) -> None:
     """Run `sh operator/backstay_rpc/generate.sh` after changing control.proto."""
     (tmp_path / "backstay_rpc").mkdir()
-    shutil.copy(PACKAGE / "control.proto", tmp_path / "backstay_rpc")
+    put(tmp_path / "backstay_rpc" / "control.proto", (PACKAGE / "control.proto").read_text())
     subprocess.run(
         [
             sys.executable,

@@ -298,19 +298,27 @@ def test_a_job_ends_early_succeeds_and_stays_ended(job: Any, tmp_path: Path) -> 
     assert (server.final_message()["result"], server.final_message()["step"]) == ("AlreadyComplete", step)
 
 
-@pytest.mark.parametrize("last", [2, 12])
+@pytest.mark.parametrize("last", [2, 22])
 def test_o10_a_job_of_a_second_loses_no_report(job: Any, tmp_path: Path, last: int) -> None:
-    """O10: spans, curve, event files and the last report of pods that end before any periodic report is due."""
+    """O10: spans, curve, event files and the last report of pods that end before any periodic report is due.
+
+    The longer job has an evaluator.
+    """
     folder = tmp_path / "checkpoints"
-    tiny = job(3, 2, checkpoint={"uri": str(folder)})
-    tiny.environment = {"STEPS": str(last), "RUNNING": "1"}
+    tiny = job(3, 2, checkpoint={"uri": str(folder)}, evaluator=last == 22)
+    tiny.environment = {"STEPS": str(last), "RUNNING": "1", "SAME": "1"}
     tiny.start_all()
-    assert [pod.wait() for pod in tiny.pods] == [0] * 5
+    evaluates = "worker-0"
+    if last == 22:
+        evaluates = "evaluator-0"
+        tiny.start("evaluator", 0, 1)
+    assert {pod.name: pod.wait() for pod in tiny.pods} == {pod.name: 0 for pod in tiny.pods}
     points = spans_by_pod(folder)
     for shard in range(3):
         assert {"apply", "checkpoint"} <= points[f"parameter-server-{shard}"], points
-    assert {"evaluate", "compute", "push"} <= points["worker-0"]
-    assert {"compute", "push"} <= points["worker-1"]
+    assert "evaluate" in points[evaluates]
+    for rank in range(2):
+        assert {"compute", "push"} <= points[f"worker-{rank}"]
     shown = scalars(folder)
     steps = {tag: [step for step, _ in values] for tag, values in shown.items()}
     for tag in ("loss", "train/error", "throughput/examples_per_second", "throughput/updates_per_second"):
@@ -323,8 +331,9 @@ def test_o10_a_job_of_a_second_loses_no_report(job: Any, tmp_path: Path, last: i
     assert message["trainMetrics"].keys() == {"error"}
     assert message["metrics"].keys() == {"squares"}
     assert (message["goalSteps"], message["evaluatedStep"]) == (last, last)
-    # A leaf is reported after ten updates without a gradient.
-    assert message.get("untrainedLeaves", []) == (["running.mean"] if last > 10 else [])
+    # Equal batches are reported after twenty updates, and a leaf after ten without a gradient.
+    assert message.get("mistakesOfBatches", []) == (["SameBatches"] if last == 22 else [])
+    assert message.get("untrainedLeaves", []) == (["running.mean"] if last == 22 else [])
     assert message["traffic"]["carried"] > 0
 
 

@@ -88,7 +88,8 @@ def batches(key):
     hold(key)
     if "SAY_BATCHES" in os.environ:
         print(f"batch {key.step}\n", end="", flush=True)
-    x = key.rng.normal(size=(int(os.environ.get("BATCH", "4")), 8))
+    rng = np.random.default_rng(key.step) if "SAME" in os.environ else key.rng
+    x = rng.normal(size=(int(os.environ.get("BATCH", "4")), 8))
     bad = (0 <= NAN_FROM <= key.step and key.rank == 0) or f"{key.step},{key.rank}" == os.environ.get("NAN_AT")
     return x, np.sin(x[:, :3]), np.asarray(np.nan if bad else 1.0)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import trace_format
 import yaml
+from between import put
 from typer.testing import CliRunner
 
 from backstay_cli.main import app
@@ -24,7 +25,7 @@ ENOUGH = (*SMALL, "--set", "steps=60")
 @pytest.fixture
 def job(tmp_path: Path) -> str:
     path = tmp_path / "job.yaml"
-    path.write_text(yaml.safe_dump(job_of(backups=1, standbys=1).to_dict()))
+    put(path, yaml.safe_dump(job_of(backups=1, standbys=1).to_dict()))
     return str(path)
 
 
@@ -47,9 +48,9 @@ def test_nulls_and_whole_numbers_are_what_the_api_server_makes_of_them(job: str,
     plain, odd = yaml.safe_load(Path(job).read_text()), tmp_path / "odd.yaml"
     plain["spec"]["workers"] = {"replicas": 2}
     plain["spec"]["parameterServers"]["replicas"] = 1
-    odd.write_text(yaml.safe_dump(plain).replace("replicas: 2\n", "replicas: 2.0\n    podsPerRank: null\n", 1))
+    put(odd, yaml.safe_dump(plain).replace("replicas: 2\n", "replicas: 2.0\n    podsPerRank: null\n", 1))
     assert "podsPerRank: null" in odd.read_text()
-    Path(job).write_text(yaml.safe_dump(plain))
+    put(Path(job), yaml.safe_dump(plain))
     one, other = (run(path, *SMALL, "--output", "json") for path in (job, str(odd)))
     assert other.exit_code == 0, other.stderr
     assert one.stdout == other.stdout
@@ -82,7 +83,7 @@ def test_all_assumptions_can_be_printed_and_given_again(job: str, tmp_path: Path
     printed = run("--print-assumptions", "--set", "step.seconds=3")
     assert yaml.safe_load(printed.stdout)["step"]["seconds"] == 3
     path = tmp_path / "assumptions.yaml"
-    path.write_text(printed.stdout)
+    put(path, printed.stdout)
     again = run("--print-assumptions", "--assume", str(path))
     assert again.stdout == printed.stdout
 
@@ -125,7 +126,7 @@ def test_a_failure_needs_exactly_one_interval(job: str) -> None:
 def test_a_trace_that_cannot_be_read_is_named(job: str, tmp_path: Path, content: bytes | None, says: str) -> None:
     file = tmp_path / "trace"
     if content is not None:
-        file.write_bytes(content)
+        put(file, content)
     result = run(job, *SMALL, "--from", str(file))
     assert result.exit_code == 2
     assert says in result.stderr
