@@ -29,6 +29,7 @@ from typing import Any
 
 import pytest
 
+from backstay_cluster.tests.files import put
 from backstay_cluster.tests.limits import slack
 
 HELPERS = Path(__file__).resolve().parent / "helpers"
@@ -90,14 +91,7 @@ class Report:
     def write(self, path: Path) -> None:
         """Replace the file."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, asdict(self))
-
-
-def write(path: Path, content: object) -> None:
-    """Write JSON, so that a reader finds all of it or no file."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(content))
-    part.replace(path)
+        put(path, json.dumps(asdict(self)))
 
 
 class Recorder:
@@ -209,9 +203,11 @@ def record(ending: float, arguments: list[str]) -> int:
     outcome = recorder.outcome
     outcome.status = int(pytest.main(["-p", PLUGIN, *arguments], plugins=[recorder]))
     recorder.judge_workers()
-    if (plugin := sys.modules.get(PLUGIN)) is not None:
+    if outcome.cut:  # its tests are not to blame for what they have left
+        outcome.status = int(pytest.ExitCode.TESTS_FAILED)
+    elif (plugin := sys.modules.get(PLUGIN)) is not None:
         outcome.left += plugin.left
-    write(place, asdict(outcome))
+    put(place, json.dumps(asdict(outcome)))
     return outcome.status
 
 
@@ -230,16 +226,12 @@ def run(arguments: list[str], folder: Path, ending: float = 20.0, environ: Mappi
         if not place.exists():
             return Outcome(faults={ITSELF: f"it ended with exit status {status}, without its results"})
         outcome = Outcome(**json.loads(place.read_text()))
-        if outcome.cut:  # its processes left what they had
-            outcome.left = []
         left = {} if outcome.cut else surroundings.left()
     if status is None and not outcome.left:
         outcome.add_left(f"{ITSELF}, which a thread that is not a daemon kept from its end", [])
     if status not in (None, outcome.status):
         outcome.faults[ITSELF] = f"it ended with exit status {status}, after its results"
         outcome.status = int(pytest.ExitCode.INTERNAL_ERROR)
-    if outcome.cut:
-        outcome.status = int(pytest.ExitCode.TESTS_FAILED)
     unknown = [test for test in outcome.collected if test not in outcome.seconds]
     if unknown and outcome.status in RAN:
         outcome.faults[f"did not run: {len(unknown)} tests"] = f"the first is {unknown[0]}"
