@@ -170,6 +170,18 @@ SCRIPTS = {
     ),
     "unraisable": "class A:\n    def __del__(self): 1 / 0\na = A(); del a\n",
     "gc at exit": "class A:\n    def __del__(self): print('deleted')\na = A()\n",
+    "file at exit": "f = open('left', 'w'); f.write('kept')\n",
+    "file of before": "print(open('left').read())\n",
+    "module at exit": "import beside\n",
+    "import at exit": (
+        "class A:\n    def __del__(self):\n        try:\n            import early, json\n"
+        "        except ImportError as e:\n            print(type(e))\na = A()\n"
+    ),
+    "atexit imports": "import atexit\ndef end():\n    import early; print(early.FLAG)\natexit.register(end)\n",
+    "daemon thread that imports": (
+        "import threading\ndef imports():\n    while True:\n        import early, json\n"
+        "threading.Thread(target=imports, daemon=True).start()\n"
+    ),
     "environment": "import os; os.environ['A'] = 'b'; print(os.getenv('A')); os.system('echo $A')\n",
     "stdin": "print(repr(input()))\n",
     "random": "import random, uuid\nprint(len({random.random()} | {uuid.uuid4()}))\n",
@@ -204,11 +216,21 @@ async def both(bench: Bench, *commands: Sequence[str], **env: str) -> list[list[
 async def test_scripts_do_the_same(bench, capfd):
     for number, text in enumerate(SCRIPTS.values()):
         bench.write(f"{number}.py", text)
+    bench.write("beside.py", SCRIPTS["gc at exit"])
     commands = [["python", f"{number}.py", "a b", ""] for number in range(len(SCRIPTS))]
     executed, forked = await both(bench, *commands, A="1")
     assert dict(zip(SCRIPTS, forked, strict=True)) == dict(zip(SCRIPTS, executed, strict=True))
     # A new Python runs the scripts that do not compile, because it reports the error best.
     assert capfd.readouterr().err.count(NOTE) == len(["syntax error", "null byte"])
+
+
+async def test_what_a_start_file_registers_finds_its_modules_at_the_end(bench):
+    text = "import atexit\n@atexit.register\ndef end():\n    import early, json; print(early.FLAG)\n"
+    put(bench.site / "sitecustomize.py", text)
+    bench.write("script.py", WAS_PRELOADED)
+    executed, forked = await both(bench, ["python", "script.py"])
+    assert executed == [(0, "False\nNone\n")]
+    assert forked == [(0, "True\nNone\n")]
 
 
 async def test_one_reason_is_reported_once(bench, capfd):
