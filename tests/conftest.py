@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import yaml
 from programs import FOLDER, share_programs
+from schedule import Groups, order
 from tiers import PURE
-from xdist.scheduler import LoadScopeScheduling
 
 from backstay_cluster.tests.limits import LONG, slack
 from backstay_cluster.tests.shared_settings import ToolPath, require_tools
@@ -71,7 +71,6 @@ def pytest_collection_finish() -> None:
 
     Collections took up to a tenth of the time of a process. Those of what tests make are rarer than usual.
     """
-    gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     gc.enable()
@@ -111,59 +110,15 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(6, 2 * len(os.sched_getaffinity(0)) + 2)
 
 
-# The longest tests begin first, so that at the end no process runs alone.
-FIRST = ("tests/e2e/", "tests/trainer_math/test_engine.py", "tests/operator/", "tests/trainer_math/")
-FIRST += ("operator/backstay_cluster/", "tests/runtime/test_standby.py", "tests/runtime/test_timeline.py")
-FIRST += ("tests/docs/test_docs.py", "tests/testing/", "tests/serving/test_process.py", "tests/simulator/")
-# These mostly wait for processes.
-WAITING = "tests/runtime/"
-
-
-class Groups(LoadScopeScheduling):
-    """Tests of one group follow each other in one process.
-
-    The end-to-end tests are one: they share a cluster, and two of their jobs at the same time are many processes. The
-    tests of the command start their own clusters, and those of paused processes mostly wait: each of both is a group.
-    Those with a real kube-apiserver are one, because a second one would take a core. The training jobs of tests/runtime
-    and the runs of pytest in tests/house are each alone. The others in tests/house are one, and parse each file once.
-    All others keep with those of their file, with which they share fixtures and what JAX compiled.
-    """
-
-    _ALONE = ("tests/e2e/test_command.py", "tests/e2e/test_paused.py")
-    _SINGLE = ("tests/runtime/", "tests/house/test_twice.py")
-
-    def _split_scope(self, nodeid: str) -> str:
-        if nodeid.startswith("tests/chart/test_real_cluster.py") or "test_both.py" in nodeid or "[real" in nodeid:
-            return "a real kube-apiserver"
-        if nodeid.startswith("tests/e2e/") and not nodeid.startswith(self._ALONE):
-            return "tests/e2e/"
-        if nodeid.startswith(self._SINGLE):
-            return nodeid
-        return "tests/house/" if nodeid.startswith("tests/house/") else nodeid.partition("::")[0]
-
-
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Groups:
     config.option.loadscopereorder = False
     return Groups(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests that mostly wait are spread evenly over all others, so that at any time some tests compute."""
-
-    def rank(item: pytest.Item) -> int:
-        return next((number for number, where in enumerate(FIRST) if item.nodeid.startswith(where)), len(FIRST))
-
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return
-    waiting = sorted((item for item in items if item.nodeid.startswith(WAITING)), key=rank)
-    others = sorted((item for item in items if not item.nodeid.startswith(WAITING)), key=rank)
-    begun: dict[str, int] = {}  # the place in `others` of the first test of each file, which the others follow
-    for number, item in enumerate(others):
-        begun.setdefault(item.nodeid.partition("::")[0], number)
-    # A file is longer than a test, so none of them is the last.
-    places = {item: 0.9 * begun[item.nodeid.partition("::")[0]] / len(others) for item in others}
-    places |= {item: (number + 0.5) / len(waiting) for number, item in enumerate(waiting)}
-    items.sort(key=places.__getitem__)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        places = order([item.nodeid for item in items])
+        items.sort(key=lambda item: places[item.nodeid])
 
 
 @pytest.fixture(scope="session")

@@ -57,14 +57,15 @@ def stages() -> list[Stage]:
     """Returns all stages in their order."""
     first = ("tests/prose", *PURE, "tests/codecs", "tests/wire")
     quick = f"XLA_FLAGS={' '.join((os.environ.get('XLA_FLAGS', ''), *QUICK_COMPILER)).strip()}"
-    twice = [".venv/bin/python", "tests/twice.py", "--report", str(REPORT), "-n", "auto"]
+    twice = [".venv/bin/python", "tests/twice.py", "--report", str(REPORT), "-n"]
+    computing = str(min(4, 2 * len(os.sched_getaffinity(0))))  # more would only take longer
     digests = [line.split()[0] for line in PASSED.read_text().splitlines() if line.strip()] if PASSED.exists() else []
     again = f"{LOCK} is unchanged" if hashlib.sha256(LOCK.read_bytes()).hexdigest() in digests else ""
     return [
         Stage("environment", ["make", ".venv/.installed"]),
         Stage("lint and docs", ["make", "-j2", "-O", "collected", "lint", "docs"]),
-        Stage("pure tests and bits", [*twice, *first], tests=True),
-        Stage("tests", ["env", quick, *twice, *(f"--ignore={folder}" for folder in first)], tests=True),
+        Stage("pure tests and bits", [*twice, computing, *first], tests=True),
+        Stage("tests", ["env", quick, *twice, "auto", *(f"--ignore={folder}" for folder in first)], tests=True),
         Stage("lowest", ["make", "lowest", f"REPORT=--report {REPORT}"], skip=again, tests=True),
     ]
 
