@@ -44,6 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     if "PYTEST_XDIST_WORKER" not in os.environ:  # its processes inherit the folder
         config.add_cleanup(share_programs())
+        # With the import of NumPy, OpenBLAS starts a thread for each core. They wait for work, and take the processor.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

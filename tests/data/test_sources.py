@@ -1,4 +1,8 @@
-"""`from_dataset` accepts each kind of source, with and without a transform, read by several threads."""
+"""`from_dataset` accepts each kind of source, with and without a transform, read by several threads.
+
+The tests that need libraries of data sets import them. Each process of pytest-xdist imports this module, and these
+libraries take as long as JAX.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import datasets
-import grain
 import jax.numpy as jnp
 import numpy as np
-import pandas
 import pytest
 from between import LONG, put
 from hypothesis import given, settings
@@ -27,12 +28,29 @@ X = np.arange(SIZE * 3, dtype=np.float32).reshape(SIZE, 3)
 Y = np.arange(SIZE, dtype=np.int64)
 
 
-class Samples(grain.sources.RandomAccessDataSource):  # type: ignore[misc]
-    def __len__(self) -> int:
-        return SIZE
+def hugging_face(columns: dict[str, Any]) -> Any:
+    import datasets
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"x": X[index], "y": Y[index]}
+    return datasets.Dataset.from_dict(columns)
+
+
+def grain_source() -> Any:
+    import grain
+
+    class Samples(grain.sources.RandomAccessDataSource):  # type: ignore[misc]
+        def __len__(self) -> int:
+            return SIZE
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {"x": X[index], "y": Y[index]}
+
+    return Samples()
+
+
+def grain_map_dataset() -> Any:
+    import grain
+
+    return grain.MapDataset.source(grain_source())
 
 
 def mapped(tmp_path: Path) -> dict[str, Any]:
@@ -44,10 +62,10 @@ SOURCES: dict[str, Any] = {
     "columns": lambda path: {"x": X, "y": Y},
     "mapped columns": mapped,
     "list": lambda path: [{"x": x, "y": y} for x, y in zip(X, Y, strict=True)],
-    "hugging face": lambda path: datasets.Dataset.from_dict({"x": X, "y": Y}),
-    "hugging face with a format": lambda path: datasets.Dataset.from_dict({"x": X, "y": Y}).with_format("numpy"),
-    "grain source": lambda path: Samples(),
-    "grain map dataset": lambda path: grain.MapDataset.source(Samples()).map(lambda sample: sample),
+    "hugging face": lambda path: hugging_face({"x": X, "y": Y}),
+    "hugging face with a format": lambda path: hugging_face({"x": X, "y": Y}).with_format("numpy"),
+    "grain source": lambda path: grain_source(),
+    "grain map dataset": lambda path: grain_map_dataset().map(lambda sample: sample),
 }
 
 
@@ -101,6 +119,8 @@ def test_lists_and_jax_arrays_are_columns() -> None:
 
 
 def test_a_data_frame_is_a_dict_of_its_columns() -> None:
+    import pandas
+
     frame = pandas.DataFrame({"x": X[:, 0], "y": Y}).iloc[::-1]
     batch = from_dataset(frame, batch_size=4)(BatchKey(0, 0, 1))
     np.testing.assert_array_equal(batch["x"], X[batch["y"], 0])
@@ -149,7 +169,9 @@ def test_nested_columns_and_pairs() -> None:
 
 
 def test_sources_that_cannot_be_used_state_what_to_do() -> None:
-    texts = datasets.Dataset.from_dict({"text": ["a", "bc"], "n": [1, 2]})
+    import datasets
+
+    texts = hugging_face({"text": ["a", "bc"], "n": [1, 2]})
     with pytest.raises(ConfigurationError, match="the columns text are not numbers of one shape"):
         from_dataset(texts, batch_size=1)(BatchKey(0, 0, 1))
     tokens = from_dataset(texts, batch_size=2, transform=lambda sample: len(sample["text"]), shuffle=False)
@@ -158,7 +180,7 @@ def test_sources_that_cannot_be_used_state_what_to_do() -> None:
         from_dataset(datasets.DatasetDict(train=texts), batch_size=1)
     with pytest.raises(ConfigurationError, match=r"has no length.*use from_iterator"):
         from_dataset(texts.to_iterable_dataset(), batch_size=1)
-    grained = grain.MapDataset.source(Samples())
+    grained = grain_map_dataset()
     with pytest.raises(ConfigurationError, match=r"has no length.*use from_iterator"):
         from_dataset(grained.to_iter_dataset(), batch_size=1)
     with pytest.raises(ConfigurationError, match="leave out repeat"):
