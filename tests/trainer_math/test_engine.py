@@ -282,6 +282,16 @@ def test_gradient_memory_is_free_after_ready():
             memory[...] = 1.0
 
 
+def test_an_engine_has_copied_what_it_starts_from():
+    """The caller may write into its arrays afterwards. Another thread could read aligned ones too late."""
+    own = aligned(np.zeros(1 << 20, np.float32)).reshape(1024, 1024)
+    for number in range(20):
+        own[...] = number
+        _, _, _, (engine,) = make(CENTRALIZED, {"a": own}, block_bytes=1 << 23)
+        own[...] = -1
+        assert np.all(engine.block(0) == number)
+
+
 def test_readers_in_other_threads_read_whole_versions():
     _, _, _, (engine,) = make(optax.sgd(1.0), {"a": np.zeros((64, 64), np.float32)}, block_bytes=16384)
     wrong, stop = [], threading.Event()

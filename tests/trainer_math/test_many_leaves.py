@@ -13,6 +13,7 @@ import optax
 import pytest
 
 from backstay._compute._gradient import GradientFn
+from backstay._compute._initial import initial
 from backstay._transport import Arrangement, ParamBuffers
 from backstay._update import Objective
 from backstay._update._engine import ShardEngine
@@ -83,6 +84,26 @@ def test_one_update_compiles_as_much_for_many_leaves_as_for_few() -> None:
     few, many = one_update(6), one_update(90)
     assert 0 < few[0] == many[0]
     assert few[1] == many[1] == 1, "the gradient leaves the device as one packed array"
+
+
+def start(sizes: range) -> int:
+    """Returns how many programs a server compiles before it trains leaves of these sizes."""
+
+    def init(key: Any) -> dict[str, Any]:
+        return {str(size): jax.random.normal(jax.random.fold_in(key, size), (size,)) for size in sizes}
+
+    tree = describe(jax.eval_shape(lambda: init(jax.random.key(0))))
+    rule = analyse(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), tree)
+    jax.clear_caches()
+    with compilations() as compiled:
+        ShardEngine(partition(tree, rule, 1), 0, rule, initial(init, 3)).compile([1])
+    return len(compiled)
+
+
+def test_a_server_of_many_sizes_compiles_as_much_as_one_of_few_before_it_trains() -> None:
+    """Parameters and states are copied and made without programs of their sizes."""
+    start(range(3, 5))
+    assert 0 < start(range(3, 5)) == start(range(3, 13)) <= 3, "init, what all leaves share, and the update"
 
 
 def test_many_leaves_give_what_the_plain_loop_gives() -> None:

@@ -6,9 +6,12 @@ A server of a large model computes only the arrays of which it holds a part, so 
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final
+
+import numpy as np
 
 from ..errors import ConfigurationError
 
@@ -49,8 +52,7 @@ def initial(
     import jax
 
     function: Callable[[Any], Any] = init if keep is None else lambda key: keep(init(key))
-    key = jax.random.key(seed)
-    made = _made(function, key, part=keep is not None, needed=needed) if compiled else function(key)
+    made = _made(function, seed, part=keep is not None, needed=needed) if compiled else function(jax.random.key(seed))
     for path, leaf in jax.tree_util.tree_flatten_with_path(made)[0]:
         if isinstance(leaf, jax.Array) and not leaf.sharding.is_fully_replicated:
             name = jax.tree_util.keystr(path) or "an array"
@@ -62,41 +64,49 @@ def initial(
     return made
 
 
-def _made(init: Callable[[Any], Any], key: Any, *, part: bool, needed: Collection[int] | None) -> Any:
+def _made(init: Callable[[Any], Any], seed: int, *, part: bool, needed: Collection[int] | None) -> Any:
     """
     Args:
+        seed: the seed of the key. A program that makes the key too spares two programs.
         part: whether `init` computes more than it returns, which only a compiled program leaves out.
         needed: as in `initial`.
     """
     import jax
 
+    def seeded(number: Any) -> Any:
+        return init(jax.random.key(number))
+
+    def direct(function: Callable[[Any], Any] = init) -> Any:
+        return function(jax.random.key(seed))
+
     whole = jax.jit(init) if part else init
+    number = jax.device_put(np.int64(operator.index(seed)))
     try:
         if jax.default_backend() != "cpu":
-            return whole(key)
-        traced = jax.jit(init).trace(key)
+            return direct(whole)
+        traced = jax.jit(seeded).trace(number)
         elements = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(traced.out_info))
         constants = sum(getattr(value, "nbytes", 0) for value in traced.jaxpr.consts)
         if constants > _MOST_CONSTANT_BYTES:
-            return init(key)
+            return direct()
         if jax.local_device_count() > 1 and "Sharding" in str(traced.jaxpr):
-            return init(key)  # XLA may choose another sharding for the results than `init` names
+            return direct()  # XLA may choose another sharding for the results than `init` names
         if elements > _MOST_ELEMENTS:
-            return whole(key) if part or needed is None else _evaluated(traced, key, needed)
+            return direct(whole) if part or needed is None else _evaluated(traced, number, needed)
         program = traced.lower().compile(compiler_options=_UNOPTIMIZED)
     except Exception:  # noqa: BLE001  # without the program in between, the error is that of `init` itself
-        return init(key)
-    return program(key)
+        return direct()
+    return program(number)
 
 
-def _evaluated(traced: Any, key: Any, needed: Collection[int]) -> Any:
+def _evaluated(traced: Any, seed: Any, needed: Collection[int]) -> Any:
     """Run a traced `init` operation by operation, as Python runs it, without those that no needed leaf depends on.
 
     Each intermediate array is freed after its last use. A function that `init` compiles itself stays one operation,
     because a part of it could have other bits.
 
     Args:
-        traced: what ``jax.jit(init).trace(key)`` returned.
+        traced: what ``jax.jit(seeded).trace(seed)`` returned.
         needed: as in `initial`.
     """
     import jax
@@ -127,7 +137,7 @@ def _evaluated(traced: Any, key: Any, needed: Collection[int]) -> Any:
             equations.append(equation)
     equations.reverse()
     last = {atom: number for number, equation in enumerate(equations) for atom in variables(equation.invars)}
-    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*traced.jaxpr.consts, key), strict=True))
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*traced.jaxpr.consts, seed), strict=True))
     for number, equation in enumerate(equations):
         with equation.ctx.manager:  # what the script had set around it, such as jax.threefry_partitionable
             made = bind(equation.primitive, equation.params, [read(atom) for atom in equation.invars])

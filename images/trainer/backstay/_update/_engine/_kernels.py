@@ -228,13 +228,18 @@ class Kernels:
     def __init__(self, rule: Rule) -> None:
         self._programs = rule.programs
         self._evaluate_advance = rule.advance
+        self._constants_of = rule.constants_of
+        self._constants: dict[tuple[int, ...], list[jax.Array]] = {}
         self._jitted: dict[Any, Any] = {}
 
     def advance(self, shared: Sequence[jax.Array], wanted: tuple[int, ...]) -> tuple[list[jax.Array], list[jax.Array]]:
         """Returns new shared states, and uniform scalars of this update."""
-        if not shared and not wanted:
-            return [], []
         evaluate = self._evaluate_advance
+        if not shared:  # then the scalars are the same in each update, and mostly written in the program
+            if wanted not in self._constants:
+                written = self._constants_of(wanted)
+                self._constants[wanted] = jax.jit(lambda: evaluate((), wanted)[1])() if written is None else written
+            return [], self._constants[wanted]
         function = self._get(("advance", wanted), lambda: jax.jit(lambda values: evaluate(values, wanted)))
         new, scalars = function(list(shared))
         return list(new), list(scalars)

@@ -517,7 +517,7 @@ class ShardEngine:
             done.add(group)
             own = tuple((zeros[index],) * mean.count for index in whole.blocks)
             needed = [self._shared[self._shared_place[index]] for index in self._kernels.shared(whole.group.program)]
-            params, states = jax.tree_util.tree_map(lambda value: value.copy(), (whole.params, whole.states))
+            params, states = jax.tree_util.tree_map(_own, (whole.params, whole.states))
             self._kernels.whole(whole.group.program, mean)(
                 params, states, own, needed, mean.scalars(np.dtype(np.float64))
             )
@@ -572,9 +572,13 @@ def _device(value: Any) -> Any:
     return jax.device_put(value, may_alias=True)
 
 
-def _own(value: Array) -> jax.Array:
-    """Returns a copy on the device, in memory that JAX owns and may donate."""
-    return jax.numpy.array(value, copy=True)
+def _own(value: Array | jax.Array) -> jax.Array:
+    """Returns a copy on the device, in memory that JAX owns and may donate. `value` is read before it returns.
+
+    `jax.numpy.array` would compile a program for each size.
+    """
+    copied: jax.Array = jax.device_put(_device(value), may_alias=False)
+    return copied.block_until_ready()
 
 
 def _view(value: jax.Array) -> Array:

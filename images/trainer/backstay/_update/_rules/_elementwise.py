@@ -164,6 +164,11 @@ class Expressions:
         env: dict[int, Any] = {}
         return [self._compute(number, env, shared, (), None) for number in wanted]
 
+    def constants(self, wanted: Sequence[int]) -> list[Any] | None:
+        """Returns the values of expressions that are all constants; None if an operation computes one of them."""
+        found = [self._all[number] for number in wanted]
+        return [each.payload for each in found] if all(each.op == "literal" for each in found) else None
+
     def block(
         self, outputs: Sequence[int], uniform: Mapping[int, Any], inputs: Sequence[Any], size: int
     ) -> list[jax.Array]:

@@ -86,8 +86,13 @@ def flatten(closed: Any) -> Flat:
     return Flat(inputs, tuple(builder.equations), tuple(outputs), tuple(builder.avals))
 
 
-def evaluate(flat: Flat, values: Sequence[Any]) -> list[Any]:
-    """Compute the outputs from `values`, one for each input; meant to be traced under `jax.jit`."""
+def evaluate(flat: Flat, values: Sequence[Any], *, traced: bool = True) -> list[Any]:
+    """Compute the outputs from `values`, one for each input.
+
+    Args:
+        traced: whether this is traced under `jax.jit`. If not, each operation is compiled and run by itself, and arrays
+            of one constant are made without a program.
+    """
     env: dict[int, Any] = dict(zip(flat.inputs, values, strict=True))
 
     def read(atom: Atom) -> Any:
@@ -98,10 +103,23 @@ def evaluate(flat: Flat, values: Sequence[Any]) -> list[Any]:
         if equation.branches:
             branches = [_branch(branch) for branch in equation.branches]
             results = jax.lax.switch(args[0], branches, *args[1:])
+        elif not traced and (filled := _filled(equation)) is not None:
+            results = [filled]
         else:
             results = bind(equation.primitive, equation.params, args)
         env.update(zip(equation.outputs, results, strict=True))
     return [read(atom) for atom in flat.outputs]
+
+
+def _filled(equation: Equation) -> jax.Array | None:
+    """Returns the result of an operation that only repeats a constant, and None for others."""
+    constant = equation.inputs[0] if equation.name == "broadcast_in_dim" else None
+    if not isinstance(constant, Literal) or constant.shape or not isinstance(constant.value, np.ndarray):
+        return None
+    if equation.params.get("sharding") is not None:
+        return None
+    made: jax.Array = jax.device_put(np.full(equation.params["shape"], constant.value, constant.value.dtype))
+    return made
 
 
 def bind(primitive: Any, params: Mapping[str, Any], args: Sequence[Any]) -> list[Any]:

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from ...errors import OptimizerError
@@ -214,6 +213,14 @@ class Rule:
                 return new, list(program.expressions.scalars(wanted, values))
         return new, []
 
+    def constants_of(self, wanted: Sequence[int]) -> list[jax.Array] | None:
+        """Returns the scalars that `advance` returns, if the program has them as numbers. None if it computes them."""
+        for program in self.programs:
+            if isinstance(program, ElementwiseProgram):
+                written: list[jax.Array] | None = jax.device_put(program.expressions.constants(wanted))
+                return written
+        return []
+
     def initial_inputs(self, wanted: Sequence[int]) -> tuple[int, ...]:
         """Returns the leaves of the parameters that `initial_state` reads."""
         return Slicer(self._init).select(wanted)[1]
@@ -223,7 +230,8 @@ class Rule:
         part, used = Slicer(self._init).select(wanted)
         leaves = jax.tree_util.tree_leaves(params)
         # Not jitted, because most leaves are zeros, and each set of leaves would be compiled.
-        return [jnp.asarray(value) for value in evaluate(part, [jnp.asarray(leaves[index]) for index in used])]
+        made = evaluate(part, jax.device_put([leaves[index] for index in used]), traced=False)
+        return list(map(jax.device_put, made))
 
     def _refusal(self, group: Group, shards: int) -> str:
         one, other = self._split.pair(group.leaves)
