@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import yaml
 from programs import FOLDER, share_programs
@@ -67,12 +68,19 @@ def limit_of(nodeid: str) -> float:
     )
 
 
+@hypothesis.settings(max_examples=1, database=None)
+@hypothesis.given(hypothesis.strategies.none())
+def first_example(_: None) -> None:
+    """Let Hypothesis make its generator. Older versions then search for what refers to it, which cannot be frozen."""
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
     """Exempt what lives to the end, such as modules and collected tests, from garbage collections.
 
     Collections took up to a tenth of the time of a process. Those of what tests make are rarer than usual.
     """
+    first_example()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     gc.enable()
